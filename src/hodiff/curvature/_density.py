@@ -385,10 +385,10 @@ class GaussRules(NamedTuple):
         return fine, last * ratio / (1 - ratio)
 
 
-def exact_rules(operator: LinearOperator, columns: Tensor | None = None) -> GaussRules:
+def exact_rules(operator: LinearOperator, name: str, columns: Tensor | None = None) -> GaussRules:
     """All eigenvalues, each with the weight of one."""
     matrix = operator._dense() if columns is None else columns.detach().movedim(0, -1)
-    values = eigenvalues(matrix)[None]
+    values = eigenvalues(check_finite(matrix, name))[None]
     whole = torch.ones(values.shape[:-1], dtype=torch.bool, device="cpu")
     return GaussRules(values, torch.full_like(values, 1 / values.shape[-1]), whole, ())
 
@@ -397,7 +397,6 @@ def eigenvalues(matrix: Tensor) -> Tensor:
     """All of a symmetric matrix, rising, or of each of a stack; in double precision on the CPU."""
     precise = torch.float64 if matrix.device.type != "mps" else torch.float32
     matrix = matrix.to(precise).cpu().double()
-    check_finite(matrix, "logdet")
     unit = matrix.abs().amax((-2, -1), keepdim=True)
     unit = torch.where(unit > 0, unit, 1.0)
     return torch.linalg.eigvalsh((matrix + matrix.mT) / (2 * unit)) * unit[..., 0]
@@ -417,7 +416,7 @@ def rules(
     """
     size, dtype = operator._domain.numel, sum_dtype(operator.dtype)
     if drawn.exhaust(drawn.number * steps) or not size:
-        return exact_rules(operator, columns)
+        return exact_rules(operator, name, columns)
     steps = min(steps, operator.shape[-1])
     together = max(1, BASIS_BYTES // (size * (steps + 1) * torch.empty((), dtype=dtype, device="cpu").element_size()))
     count = min(together, 8)

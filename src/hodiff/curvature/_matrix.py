@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import final
 
 import torch
@@ -157,6 +158,8 @@ def _is_symmetric(A: Tensor) -> bool:
     """
     if torch.equal(A, A.mT):
         return True
+    if not math.isfinite(float(A.sum())):  # what is no number differs from itself, and is said of the products
+        A = torch.where(A.isfinite() & A.mT.isfinite(), A, 0)
     # In units of the largest entries: squares may have no place.
     unit = A.abs().amax((-2, -1)).to(torch.promote_types(A.dtype, torch.float32))
     off = (A - A.mT).abs().amax((-2, -1))

@@ -231,10 +231,10 @@ def kept_vectors(size: int, *, least: int) -> int:
     return max(least, min(_reverse.CHUNK_BYTES // (32 * size), 300))
 
 
-def check_finite(product: Tensor, name: str) -> Tensor:
+def check_finite(product: Tensor, name: str, why: str = "") -> Tensor:
     """A product, checked to hold numbers."""
     if not math.isfinite(float(product.sum())):
-        raise GraphError(f"{name}: a product {_NOT_FINITE}")
+        raise GraphError(f"{name}: a product {why or _NOT_FINITE}")
     return product
 
 

@@ -248,7 +248,8 @@ def attempt(
     sides = Sides(operator, b)
     tolerance = rtol if isinstance(rtol, list) else [rtol or default_rtol(operator.dtype)] * sides.count
     x = None if start is None else sides.beginning(start)
-    inverse, product = _preconditioning(preconditioner, operator, method), _damped(operator, damping)
+    inverse = _preconditioning(preconditioner, operator, method)
+    product = _damped(operator, damping, "" if preconditioner is None else _OF_TWO)
     plain = start is None and preconditioner is None
     most = 4 * DENSE if method == "gmres" and restart is None else DENSE
     small = operator._domain.batch and operator.shape[-1] <= min(most, limit)
@@ -418,19 +419,32 @@ def as_float(value: Any, name: str) -> float:
     """A number, which may be given as a tensor of one real element."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
         value = value.detach().item()
+    elif isinstance(value, Tensor):
+        raise InputError(
+            f"{name}: got a tensor of shape {tuple(value.shape)}, {value.dtype}; expected a number, or a tensor of one "
+            f"real element. For a number for each entry, or for each system of a stack, add a diagonal of the operator's "
+            f"size: A + hodiff.MatrixOperator(d), of a stack with its batch_ndim=."
+        )
     _arguments.check_number(value, name)
     return float(value)
 
 
-def _damped(operator: LinearOperator, damping: float) -> Product:
-    product = _rounded(operator)
+_OF_TWO = (
+    "is not finite, so the operator or the preconditioner has NaN or infinite entries, or the preconditioner is so "
+    "far from the inverse of the operator that products overflow. Solve without it to see, and give one that is close "
+    "to that inverse, in size too."
+)
+
+
+def _damped(operator: LinearOperator, damping: float, why: str) -> Product:
+    product = _rounded(operator, why)
     if not damping:
         return product
     return lambda v, numbers: torch.add(product(v, numbers), v, alpha=float(damping))
 
 
-def _rounded(operator: LinearOperator) -> Product:
-    """Its product with rows of the precision of sums; it rounds as the operator does."""
+def _rounded(operator: LinearOperator, why: str) -> Product:
+    """Its product with rows of the precision of sums; it rounds as the operator does. `why` it may not be finite."""
 
     def product(v: Tensor, numbers: list[int]) -> Tensor:
         given = v.to(operator.dtype)
@@ -440,7 +454,7 @@ def _rounded(operator: LinearOperator) -> Product:
             images = operator._times_some(given, torch.tensor(numbers, device="cpu"))
         else:
             images = operator._times_rows(given)
-        return check_finite(images.to(v.dtype), "solve")
+        return check_finite(images.to(v.dtype), "solve", why)
 
     return product
 
@@ -482,7 +496,7 @@ def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Meth
             f"preconditioner: is {tuple(preconditioner.shape)}, {preconditioner.dtype}; the operator is "
             f"{tuple(operator.shape)}, {operator.dtype}."
         )
-    return _rounded(preconditioner)
+    return _rounded(preconditioner, _OF_TWO)
 
 
 def _method(

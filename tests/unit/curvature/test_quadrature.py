@@ -355,6 +355,8 @@ def test_entries_that_are_no_numbers_are_named() -> None:
     A = torch.ones(300)
     A[5] = math.nan
     with pytest.raises(hodiff.GraphError, match="spectral_density: a product is not finite"):
+        hodiff.spectral_density(hodiff.MatrixOperator(torch.eye(5, dtype=D) * math.nan), samples=5, steps=5)
+    with pytest.raises(hodiff.GraphError, match="spectral_density: a product is not finite"):
         hodiff.spectral_density(hodiff.MatrixOperator(A), samples=2, steps=3)
 
 
