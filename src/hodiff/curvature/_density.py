@@ -13,6 +13,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Probes
 from hodiff._core._vectors import near, standard_error, sum_dtype
+from hodiff.curvature._krylov import orthogonalised
 from hodiff.curvature._links import told
 from hodiff.curvature._operator import LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
@@ -513,8 +514,8 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
         scale = scale.maximum(largest(diagonal[:, j].abs())).maximum(largest(offdiagonal[:, j]))
         apart = overlaps.to_orthogonalise(j, scale)
         for some in [slice(None)] if len(apart) > FEW else [slice(row, row + 1) for row in apart]:
-            w[some] = _orthogonalised(w[some], basis[some, : j + 1])
-            norms[some] = w[some].norm(dim=1)
+            _, w[some], lengths = orthogonalised(w[some], [basis[some, : j + 1]], eps * scale[some])
+            norms[some] = lengths.to(norms)
         norms = norms.where(norms > (10 * eps * scale).to(norms), 0.0)
         offdiagonal[:, j] = norms.double().cpu()
         if j + 1 == steps or not bool(norms.any()):
@@ -586,14 +587,3 @@ class Overlaps:
         following[previous] = 0
         self._before, self._now = now, torch.cat([following, torch.ones_like(last)], 1)
         return previous.nonzero()[:, 0].tolist()
-
-
-def _orthogonalised(w: Tensor, basis: Tensor) -> Tensor:
-    """Vectors without their parts in a basis of each; twice where much cancels."""
-    for _ in range(2):
-        before = w.norm(dim=1)
-        with as_given(w):
-            w = torch.baddbmm(w[:, None], (basis @ w[:, :, None]).mT, basis, alpha=-1)[:, 0]
-        if bool((w.norm(dim=1) > 0.5 * before).all()):
-            break
-    return w

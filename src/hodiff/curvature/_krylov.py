@@ -135,8 +135,8 @@ class Block(ABC):
         """How these end, whose products are spent."""
         return {"budget": over}
 
-    def run(self, show: Callable[[], None]) -> Solutions:
-        """Steps, until each system has ended, or spent what is left to it; `show` looks on."""
+    def run(self, show: Callable[[], None] | None) -> Solutions:
+        """Steps, until each system has ended, or spent what is left to it; `show` looks on, if anybody does."""
         ends = self.spent(self.left <= 0)
         while True:
             over = functools.reduce(operator.or_, ends.values())
@@ -148,7 +148,8 @@ class Block(ABC):
                 self._keep([i for i, it in enumerate(gone) if not it])
             ends = self.step()
             self._steps += 1
-            show()
+            if show is not None:
+                show()
             ends |= self.spent(self.left <= self._steps)
 
     def so_far(self) -> Solutions:
@@ -184,10 +185,13 @@ class Block(ABC):
         return r if self._systems.inverse is None else self._systems.inverse(r, numbers)
 
     def _form(self, r: Tensor, z: Tensor) -> Number:
-        """r'Mr, with z = M r, which rounding alone may make negative."""
-        forms = dots(r, z)
-        if anywhere(forms < 0):
-            check_definite(forms < -10 * self._systems.eps * norms(r) * norms(z))
+        """r'Mr, with z = M r. Raise where that shows, by more than rounding, that M is not positive definite."""
+        forms, eps = dots(r, z), self._systems.eps
+        if anywhere(forms <= 0) and anywhere((forms <= -10 * eps * norms(r) * norms(z)) & (norms(r) > 0)):
+            raise InputError(
+                "preconditioner: is not positive definite (r'Mr <= 0 for a residual r). Give one that is, as "
+                "hodiff.nystrom or a positive diagonal, or take method='gmres', which allows any."
+            )
         return forms
 
 
@@ -196,17 +200,17 @@ class ConjugateGradients(Block):
 
     def _begin(self, b: Tensor) -> None:
         self._r, self._best = b, self.x
-        self._d = self._inverse(b)
-        self._rz = dots(b, self._d)
-        check_definite(self._rz <= 0)
+        self._d, square = self._inverse(b), dots(b, b)
+        self._rz = square if self._d is b else self._form(b, self._d)
+        self._length = square if self._d is b else dots(self._d, self._d)
         self._largest = 0.0
-        self.size = self._least = dots(b, b) ** 0.5
+        self.size = self._least = square**0.5
 
     def step(self) -> dict[Status, Number]:
         """Along d, to where the residual is orthogonal to it; who goes down ends with the best."""
         self.direction = d = self._d
         image = self._systems.product(d, self.numbers)
-        curvature, length = dots(d, image), dots(d, d)
+        curvature, length = dots(d, image), self._length
         # Along a null vector the curvature is what rounding leaves of the largest, and steps
         # towards it are huge.
         self._largest = larger(self._largest, (dots(image, image) / length) ** 0.5)
@@ -225,7 +229,10 @@ class ConjugateGradients(Block):
             self.size = select(down, self._least, self.size)
         z, before = self._inverse(self._r), self._rz
         self._rz = square if z is self._r else self._form(self._r, z)
-        self._d = along(z, self._rz / before, d)
+        ahead = self._rz / before
+        self._d = along(z, ahead, d)
+        # The residual is orthogonal to d.
+        self._length = square + ahead**2 * length if z is self._r else dots(self._d, self._d)
         converged = self.size <= self.tolerance
         return {"negative curvature": down, "converged": converged, "stagnation": self._rz <= 0}
 
@@ -239,8 +246,7 @@ class MINRES(Block):
     def _begin(self, b: Tensor) -> None:
         self._r1 = self._r2 = b
         self._y = self._inverse(b)
-        square = dots(b, self._y)
-        check_definite(square <= 0)
+        square = self._form(b, self._y)
         self._beta = self._phi = square**0.5
         self._beta_old = self._epsilon = self._dbar = self._sn = self._scale = 0 * self._beta
         self._cs = -1.0
@@ -330,27 +336,11 @@ class GMRES(Block):
         self._least = [LeastSquares(size, self._systems.eps) for size in listed(self.size)]
 
     def step(self) -> dict[Status, Number]:
-        """One more vector of the basis; a new one, where that is full."""
-        exhausted, following = self._grown()
-        if self._count < self._systems.room:
-            return {"converged": self.size <= self.tolerance, "stagnation": exhausted}
-        everywhere, before = [*range(len(self._places))], self._before
-        self.x = self.solution(everywhere)
-        rests = [least.solution()[1] for least in self._least]
-        following.mul_(spread(number([rest.pop() for rest in rests], following), following))
-        self._restart(self._combined(following, rests, everywhere))
-        slow = (self.size <= SLOW * before) ^ True
-        return {"converged": self.size <= self.tolerance, "stagnation": exhausted | slow}
-
-    def _grown(self) -> tuple[Number, Tensor]:
-        """Take one more vector; whether none is left, and the vector that follows where the basis is full.
-
-        Nothing else keeps either.
-        """
-        eps, last = self._systems.eps, self._inverse(self._basis[..., self._count, :])
+        """One more vector of the basis, and nothing else that keeps it; a new basis, where that is full."""
+        eps, room, before = self._systems.eps, self._systems.room, self._before
         self._count += 1
         parts, w, norm = orthogonalised(
-            self._systems.product(last, self.numbers),
+            self._systems.product(self._inverse(self._basis[..., self._count - 1, :]), self.numbers),
             [self._basis[..., : self._count, :]],
             eps * self._scale,
         )
@@ -358,12 +348,17 @@ class GMRES(Block):
         most = number([max(map(abs, column)) for column in columns], w)
         self._scale = larger(larger(self._scale, most), norm)
         exhausted = norm <= 10 * eps * self._scale
-        full = self._count == self._systems.room
-        size = spread(select(exhausted, math.inf, norm), w)
-        torch.div(w, size, out=w if full else self._basis[..., self._count, :])
+        length = spread(select(exhausted, math.inf, norm), w)
+        w = torch.div(w, length, out=w if self._count == room else self._basis[..., self._count, :])
         systems = zip(self._least, columns, listed(select(exhausted, 0.0, norm)), strict=True)
         self.size = number([least.append([*column, end]) for least, column, end in systems], w)
-        return exhausted, w
+        if self._count == room:
+            everywhere, rests = [*range(len(self._places))], [least.solution()[1] for least in self._least]
+            self.x = self.solution(everywhere)
+            w.mul_(spread(number([rest.pop() for rest in rests], w), w))
+            self._restart(self._combined(w, rests, everywhere))
+            exhausted = exhausted | ((self.size <= SLOW * before) ^ True)
+        return {"converged": self.size <= self.tolerance, "stagnation": exhausted}
 
     def _combined(self, start: Tensor, coordinates: list[list[float]], at: list[int]) -> Tensor:
         """The vectors with these coordinates, each in the basis of one of some systems, beyond where they start."""
@@ -452,7 +447,7 @@ def combined(start: Tensor, basis: Tensor, parts: Tensor, sign: int = 1) -> Tens
     """Vectors, and beyond them those with such parts in a basis."""
     if start.ndim == 1:
         return torch.addmv(start, basis.T, parts, alpha=sign)
-    return torch.baddbmm(start.unsqueeze(-1), basis.mT, parts.unsqueeze(-1), alpha=sign).squeeze(-1)
+    return torch.baddbmm(start.unsqueeze(1), parts.unsqueeze(1), basis, alpha=sign).squeeze(1)
 
 
 # --- numbers of systems; conditions on them are bools of Python, or lines: `^ True` denies both ---
@@ -513,15 +508,6 @@ def larger(a: Number, b: Number) -> Number:
 def anywhere(where: Number) -> bool:
     """Whether something is true of a system."""
     return where if where is True or where is False else bool(where.any())
-
-
-def check_definite(lost: Number) -> None:
-    """Raise where a preconditioner's r'Mr is not positive."""
-    if anywhere(lost):
-        raise InputError(
-            "preconditioner: is not positive definite (r'Mr <= 0 for a residual r). Give one that is, as "
-            "hodiff.nystrom or a positive diagonal, or take method='gmres', which allows any."
-        )
 
 
 # --- an orthonormal basis of a Krylov space with full reorthogonalisation; the engine of `eigsh` and `eigs` ----

@@ -305,6 +305,7 @@ class EstimatorProgress:
 
     Attributes:
         spent: How many products the call has taken.
+        seen: Whether anybody may look on.
     """
 
     def __init__(
@@ -322,6 +323,7 @@ class EstimatorProgress:
         self._show_at = time.monotonic() + WAIT if progress is None and _a_terminal_waits() else math.inf
         if progress:
             self._show()
+        self.seen = callback is not None or self._bar is not None or self._show_at < math.inf
         self._raise_on_all_ranks = operator._raise_on_all_ranks()
 
     @property

@@ -331,7 +331,9 @@ def test_a_preconditioner_that_is_not_definite_is_named(method: Literal["cg", "m
 
 @pytest.mark.parametrize("method", ["cg", "minres", "gmres"])
 @pytest.mark.parametrize("size", [1e300, math.nan, math.inf])
-def test_a_preconditioner_whose_products_overflow_is_named(method: Literal["cg", "minres", "gmres"], size: float) -> None:
+def test_a_preconditioner_whose_products_overflow_is_named(
+    method: Literal["cg", "minres", "gmres"], size: float
+) -> None:
     A = hodiff.MatrixOperator(1e10 * torch.arange(1.0, 6.0, dtype=D))
     with pytest.raises(hodiff.GraphError, match=r"the operator or the preconditioner has NaN.*Solve without it to see"):
         hodiff.solve(

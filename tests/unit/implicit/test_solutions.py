@@ -777,9 +777,7 @@ def test_a_restart_bounds_what_gmres_keeps(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("dtype", [D, torch.float32])
 @pytest.mark.parametrize(("batch", "bound"), [((), 8.02), ((4,), 10.02)])
-def test_the_memory_of_a_backward_pass_with_a_restart(
-    batch: tuple[int, ...], bound: float, dtype: torch.dtype
-) -> None:
+def test_the_memory_of_a_backward_pass_with_a_restart(batch: tuple[int, ...], bound: float, dtype: torch.dtype) -> None:
     """In vectors like the state: the basis of five, the iterate, and the two that a pass of this g takes by itself.
 
     Side by side, two more are copied.
