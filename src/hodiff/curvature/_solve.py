@@ -378,6 +378,11 @@ def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vector
     """Vectors as rows, a single one flat, in the precision of sums; spelling and largest entries."""
     given = b if isinstance(b, Vectors) else operator._domain.parse(b, name)
     rows = flat_rows(operator, given).detach()
+    if torch._C._functorch.is_batchedtensor(rows):  # pyright: ignore[reportAttributeAccessIssue]
+        raise InputError(
+            f"{name}: is one of a batch of torch.vmap, and solve looks at numbers. Call it once, outside: K right-hand "
+            f"sides are columns (D, K), and one system for each of a batch is an operator with batch_ndim=1."
+        )
     rows = rows.to(sum_dtype(rows.dtype))
     if rows.ndim == 2 and len(rows) == 1 and not operator._domain.batch:
         rows = rows[0]
