@@ -337,7 +337,7 @@ class GMRES(Block):
 
     def step(self) -> dict[Status, Number]:
         """One more vector of the basis, and nothing else that keeps it; a new basis, where that is full."""
-        eps, room, before = self._systems.eps, self._systems.room, self._before
+        eps, before = self._systems.eps, self._before
         self._count += 1
         parts, w, norm = orthogonalised(
             self._systems.product(self._inverse(self._basis[..., self._count - 1, :]), self.numbers),
@@ -349,10 +349,10 @@ class GMRES(Block):
         self._scale = larger(larger(self._scale, most), norm)
         exhausted = norm <= 10 * eps * self._scale
         length = spread(select(exhausted, math.inf, norm), w)
-        w = torch.div(w, length, out=w if self._count == room else self._basis[..., self._count, :])
+        w = torch.div(w, length, out=w if self._count == self._systems.room else self._basis[..., self._count, :])
         systems = zip(self._least, columns, listed(select(exhausted, 0.0, norm)), strict=True)
         self.size = number([least.append([*column, end]) for least, column, end in systems], w)
-        if self._count == room:
+        if self._count == self._systems.room:
             everywhere, rests = [*range(len(self._places))], [least.solution()[1] for least in self._least]
             self.x = self.solution(everywhere)
             w.mul_(spread(number([rest.pop() for rest in rests], w), w))

@@ -107,19 +107,19 @@ class ImplicitSystem:
     def solved(self, v: Sequence[Tensor], *, transposed: bool, least: list[float] | None = None) -> Leaves:
         """J⁻ᵀ v, or J⁻¹ v, to a tolerance relative to each |v|, or to a larger `least`."""
         vectors = self.vectors(v)
-        known, lengths, right = None, listed(norms(vectors.double())), vectors
+        known, lengths = None, listed(norms(vectors.double()))
         sizes = [*zip(lengths, least or [0.0] * len(lengths), strict=True)]
         counts = [float(size > 2 * self._rtol * most) for size, most in sizes]
         if not (all(counts) and all(size < torch.inf for size in lengths)):
             known = vectors.isfinite().all(-1, keepdim=True)
-            right = torch.where(known, vectors, 0.0) * spread(number(counts, vectors), vectors)
-            if not bool(right.any()):
-                return self._parts(torch.where(known, right, torch.nan))
+            vectors = torch.where(known, vectors, 0.0) * spread(number(counts, vectors), vectors)
+            if not bool(vectors.any()):
+                return self._parts(torch.where(known, vectors, torch.nan))
         operator, preconditioner = self.operator, self._preconditioner
         if not transposed and not operator.symmetric:
             operator, preconditioner = operator.T, None if preconditioner is None else preconditioner.T
-        rows = right.ndim == 2
-        given = Vectors("rows", [right], len(right), operator._domain.tree) if rows else right
+        rows = vectors.ndim == 2
+        given = Vectors("rows", [vectors], len(vectors), operator._domain.tree) if rows else vectors
         with _settings.grad_mode(False):  # what is differentiable of it, the caller's node says
             looser = [min(0.5, self._rtol * max(1.0, most / (size or 1.0))) for size, most in sizes]
             solution, trouble = self._solver(

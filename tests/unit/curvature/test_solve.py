@@ -365,7 +365,8 @@ def test_a_right_hand_side_of_vmap_is_refused() -> None:
     A = hodiff.MatrixOperator(torch.eye(4, dtype=D))
     with pytest.raises(hodiff.InputError, match=r"b: is one of a batch of torch.vmap.*columns \(D, K\).*batch_ndim=1"):
         torch.vmap(lambda b: hodiff.solve(A, b).value)(draw(3, 4))
-    assert torch.vmap(lambda c: c * hodiff.solve(A, draw(4)).value)(draw(3, 4)).shape == (3, 4)
+    b = draw(4)
+    assert torch.vmap(lambda c: c * hodiff.solve(A, b).value)(draw(3, 4)).shape == (3, 4)
 
 
 def test_the_error_for_another_operator_names_the_method() -> None:
