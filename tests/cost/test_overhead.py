@@ -29,8 +29,8 @@ BOUNDS = {
     "cached product": (-28, -24),
     "gradient penalty": (213, 221),
     "tall jacobian": (-17, -15),
-    "three steps of a solve": (444, 447),
-    "solution and its backward pass": (740, 745),
+    "three steps of a solve": (445, 448),
+    "solution and its backward pass": (741, 746),
 }
 """How many; and in a process that has made an optimiser, as every training loop has: that loads Dynamo and DTensor."""
 SHOWN = 25
