@@ -175,6 +175,39 @@ def test_stacks(seed: int, batch: list[int], size: int, count: int, dense: bool)
     agree(hodiff.trace(operator).value, A.diagonal(dim1=-2, dim2=-1).sum(-1), 1e-9)
 
 
+@law("solve", says="its derivatives by matrix, right-hand side and damping", oracle="`torch.linalg.solve`")
+@law("solve", says="bases of any length; and the terms of a Neumann series", oracle="`torch.linalg.solve`, a loop")
+@given(
+    seed=st.integers(0, 2**16),
+    size=st.integers(1, 6),
+    restart=st.integers(1, 7),
+    steps=st.integers(0, 5),
+    scale=st.floats(0.7, 3),
+)
+def test_solutions(seed: int, size: int, restart: int, steps: int, scale: float) -> None:
+    source = torch.Generator().manual_seed(seed)
+    A, b, v = (torch.randn(*shape, dtype=D, generator=source) for shape in ((size, size), (size,), (size,)))
+    near = torch.eye(size, dtype=D) + 0.4 * A / torch.linalg.matrix_norm(A, 2)
+    leaves = [part.requires_grad_() for part in (near, b, torch.tensor(0.2, dtype=D))]
+
+    def derivatives(x: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(x.pow(3) @ v, leaves, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(part.square().sum() for part in first), leaves)]
+
+    operator, damping = hodiff.MatrixOperator(near, symmetric=False), leaves[2]
+    options = {"method": "gmres", "restart": restart, "rtol": 1e-12, "damping": damping, "create_graph": True}
+    found = hodiff.solve(operator, b, **options).value
+    expected = torch.linalg.solve(near + damping * torch.eye(size, dtype=D), b)
+    agree(found.detach(), expected.detach(), 1e-8, 1e-9)
+    for one, other in zip(derivatives(found), derivatives(expected), strict=True):
+        agree(one.detach(), other.detach(), 1e-6, 1e-7)
+    with torch.no_grad():
+        terms = b / scale
+        for _ in range(steps):
+            terms = terms + (b - near @ terms) / scale
+        agree(hodiff.solve(operator, b, method="neumann", iterations=steps, scale=scale).value, terms, 1e-9, 1e-12)
+
+
 @law("HessianOperator", says="the Hessian of each sample; the sum over all data, whatever the weights")
 @law("JacobianOperator", says="the Jacobian of each sample")
 @given(f=expressions(roll=False, leaves=3), x=values((3, 4)), weight=st.floats(0.1, 10))

@@ -38,6 +38,8 @@ def test_second_order_fields(field: Field, route: str) -> None:
     H = looped(hessian(one), x)
     trace = H.diagonal(dim1=1, dim2=2).sum(-1)
     agree(hodiff.laplacian(f, x, method=route), trace, floor=1e-9)
+    v = torch.randn(3, *x.shape, dtype=D, generator=torch.Generator().manual_seed(6))
+    agree(hodiff.laplacian(f, x, vectors=v, method=route), torch.einsum("kni,nij,knj->n", v, H, v) / 3, floor=1e-9)
     value, g, found = hodiff.value_grad_and_laplacian(f, x, method=route)
     agree((value, g, found), (f(x), looped(grad(one), x), trace), floor=1e-9)
     d = x.shape[1]
@@ -82,6 +84,10 @@ def test_vector_fields(field: Field, route: str) -> None:
     trace = J.diagonal(dim1=1, dim2=2).sum(-1)
     agree(hodiff.divergence(f, x, method=route), trace, floor=1e-9)
     agree(hodiff.value_and_divergence(f, x, method=route), (f(x), trace), floor=1e-9)
+    v = torch.randn(2, *x.shape, dtype=D, generator=torch.Generator().manual_seed(6))
+    form = torch.einsum("kni,nij,knj->n", v, J, v) / 2
+    agree(hodiff.divergence(f, x, vectors=v, method=route), form, floor=1e-9)
+    agree(hodiff.value_and_divergence(f, x, vectors=v, method=route), (f(x), form), floor=1e-9)
     expected = torch.stack([J[:, 2, 1] - J[:, 1, 2], J[:, 0, 2] - J[:, 2, 0], J[:, 1, 0] - J[:, 0, 1]], -1)
     agree(hodiff.curl(f, x, method=route), expected, floor=1e-9)
 

@@ -154,7 +154,7 @@ class Space:
         """Where flat vectors live."""
         return self.likes[0].device
 
-    @property
+    @cached_property
     def flat(self) -> bool:
         """Whether a vector is a single tensor of one dimension, so that structure and flat spelling are one."""
         return self.tree is _tree.LEAF and self.likes[0].ndim == 1 + len(self.batch)
@@ -283,6 +283,8 @@ class Space:
 
     def split(self, flat: Tensor) -> Leaves:
         """The parts of flat vectors, one or several: views, unless dtypes are mixed."""
+        if self.flat:
+            return [flat if flat.dtype is self.dtype else flat.to(self.dtype)]
         lead = flat.shape[:-1]
         return [
             piece.reshape((*lead, *like.shape[len(self.batch) :])).to(like.dtype)
@@ -315,6 +317,8 @@ class Space:
 
     def join(self, parts: Sequence[Tensor], count: int | None) -> Tensor:
         """Parts as one flat vector `(D,)`, or as rows `(K, D)`."""
+        if self.flat:
+            return parts[0] if parts[0].dtype is self.dtype else parts[0].to(self.dtype)
         return join(parts, count, self.dtype, self.batch)
 
     def result(self, parts: Sequence[Tensor], tree: _tree.Tree = _tree.LEAF) -> Any:

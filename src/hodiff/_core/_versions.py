@@ -397,8 +397,9 @@ def is_packed(node: Node) -> bool:
     """Whether reading what a node saved calls a hook: an activation checkpoint, offloading. Runs none."""
     for name in _RAW_SAVED[node.__class__]:
         raw = getattr(node, name)
-        if any(each.unpack_hook is not None for each in (raw if isinstance(raw, (tuple, list)) else (raw,))):
-            return True
+        for each in raw if raw.__class__ in (tuple, list) else (raw,):
+            if each.unpack_hook is not None:
+                return True
     return False
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Probes
 from hodiff._core._vectors import near, standard_error, sum_dtype
+from hodiff.curvature._krylov import orthogonalised
 from hodiff.curvature._links import told
 from hodiff.curvature._operator import LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
@@ -385,10 +386,10 @@ class GaussRules(NamedTuple):
         return fine, last * ratio / (1 - ratio)
 
 
-def exact_rules(operator: LinearOperator, columns: Tensor | None = None) -> GaussRules:
+def exact_rules(operator: LinearOperator, name: str, columns: Tensor | None = None) -> GaussRules:
     """All eigenvalues, each with the weight of one."""
     matrix = operator._dense() if columns is None else columns.detach().movedim(0, -1)
-    values = eigenvalues(matrix)[None]
+    values = eigenvalues(check_finite(matrix, name))[None]
     whole = torch.ones(values.shape[:-1], dtype=torch.bool, device="cpu")
     return GaussRules(values, torch.full_like(values, 1 / values.shape[-1]), whole, ())
 
@@ -397,7 +398,6 @@ def eigenvalues(matrix: Tensor) -> Tensor:
     """All of a symmetric matrix, rising, or of each of a stack; in double precision on the CPU."""
     precise = torch.float64 if matrix.device.type != "mps" else torch.float32
     matrix = matrix.to(precise).cpu().double()
-    check_finite(matrix, "logdet")
     unit = matrix.abs().amax((-2, -1), keepdim=True)
     unit = torch.where(unit > 0, unit, 1.0)
     return torch.linalg.eigvalsh((matrix + matrix.mT) / (2 * unit)) * unit[..., 0]
@@ -417,7 +417,7 @@ def rules(
     """
     size, dtype = operator._domain.numel, sum_dtype(operator.dtype)
     if drawn.exhaust(drawn.number * steps) or not size:
-        return exact_rules(operator, columns)
+        return exact_rules(operator, name, columns)
     steps = min(steps, operator.shape[-1])
     together = max(1, BASIS_BYTES // (size * (steps + 1) * torch.empty((), dtype=dtype, device="cpu").element_size()))
     count = min(together, 8)
@@ -514,8 +514,8 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
         scale = scale.maximum(largest(diagonal[:, j].abs())).maximum(largest(offdiagonal[:, j]))
         apart = overlaps.to_orthogonalise(j, scale)
         for some in [slice(None)] if len(apart) > FEW else [slice(row, row + 1) for row in apart]:
-            w[some] = _orthogonalised(w[some], basis[some, : j + 1])
-            norms[some] = w[some].norm(dim=1)
+            _, w[some], lengths = orthogonalised(w[some], [basis[some, : j + 1]], eps * scale[some])
+            norms[some] = lengths.to(norms)
         norms = norms.where(norms > (10 * eps * scale).to(norms), 0.0)
         offdiagonal[:, j] = norms.double().cpu()
         if j + 1 == steps or not bool(norms.any()):
@@ -587,14 +587,3 @@ class Overlaps:
         following[previous] = 0
         self._before, self._now = now, torch.cat([following, torch.ones_like(last)], 1)
         return previous.nonzero()[:, 0].tolist()
-
-
-def _orthogonalised(w: Tensor, basis: Tensor) -> Tensor:
-    """Vectors without their parts in a basis of each; twice where much cancels."""
-    for _ in range(2):
-        before = w.norm(dim=1)
-        with as_given(w):
-            w = torch.baddbmm(w[:, None], (basis @ w[:, :, None]).mT, basis, alpha=-1)[:, 0]
-        if bool((w.norm(dim=1) > 0.5 * before).all()):
-            break
-    return w

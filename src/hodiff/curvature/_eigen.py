@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _settings, _vectors
-from hodiff.curvature._krylov import Basis, norms, spread
+from hodiff.curvature._krylov import Basis, norms, orthogonalised, spread
 from hodiff.curvature._links import told
 from hodiff.curvature._operator import LinearOperator, as_given
 from hodiff.curvature._probes import (
@@ -243,6 +243,12 @@ def spectral_radius(
         matrices as many for all at once; who has converged costs no more, and a callback is called
         before each restart. Up to 64 columns, all eigenvalues of each: a product for each column.
 
+    Note:
+        As for `hodiff.eigs`, a small residual is a small error in the matrix. Of a matrix far from normal the radius
+        may be off by much more: a nilpotent one of size 100, whose radius is 0, has numbers of about 0.7 in double
+        precision, and `converged` says that its residual is small. What tells how far powers of such a matrix grow is
+        their norm.
+
     Examples:
         >>> import torch, hodiff
         >>> A = hodiff.MatrixOperator(torch.tensor([[0.0, -0.5], [0.5, 0.0]]))
@@ -304,11 +310,12 @@ def _radii(
             warn_not_converged(
                 f"spectral_radius: after {watch.spent} products the residual is more than "
                 f"rtol={rtol:g} of the largest entry{told(~met.reshape(batch))}; allow more "
-                f"products, or a larger basis."
+                f"products, or a larger basis{FAR}."
             )
         return record(watch.spent, met)
 
 
+FAR = " (of a matrix far from normal, say nilpotent, neither may help: its eigenvalues follow from no small residual)"
 DENSE = 64
 """Up to this size all eigenvalues of a stack of matrices take less time than iterations."""
 
@@ -396,17 +403,10 @@ class Radii:
 
     def _next(self, basis: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The image of the last vector: its parts in the basis, how long the rest is, and that."""
-        w = self._images(basis[:, -1], numbers)
-        column = torch.zeros(basis.shape[:2], dtype=torch.float64, device="cpu")
-        with as_given(w):
-            for _ in range(2):
-                part = (basis @ w[:, :, None])[:, :, 0]
-                w = torch.baddbmm(w[:, None], part[:, None], basis, alpha=-1)[:, 0]
-                column += part.to(column)
-        norm = norms(w)
-        scale = self.scale[numbers].maximum(column.abs().amax(1)).maximum(norm)
-        self.scale[numbers] = scale
-        norm = torch.where(norm > 10 * torch.finfo(self._operator.dtype).eps * scale, norm, 0.0)
+        scale, eps = self.scale[numbers], torch.finfo(self._operator.dtype).eps
+        column, w, norm = orthogonalised(self._images(basis[:, -1], numbers), [basis], eps * scale)
+        self.scale[numbers] = scale = scale.maximum(column.abs().amax(1)).maximum(norm)
+        norm = torch.where(norm > 10 * eps * scale, norm, 0.0)
         return column, norm, w * spread(torch.where(norm > 0, 1 / norm, 0.0), w)
 
 
@@ -463,8 +463,8 @@ def _eigenpairs(
         if not converged:
             warn_not_converged(
                 f"{name}: after {watch.spent} products the largest residual is "
-                f"{float(residual.max()) / (scale or 1.0):.2g} of the largest eigenvalue (rtol={rtol:g}); allow more "
-                f"products, or a larger basis."
+                f"{float(residual.max()) / (scale or 1.0):.2g} of the largest eigenvalue (rtol={rtol:g}); "
+                f"allow more products, or a larger basis{'' if symmetric else FAR}."
             )
         return record(pairs, converged, watch.spent)
 

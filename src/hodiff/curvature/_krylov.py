@@ -135,8 +135,8 @@ class Block(ABC):
         """How these end, whose products are spent."""
         return {"budget": over}
 
-    def run(self, show: Callable[[], None]) -> Solutions:
-        """Steps, until each system has ended, or spent what is left to it; `show` looks on."""
+    def run(self, show: Callable[[], None] | None) -> Solutions:
+        """Steps, until each system has ended, or spent what is left to it; `show` looks on, if anybody does."""
         ends = self.spent(self.left <= 0)
         while True:
             over = functools.reduce(operator.or_, ends.values())
@@ -148,7 +148,8 @@ class Block(ABC):
                 self._keep([i for i, it in enumerate(gone) if not it])
             ends = self.step()
             self._steps += 1
-            show()
+            if show is not None:
+                show()
             ends |= self.spent(self.left <= self._steps)
 
     def so_far(self) -> Solutions:
@@ -183,23 +184,33 @@ class Block(ABC):
         numbers = self.numbers if at is None else self._some(self.numbers, at)
         return r if self._systems.inverse is None else self._systems.inverse(r, numbers)
 
+    def _form(self, r: Tensor, z: Tensor) -> Number:
+        """r'Mr, with z = M r. Raise where that shows, by more than rounding, that M is not positive definite."""
+        forms, eps = dots(r, z), self._systems.eps
+        if anywhere(forms <= 0) and anywhere((forms <= -10 * eps * norms(r) * norms(z)) & (norms(r) > 0)):
+            raise InputError(
+                "preconditioner: is not positive definite (r'Mr <= 0 for a residual r). Give one that is, as "
+                "hodiff.nystrom or a positive diagonal, or take method='gmres', which allows any."
+            )
+        return forms
+
 
 class ConjugateGradients(Block):
     """For positive definite matrices; d'Ad <= 0 ends it, with the best iterate until then."""
 
     def _begin(self, b: Tensor) -> None:
         self._r, self._best = b, self.x
-        self._d = self._inverse(b)
-        self._rz = dots(b, self._d)
-        check_definite(self._rz)
+        self._d, square = self._inverse(b), dots(b, b)
+        self._rz = square if self._d is b else self._form(b, self._d)
+        self._length = square if self._d is b else dots(self._d, self._d)
         self._largest = 0.0
-        self.size = self._least = dots(b, b) ** 0.5
+        self.size = self._least = square**0.5
 
     def step(self) -> dict[Status, Number]:
         """Along d, to where the residual is orthogonal to it; who goes down ends with the best."""
         self.direction = d = self._d
         image = self._systems.product(d, self.numbers)
-        curvature, length = dots(d, image), dots(d, d)
+        curvature, length = dots(d, image), self._length
         # Along a null vector the curvature is what rounding leaves of the largest, and steps
         # towards it are huge.
         self._largest = larger(self._largest, (dots(image, image) / length) ** 0.5)
@@ -217,8 +228,11 @@ class ConjugateGradients(Block):
             self.x = select(down, self._best, self.x)
             self.size = select(down, self._least, self.size)
         z, before = self._inverse(self._r), self._rz
-        self._rz = square if z is self._r else dots(self._r, z)
-        self._d = along(z, self._rz / before, d)
+        self._rz = square if z is self._r else self._form(self._r, z)
+        ahead = self._rz / before
+        self._d = along(z, ahead, d)
+        # The residual is orthogonal to d.
+        self._length = square + ahead**2 * length if z is self._r else dots(self._d, self._d)
         converged = self.size <= self.tolerance
         return {"negative curvature": down, "converged": converged, "stagnation": self._rz <= 0}
 
@@ -232,8 +246,7 @@ class MINRES(Block):
     def _begin(self, b: Tensor) -> None:
         self._r1 = self._r2 = b
         self._y = self._inverse(b)
-        square = dots(b, self._y)
-        check_definite(square)
+        square = self._form(b, self._y)
         self._beta = self._phi = square**0.5
         self._beta_old = self._epsilon = self._dbar = self._sn = self._scale = 0 * self._beta
         self._cs = -1.0
@@ -251,7 +264,7 @@ class MINRES(Block):
         y = along(y, -alpha / self._beta, self._r2)
         self._r1, self._r2 = self._r2, y
         self._y = self._inverse(y)
-        self._beta_old, self._beta = self._beta, larger(0.0, dots(y, self._y)) ** 0.5
+        self._beta_old, self._beta = self._beta, larger(0.0, self._form(y, self._y)) ** 0.5
         self._scale = larger(larger(self._scale, abs(alpha)), self._beta)
         self._rotate(v, alpha)
         left = abs(self._phi)
@@ -312,7 +325,7 @@ class GMRES(Block):
     """
 
     def _begin(self, b: Tensor) -> None:
-        self._basis = b.new_empty((*b.shape[:-1], self._systems.room + 1, b.shape[-1]))
+        self._basis = b.new_empty((*b.shape[:-1], self._systems.room, b.shape[-1]))
         self._restart(b)
 
     def _restart(self, r: Tensor) -> None:
@@ -323,22 +336,11 @@ class GMRES(Block):
         self._least = [LeastSquares(size, self._systems.eps) for size in listed(self.size)]
 
     def step(self) -> dict[Status, Number]:
-        """One more vector of the basis; a new one, where that is full."""
-        exhausted = self._grown()
-        if self._count < self._systems.room:
-            return {"converged": self.size <= self.tolerance, "stagnation": exhausted}
-        everywhere, before = [*range(len(self._places))], self._before
-        self.x = self.solution(everywhere)
-        self._restart(self._combined([least.solution()[1] for least in self._least], everywhere))
-        slow = (self.size <= SLOW * before) ^ True
-        return {"converged": self.size <= self.tolerance, "stagnation": exhausted | slow}
-
-    def _grown(self) -> Number:
-        """Take one more vector; whether none is left. Nothing but the basis keeps it."""
-        eps, last = self._systems.eps, self._inverse(self._basis[..., self._count, :])
+        """One more vector of the basis, and nothing else that keeps it; a new basis, where that is full."""
+        eps, before = self._systems.eps, self._before
         self._count += 1
         parts, w, norm = orthogonalised(
-            self._systems.product(last, self.numbers),
+            self._systems.product(self._inverse(self._basis[..., self._count - 1, :]), self.numbers),
             [self._basis[..., : self._count, :]],
             eps * self._scale,
         )
@@ -346,24 +348,33 @@ class GMRES(Block):
         most = number([max(map(abs, column)) for column in columns], w)
         self._scale = larger(larger(self._scale, most), norm)
         exhausted = norm <= 10 * eps * self._scale
-        torch.div(w, spread(select(exhausted, math.inf, norm), w), out=self._basis[..., self._count, :])
+        length = spread(select(exhausted, math.inf, norm), w)
+        w = torch.div(w, length, out=w if self._count == self._systems.room else self._basis[..., self._count, :])
         systems = zip(self._least, columns, listed(select(exhausted, 0.0, norm)), strict=True)
         self.size = number([least.append([*column, end]) for least, column, end in systems], w)
-        return exhausted
+        if self._count == self._systems.room:
+            everywhere, rests = [*range(len(self._places))], [least.solution()[1] for least in self._least]
+            self.x = self.solution(everywhere)
+            w.mul_(spread(number([rest.pop() for rest in rests], w), w))
+            self._restart(self._combined(w, rests, everywhere))
+            exhausted = exhausted | ((self.size <= SLOW * before) ^ True)
+        return {"converged": self.size <= self.tolerance, "stagnation": exhausted}
 
-    def _combined(self, coordinates: list[list[float]], at: list[int]) -> Tensor:
-        """The vectors with these coordinates, each in the basis of one of some systems."""
+    def _combined(self, start: Tensor, coordinates: list[list[float]], at: list[int]) -> Tensor:
+        """The vectors with these coordinates, each in the basis of one of some systems, beyond where they start."""
         basis = self._some(self._basis[..., : len(coordinates[0]), :], at)
         lines = torch.tensor(coordinates, dtype=basis.dtype, device=basis.device)
         with as_given(basis):
-            return (lines.reshape(*basis.shape[:-2], 1, -1) @ basis).squeeze(-2)
+            return combined(start, basis, lines.reshape(basis.shape[:-1]))
 
     def solution(self, at: list[int]) -> Tensor:
         """The iterates of some."""
         if not self._count:
             return super().solution(at)
-        y = [least.solution()[0] for least in self._some(self._least, at)]
-        return super().solution(at) + self._inverse(self._combined(y, at), at)
+        y, x = [least.solution()[0] for least in self._some(self._least, at)], super().solution(at)
+        if self._systems.inverse is None:
+            return self._combined(x, y, at)
+        return x + self._inverse(self._combined(zeros(x), y, at), at)
 
 
 class LeastSquares:
@@ -428,12 +439,15 @@ def orthogonalised(w: Tensor, bases: Sequence[Tensor], negligible: Number) -> tu
 def without(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors without their parts in a basis, and these."""
     with as_given(w):
-        if w.ndim == 1:
-            part = basis @ w
-            return torch.addmv(w, basis.T, part, alpha=-1), part
-        columns = w.unsqueeze(-1)
-        part = basis @ columns
-        return torch.baddbmm(columns, basis.mT, part, alpha=-1).squeeze(-1), part.squeeze(-1)
+        part = basis @ w if w.ndim == 1 else (basis @ w.unsqueeze(-1)).squeeze(-1)
+        return combined(w, basis, part, -1), part
+
+
+def combined(start: Tensor, basis: Tensor, parts: Tensor, sign: int = 1) -> Tensor:
+    """Vectors, and beyond them those with such parts in a basis."""
+    if start.ndim == 1:
+        return torch.addmv(start, basis.T, parts, alpha=sign)
+    return torch.baddbmm(start.unsqueeze(1), parts.unsqueeze(1), basis, alpha=sign).squeeze(1)
 
 
 # --- numbers of systems; conditions on them are bools of Python, or lines: `^ True` denies both ---
@@ -494,12 +508,6 @@ def larger(a: Number, b: Number) -> Number:
 def anywhere(where: Number) -> bool:
     """Whether something is true of a system."""
     return where if where is True or where is False else bool(where.any())
-
-
-def check_definite(forms: Number) -> None:
-    """Raise unless a preconditioner's r'Mr are positive."""
-    if anywhere(forms <= 0):
-        raise InputError("preconditioner: is not positive definite (r'Mr <= 0 for the first residual r).")
 
 
 # --- an orthonormal basis of a Krylov space with full reorthogonalisation; the engine of `eigsh` and `eigs` ----

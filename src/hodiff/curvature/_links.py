@@ -107,18 +107,19 @@ class ImplicitSystem:
     def solved(self, v: Sequence[Tensor], *, transposed: bool, least: list[float] | None = None) -> Leaves:
         """J⁻ᵀ v, or J⁻¹ v, to a tolerance relative to each |v|, or to a larger `least`."""
         vectors = self.vectors(v)
-        known, sizes = vectors.isfinite().all(-1, keepdim=True), listed(norms(vectors.double()))
-        sizes = [*zip(sizes, least or [0.0] * len(sizes), strict=True)]
-        counts, right = [float(size > 2 * self._rtol * most) for size, most in sizes], vectors
-        if not (all(counts) and bool(known.all())):
-            right = torch.where(known, vectors, 0.0) * spread(number(counts, vectors), vectors)
-        if not bool(right.any()):
-            return self._parts(torch.where(known, right, torch.nan))
+        known, lengths = None, listed(norms(vectors.double()))
+        sizes = [*zip(lengths, least or [0.0] * len(lengths), strict=True)]
+        counts = [float(size > 2 * self._rtol * most) for size, most in sizes]
+        if not (all(counts) and all(size < torch.inf for size in lengths)):
+            known = vectors.isfinite().all(-1, keepdim=True)
+            vectors = torch.where(known, vectors, 0.0) * spread(number(counts, vectors), vectors)
+            if not bool(vectors.any()):
+                return self._parts(torch.where(known, vectors, torch.nan))
         operator, preconditioner = self.operator, self._preconditioner
         if not transposed and not operator.symmetric:
             operator, preconditioner = operator.T, None if preconditioner is None else preconditioner.T
-        rows = right.ndim == 2
-        given = Vectors("rows", [right], len(right), operator._domain.tree) if rows else right
+        rows = vectors.ndim == 2
+        given = Vectors("rows", [vectors], len(vectors), operator._domain.tree) if rows else vectors
         with _settings.grad_mode(False):  # what is differentiable of it, the caller's node says
             looser = [min(0.5, self._rtol * max(1.0, most / (size or 1.0))) for size, most in sizes]
             solution, trouble = self._solver(
@@ -127,9 +128,10 @@ class ImplicitSystem:
                 preconditioner=preconditioner,
                 rtol=None if self._steps else looser,
             )
+        value = solution.value if known is None else torch.where(known, solution.value, torch.nan)
         if trouble:
-            known = known & ~self._report(solution).to(known.device)
-        return self._parts(torch.where(known, solution.value, torch.nan))
+            value = torch.where(self._report(solution).to(value.device), torch.nan, value)
+        return self._parts(value)
 
     def _report(self, record: SolveRecord[Tensor]) -> Tensor:
         """Warn where a solution is less exact than asked for; raise, or of samples say which, where there is none."""

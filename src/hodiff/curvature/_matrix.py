@@ -138,10 +138,8 @@ class MatrixOperator(LinearOperator):
         return MatrixOperator(self._given.mT, symmetric=False, batch_ndim=len(self._space.batch))
 
     def _chunk(self, count: int) -> int:
-        return max(1, _reverse.CHUNK_BYTES // (2 * self._most() * self._matrix.element_size()))
-
-    def _most(self) -> int:
-        return max(1, self._space.batch.numel()) * max(self.shape[-2:])
+        most = max(1, self._space.batch.numel()) * max(self.shape[-2:])
+        return max(1, _reverse.CHUNK_BYTES // (2 * most * self._matrix.element_size()))
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         return copy.copy(self)  # its one leaf
@@ -157,6 +155,8 @@ def _is_symmetric(A: Tensor) -> bool:
     """
     if torch.equal(A, A.mT):
         return True
+    if not bool(A.sum().isfinite()):  # what is no number differs from itself, and is said of the products
+        A = torch.where(A.isfinite() & A.mT.isfinite(), A, 0)
     # In units of the largest entries: squares may have no place.
     unit = A.abs().amax((-2, -1)).to(torch.promote_types(A.dtype, torch.float32))
     off = (A - A.mT).abs().amax((-2, -1))

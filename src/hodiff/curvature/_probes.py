@@ -231,10 +231,10 @@ def kept_vectors(size: int, *, least: int) -> int:
     return max(least, min(_reverse.CHUNK_BYTES // (32 * size), 300))
 
 
-def check_finite(product: Tensor, name: str) -> Tensor:
+def check_finite(product: Tensor, name: str, why: str = "") -> Tensor:
     """A product, checked to hold numbers."""
     if not math.isfinite(float(product.sum())):
-        raise GraphError(f"{name}: a product {_NOT_FINITE}")
+        raise GraphError(f"{name}: a product {why or _NOT_FINITE}")
     return product
 
 
@@ -298,6 +298,7 @@ class EstimatorProgress:
 
     Attributes:
         spent: How many products the call has taken.
+        seen: Whether anybody may look on.
     """
 
     def __init__(
@@ -315,6 +316,7 @@ class EstimatorProgress:
         self._show_at = time.monotonic() + WAIT if progress is None and _a_terminal_waits() else math.inf
         if progress is not None and _arguments.is_set(progress, "progress"):
             self._show()
+        self.seen = callback is not None or self._bar is not None or self._show_at < math.inf
         self._raise_on_all_ranks = operator._raise_on_all_ranks()
 
     @property

@@ -248,7 +248,8 @@ def attempt(
     sides = Sides(operator, b)
     tolerance = rtol if isinstance(rtol, list) else [rtol or default_rtol(operator.dtype)] * sides.count
     x = None if start is None else sides.beginning(start)
-    inverse, product = _preconditioning(preconditioner, operator, method), _damped(operator, damping)
+    inverse = _preconditioning(preconditioner, operator, method)
+    product = _rounded(operator, "" if preconditioner is None else _OF_TWO, float(damping))
     plain = start is None and preconditioner is None
     most = 4 * DENSE if method == "gmres" and restart is None else DENSE
     small = operator._domain.batch and operator.shape[-1] <= min(most, limit)
@@ -265,7 +266,7 @@ def attempt(
                 return sides.record(end.running(at, block.so_far(), sides.sizes), spent, asked=False)
 
             block = make(systems, r, at, tolerance, left)
-            return block.run(lambda: watch(shown))
+            return block.run((lambda: watch(shown)) if watch.seen else None)
 
         if dense:
             x = _dense_solutions(operator, float(damping), sides.rows)
@@ -347,7 +348,7 @@ class Sides:
         dtype = self._operator.dtype
         bounds = torch.finfo(dtype)
         least = bounds.tiny * bounds.eps / default_rtol(dtype)  # the step between numbers there, and what may be lost
-        each = zip(_largest(end.x), self.unit, self.units, end.status, strict=True)
+        each = zip(listed(end.x.abs().amax(-1)), self.unit, self.units, end.status, strict=True)
         for largest, size, unit, status in each:
             about, meant = largest * (size / unit), status in ("converged", "iterations")
             lost = largest > 0 and not least <= about <= bounds.max
@@ -373,19 +374,19 @@ class Sides:
         return line.movedim(0, -1) if self._given.kind == "columns" else line
 
 
-def _largest(rows: Tensor) -> list[float]:
-    """The largest entries of vectors."""
-    return listed(rows.abs().amax(-1))
-
-
 def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vectors, list[float]]:
     """Vectors as rows, a single one flat, in the precision of sums; spelling and largest entries."""
     given = b if isinstance(b, Vectors) else operator._domain.parse(b, name)
     rows = flat_rows(operator, given).detach()
+    if torch._C._functorch.is_batchedtensor(rows):  # pyright: ignore[reportAttributeAccessIssue]
+        raise InputError(
+            f"{name}: is one of a batch of torch.vmap, and solve looks at numbers. Call it once, outside: K right-hand "
+            f"sides are columns (D, K), and one system for each of a batch is an operator with batch_ndim=1."
+        )
     rows = rows.to(sum_dtype(rows.dtype))
     if rows.ndim == 2 and len(rows) == 1 and not operator._domain.batch:
         rows = rows[0]
-    largest = _largest(rows)
+    largest = listed(rows.abs().amax(-1))
     if not all(map(math.isfinite, largest)):
         raise InputError(f"{name}: has entries that are not finite.")
     return rows, given, largest
@@ -418,29 +419,37 @@ def as_float(value: Any, name: str) -> float:
     """A number, which may be given as a tensor of one real element."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
         value = value.detach().item()
+    elif isinstance(value, Tensor):
+        raise InputError(
+            f"{name}: got a tensor of shape {tuple(value.shape)}, {value.dtype}; expected a number, or a tensor of "
+            f"one real element. For a number for each entry, or for each system of a stack, add a diagonal of the "
+            f"operator's size: A + hodiff.MatrixOperator(d), of a stack with its batch_ndim=."
+        )
     _arguments.check_number(value, name)
     return float(value)
 
 
-def _damped(operator: LinearOperator, damping: float) -> Product:
-    product = _rounded(operator)
-    if not damping:
-        return product
-    return lambda v, numbers: torch.add(product(v, numbers), v, alpha=float(damping))
+_OF_TWO = (
+    "is not finite, so the operator or the preconditioner has NaN or infinite entries, or the preconditioner is so "
+    "far from the inverse of the operator that products overflow. Solve without it to see, and give one that is close "
+    "to that inverse, in size too."
+)
 
 
-def _rounded(operator: LinearOperator) -> Product:
-    """Its product with rows of the precision of sums; it rounds as the operator does."""
+def _rounded(operator: LinearOperator, why: str, damping: float = 0.0) -> Product:
+    """Its product with rows of the precision of sums; it rounds as the operator does. `why` it may not be finite."""
+    dtype = operator.dtype
 
     def product(v: Tensor, numbers: list[int]) -> Tensor:
-        given = v.to(operator.dtype)
+        given = v if v.dtype is dtype else v.to(dtype)
         if v.ndim == 1:
             images = operator._times(given)
         elif operator._domain.batch:
             images = operator._times_some(given, torch.tensor(numbers, device="cpu"))
         else:
             images = operator._times_rows(given)
-        return check_finite(images.to(v.dtype), "solve")
+        images = check_finite(images if v.dtype is dtype else images.to(v.dtype), "solve", why)
+        return torch.add(images, v, alpha=damping) if damping else images
 
     return product
 
@@ -461,7 +470,7 @@ class Measured:
         image = self._product(v, numbers)
         if not self._known:
             self._known, room = True, torch.finfo(image.dtype).max ** 0.25
-            for place, size in zip(numbers, _largest(image), strict=True):
+            for place, size in zip(numbers, listed(image.abs().amax(-1)), strict=True):
                 if size and not 1 / room < size < room:
                     self._units[place] = float(near(torch.tensor(size, dtype=image.dtype, device="cpu")))
             self._plain = set(self._units) == {1.0}
@@ -482,7 +491,7 @@ def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Meth
             f"preconditioner: is {tuple(preconditioner.shape)}, {preconditioner.dtype}; the operator is "
             f"{tuple(operator.shape)}, {operator.dtype}."
         )
-    return _rounded(preconditioner)
+    return _rounded(preconditioner, _OF_TWO)
 
 
 def _method(

@@ -338,8 +338,11 @@ def diagonal(
     check_rtol(rtol, None if method == "exact" else drawn.number)
     size, needed = operator.shape[-1], drawn.number * (2 if method == "xdiag" else 1)
     exact = method == "exact" or drawn.exhaust(needed)
-    if method == "xdiag" and not exact:
-        _check_signs(drawn, probes)
+    if method == "xdiag" and not exact and (probes != "rademacher" or drawn.number < 2 or not drawn.signs):
+        raise InputError(
+            "method='xdiag': takes at least two vectors whose entries are 1 and -1 (probes='rademacher'): each "
+            "square is to be 1, not only their mean."
+        )
     if recorded:
         return _differentiable_diagonal(operator, drawn, method, rtol, exact=exact)
 
@@ -387,14 +390,6 @@ def _differentiable_diagonal(
             error = known.std(0) / len(known) ** 0.5
         shaped = [None if part is None else operator.unflatten(part) for part in (value, error)]
     return DiagonalRecord(shaped[0], shaped[1], None, operator.products - before)
-
-
-def _check_signs(drawn: RandomVectors, probes: Probes) -> None:
-    if probes != "rademacher" or drawn.number < 2 or not drawn.signs:
-        raise InputError(
-            "method='xdiag': takes at least two vectors whose entries are 1 and -1 (probes='rademacher'): each "
-            "square is to be 1, not only their mean."
-        )
 
 
 def _estimate(

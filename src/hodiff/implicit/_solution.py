@@ -16,6 +16,7 @@ from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Selection, Where
 from hodiff.curvature._data_operator import check_stack
+from hodiff.curvature._krylov import listed, norms
 from hodiff.curvature._links import CallSite, Chain, ImplicitSystem, told
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._records import Status
@@ -520,25 +521,27 @@ class Problem:
     def _check(self, system: ImplicitSystem, values: Leaves, residual: Leaves) -> None:
         """Warn where derivatives are off by about as much as the residual is, relatively."""
         space = system.operator._domain
-        r, x = space.join(residual, None), space.join(values, None)
-        size = r.norm(dim=-1)
-        if not bool(size.any()):
+        r, x = system.vectors(residual), space.join(values, None)
+        sizes = listed(norms(r))
+        if not any(sizes):
             return
-        if not bool(r.isfinite().all()):
-            lost = told(~size.isfinite())
+        if not all(map(math.isfinite, sizes)) and not bool(r.isfinite().all()):
+            lost = told(~r.isfinite().all(-1).reshape(space.batch))
             raise InputError(f"{self.kind}: {WHAT[self.kind]} is not finite at x_star{lost}.")
-        x = torch.where(x.any(-1, keepdim=True), x, 1)
+        if not bool(x.all()):
+            x = torch.where(x.any(-1, keepdim=True), x, 1)
         with _settings.grad_mode(False):
             image = system.operator._times(x)  # of a linear problem, the residual at zero
-        scale = image.norm(dim=-1)
+        scales = listed(norms(image.reshape(r.shape)))
         limit = self._given.gradient_tol
         if limit is None:
             limit = 1e-3 if torch.finfo(r.dtype).bits > 16 else 0.1
-        far = size > limit * scale
+        pairs = [*zip(sizes, scales, strict=True)]
+        far = torch.tensor([size > limit * scale for size, scale in pairs], device="cpu")
         if bool(far.any()):
-            off = float((size / scale)[far].max())
+            off = max(size / scale if scale else math.inf for size, scale in pairs if size > limit * scale)
             self._line.warn(
-                f"{self.kind}: x_star is not the solution{told(far)}: {WHAT[self.kind]} has "
+                f"{self.kind}: x_star is not the solution{told(far.reshape(space.batch))}: {WHAT[self.kind]} has "
                 f"{off:.2g} times its size at zero, and derivatives are off by about as much, "
                 f"relatively, or more. Solve further, take Newton steps by polish=1, or accept it "
                 f"by gradient_tol=."

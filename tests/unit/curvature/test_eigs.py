@@ -229,6 +229,18 @@ def test_bad_calls(pattern: str) -> None:
         BAD[pattern](hodiff.MatrixOperator(MATRICES["random"]))
 
 
+@pytest.mark.parametrize("batch_ndim", [0, 1])
+def test_what_no_products_help_is_said_of_a_nilpotent_matrix(batch_ndim: int) -> None:
+    """Of one shift of 200 entries each step finds the next; of a symmetric matrix that is not said."""
+    A = torch.diag(torch.ones(199, dtype=D), 1)
+    nilpotent = hodiff.MatrixOperator(torch.stack([A, A.T]) if batch_ndim else A, batch_ndim=batch_ndim)
+    with pytest.warns(hodiff.ConvergenceWarning, match=r"or a larger basis \(of a matrix far from normal, say nilp"):
+        hodiff.spectral_radius(nilpotent, products=120)
+    symmetric = hodiff.MatrixOperator(A + A.T)
+    with pytest.warns(hodiff.ConvergenceWarning, match=r"allow more products, or a larger basis\.$"):
+        hodiff.eigsh(symmetric, 3, products=20)
+
+
 def test_products_that_are_not_finite_are_named() -> None:
     A = torch.eye(4)
     A[0, 0] = math.nan

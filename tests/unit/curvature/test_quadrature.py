@@ -95,13 +95,13 @@ ISOLATED = torch.tensor([1e3, 500.0, -200.0], dtype=D)
 
 
 def test_vectors_are_made_orthogonal_where_that_is_needed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, orthogonalised = [0], _density._orthogonalised
+    made, orthogonalised = [0], _density.orthogonalised
 
     def counting(*given: Tensor) -> Tensor:
         made[0] += 1
         return orthogonalised(*given)
 
-    monkeypatch.setattr(_density, "_orthogonalised", counting)
+    monkeypatch.setattr(_density, "orthogonalised", counting)
     A, V = with_spectrum(SPECTRA["spread"]), draw(N, 4, seed=1)
     for dtype, least, most in ((D, 0, 0), (torch.float32, 0.04, 0.14)):
         made[0] = 0
@@ -354,6 +354,8 @@ def test_bad_calls(pattern: str) -> None:
 def test_entries_that_are_no_numbers_are_named() -> None:
     A = torch.ones(300)
     A[5] = math.nan
+    with pytest.raises(hodiff.GraphError, match="spectral_density: a product is not finite"):
+        hodiff.spectral_density(hodiff.MatrixOperator(torch.eye(5, dtype=D) * math.nan), samples=5, steps=5)
     with pytest.raises(hodiff.GraphError, match="spectral_density: a product is not finite"):
         hodiff.spectral_density(hodiff.MatrixOperator(A), samples=2, steps=3)
 

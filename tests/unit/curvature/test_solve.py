@@ -1,8 +1,10 @@
 """`solve` beyond symmetric systems and tolerances: GMRES, so many steps, and who looks on."""
 
 import io
+import math
 import sys
 import warnings
+from typing import Literal
 
 import pytest
 import torch
@@ -303,6 +305,10 @@ BAD = {
     "restart: is an option of method='gmres', not of 'cg'": {"restart": 5},
     "restart: got 0": {"restart": 0, "method": "gmres"},
     "callback: is a int": {"callback": 3},
+    r"damping: got a tensor of shape \(3,\), torch.float32; expected a number, or .* add a diagonal": {
+        "damping": torch.ones(3)
+    },
+    r"damping: got a tensor of shape \(\), torch.int64; expected a number": {"damping": torch.tensor(1)},
 }
 
 
@@ -310,6 +316,57 @@ BAD = {
 def test_bad_calls(pattern: str) -> None:
     with pytest.raises(hodiff.InputError, match=pattern):
         hodiff.solve(hodiff.MatrixOperator(torch.ones(4)), torch.ones(4), **BAD[pattern])
+
+
+@pytest.mark.parametrize("method", ["cg", "minres"])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_preconditioner_that_is_not_definite_is_named(method: Literal["cg", "minres"], several: bool) -> None:
+    """Also where the first residual does not show it: of the operator it was said that it is singular."""
+    A, b = hodiff.MatrixOperator(torch.arange(1.0, 6.0, dtype=D)), torch.ones(5, dtype=D)
+    M = hodiff.MatrixOperator(torch.tensor([1, 1, 1, 1, -0.5], dtype=D))
+    with pytest.raises(hodiff.InputError, match=r"preconditioner: is not positive definite.*method='gmres'"):
+        hodiff.solve(A, torch.stack([b, 2 * b], 1) if several else b, method=method, preconditioner=M)
+    assert hodiff.solve(A, b, method="gmres", preconditioner=M).converged
+
+
+@pytest.mark.parametrize("method", ["cg", "minres", "gmres"])
+@pytest.mark.parametrize("size", [1e300, math.nan, math.inf])
+def test_a_preconditioner_whose_products_overflow_is_named(
+    method: Literal["cg", "minres", "gmres"], size: float
+) -> None:
+    A = hodiff.MatrixOperator(1e10 * torch.arange(1.0, 6.0, dtype=D))
+    with pytest.raises(hodiff.GraphError, match=r"the operator or the preconditioner has NaN.*Solve without it to see"):
+        hodiff.solve(
+            A,
+            torch.ones(5, dtype=D),
+            method=method,
+            preconditioner=hodiff.MatrixOperator(torch.full((5,), size, dtype=D)),
+        )
+
+
+@pytest.mark.parametrize("batch_ndim", [0, 1])
+@pytest.mark.parametrize("entries", ["2, 3", "3, 3", "all"])
+def test_a_matrix_with_nan_is_not_said_to_be_unsymmetric(entries: str, batch_ndim: int) -> None:
+    A = torch.eye(5, dtype=D)
+    A[{"2, 3": (2, 3), "3, 3": (3, 3), "all": ...}[entries]] = math.nan
+    stack = torch.stack([torch.eye(5, dtype=D), A])
+    operator = hodiff.MatrixOperator(stack if batch_ndim else A, batch_ndim=batch_ndim)
+    for name, call in {
+        "solve": lambda: hodiff.solve(operator, torch.ones(operator.shape[:-1], dtype=D)),
+        "logdet": lambda: hodiff.logdet(operator),
+    }.items():
+        with pytest.raises(hodiff.GraphError, match=f"{name}: a product is not finite, so the operator has NaN"):
+            call()
+    other = torch.where(stack.isnan(), stack, torch.ones(5, 5, dtype=D).triu())
+    assert not hodiff.MatrixOperator(other, batch_ndim=1).symmetric or entries == "all"
+
+
+def test_a_right_hand_side_of_vmap_is_refused() -> None:
+    A = hodiff.MatrixOperator(torch.eye(4, dtype=D))
+    with pytest.raises(hodiff.InputError, match=r"b: is one of a batch of torch.vmap.*columns \(D, K\).*batch_ndim=1"):
+        torch.vmap(lambda b: hodiff.solve(A, b).value)(draw(3, 4))
+    b = draw(4)
+    assert torch.vmap(lambda c: c * hodiff.solve(A, b).value)(draw(3, 4)).shape == (3, 4)
 
 
 def test_the_error_for_another_operator_names_the_method() -> None:
