@@ -54,6 +54,8 @@ class DampedSystem:
         loss: Half the sum of their squares.
         gradient: J'r.
         in_samples: Whether it is solved with J J', else with J'J.
+        grouped: Whether the rows of the last function came from groups of samples.
+        compared: Whether all of J was held against what the whole batches give.
         norms: Those of the columns of J.
         scale: The largest of their squares.
     """
@@ -70,6 +72,7 @@ class DampedSystem:
         self._J = self.r.new_empty(rows if self._kept else 0, columns)
         self._block_rows = max(1, int(budget / 4) // (8 * columns))
         self._begin, self._squares = 0, 0.0
+        self.grouped, self.compared = False, not self.by_products
         self.gradient = self.r.new_zeros(columns)
         side = 0 if self._kept or self.by_products else columns
         self._matrix = self.r.new_zeros(side, side)
@@ -77,7 +80,7 @@ class DampedSystem:
     # --- filling J
 
     def by_samples(self, graph: OutputGraph, samples: Samples, output: Tensor, usual: float, *, full: bool) -> bool:
-        """Fill in rows, each sample with parameters of its own; False where that is wrong."""
+        """Fill in rows, each sample with parameters of its own, or in groups; False where that is wrong."""
         before = self._begin, self._squares, self.gradient, self._matrix.clone()
         of_sample = output.shape[1:].numel()
         losses = output.reshape(len(output)) if of_sample == 1 else output
@@ -86,15 +89,17 @@ class DampedSystem:
         def collect(part: slice, gradients: list[Tensor]) -> None:
             self._fill((part.stop - part.start) * of_sample, gradients, losses.ndim)
 
-        good = each_sample(graph, samples, losses, chunk, collect, usual)
-        if not (good and self._agrees(graph, output, before, full)):
-            self._begin, self._squares, self.gradient, self._matrix = before
-            return False
-        return True
+        for self.grouped in (False, True):
+            good = each_sample(graph, samples, losses, chunk, collect, usual, grouped=self.grouped)
+            if good and self._agrees(graph, output, before, full):
+                return True
+            self._begin, self._squares, self.gradient, self._matrix = *before[:3], before[3].clone()
+        return False
 
     def whole(self, output: Tensor, gradients: list[Tensor]) -> None:
         """Fill in the rows of some residuals, from blocks of the whole Jacobian."""
         self._fill(output.numel(), gradients, output.ndim)
+        self.compared = False
 
     def products(self, graph: OutputGraph, outputs: list[Tensor]) -> None:
         """Take J'J by products alone, and what is large of it from a sketch, as `nystrom`."""
