@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import generic
 from hodiff.calculus._first import tall_jacobian
-from hodiff.calculus._per_sample import Samples, check_not_crossed
+from hodiff.calculus._per_sample import GROUP, Samples, check_not_crossed
 from hodiff.curvature._damped_system import DampedStep, DampedSystem, flat
 from hodiff.curvature._records import LeastSquaresRecord
 from hodiff.errors import HodiffWarning, InputError
@@ -268,17 +269,21 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             system.products(graph, outputs)
             return system.closed()
         for i, (samples, output) in enumerate(zip(joint.parts, outputs, strict=True)):
-            if isinstance(samples, Samples):
-                joint.only = i
-                done = self._by_samples(system, graph, samples, output, i, full=full)
-                joint.only = None
-                if not done and known:
-                    return None
-                if not done or system.grouped:
-                    self._warn(i, output, ", of some samples at a time" if done else "")
-                if done:
-                    continue
-            table = tall_jacobian(graph, [output], chunk_size=None)
+            rows = partial(self._by_samples, system, graph, joint, output, i, full=full)
+            if rows(grouped=False):
+                continue
+            sampled = isinstance(samples, Samples)
+            # Of few parameters columns cost less than the rows of groups.
+            few = not sampled or len(system.gradient) <= 2 * GROUP * output.shape[1:].numel()
+            table = tall_jacobian(graph, [output], chunk_size=None) if few else None
+            if table is None and rows(grouped=True):
+                self._warn(i, output, ", of some samples at a time")
+                continue
+            if known:
+                return None
+            if sampled:
+                self._warn(i, output, "")
+            table = table if few else tall_jacobian(graph, [output], chunk_size=None)
             system.whole(output, (table or _reverse.blocks(graph, [output], chunk_size=None))[0])
         return system.closed()
 
@@ -311,13 +316,17 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         self,
         system: DampedSystem,
         graph: OutputGraph,
-        samples: Samples,
+        joint: _Joint,
         output: Tensor,
         number: int,
         *,
         full: bool,
+        grouped: bool,
     ) -> bool:
-        """Whether the rows of one function came sample by sample."""
+        """Whether the rows of one function came sample by sample, side by side or in groups."""
+        samples = joint.parts[number]
+        if not isinstance(samples, Samples):
+            return False
         if output.ndim not in (1, 2):
             raise InputError(
                 f"residuals[{number}]: returned shape {tuple(output.shape)}, expected one residual for "
@@ -328,8 +337,12 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         usual = state.get(name, 0.0)
         if output.numel():  # close to a solution they are what their terms cancel to
             usual = state[name] = max(usual, float(output.detach().abs().median()))
-        alone = not graph.context.random.moved()
-        return alone and system.by_samples(graph, samples, output, usual, full=full)
+        if graph.context.random.moved():
+            return False
+        joint.only = number
+        done = system.by_samples(graph, samples, output, usual, full=full, grouped=grouped)
+        joint.only = None
+        return done
 
     def _warn(self, number: int, output: Tensor, at: str) -> None:
         """Say, once, that the rows of one function did not come sample by sample."""

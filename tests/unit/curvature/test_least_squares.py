@@ -11,6 +11,7 @@ from scipy.optimize import least_squares
 from torch import nn
 
 import hodiff
+from hodiff.curvature import _least_squares
 
 D = torch.float64
 
@@ -457,11 +458,12 @@ def test_residuals_that_differentiate_by_their_points_themselves():
         assert optimizer.step(x) < first
 
 
-@pytest.mark.parametrize("budget", [0.5, 45_000], ids=["J", "chunks"])
+@pytest.mark.parametrize("budget", [0.5, 700_000], ids=["J", "chunks"])
 def test_residuals_that_only_vmap_refuses_go_in_groups(budget):
     """A few samples at a time; and a step still begins with what the last one evaluated."""
-    model, _, _ = poisson(20, 8)
-    x, seen = torch.rand(70, 2, dtype=D), []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 1)).double()
+    x, seen = torch.rand(110, 2, dtype=D), []
 
     def inside(model, x):
         seen.append(len(x))
@@ -477,7 +479,58 @@ def test_residuals_that_only_vmap_refuses_go_in_groups(budget):
     torch.testing.assert_close(flat(model) - before, expected, rtol=1e-8, atol=1e-11)
     seen.clear()
     assert optimizer.step(x) < first and optimizer.last.evaluations == 1
-    assert seen[:2] == [1, 32 if budget == 0.5 else 14] and seen.count(70) == 1
+    assert seen[:2] == [1, 32] and seen.count(110) == 1
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """Whether each Jacobian of a whole batch was made by columns, forwards."""
+    made, inner = [], _least_squares.tall_jacobian
+    noted = lambda *args, **kwargs: made.append(table := inner(*args, **kwargs)) or table
+    monkeypatch.setattr(_least_squares, "tall_jacobian", noted)
+    return lambda: [table is not None for table in made]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "forwards"), [(400, 3, True), (60, 3, False), (400, 300, False)], ids=["tall", "few", "wide"]
+)
+def test_without_samples_the_cheaper_mode_is_taken(rows, columns, forwards, tables):
+    A, x, calls = torch.randn(rows, columns, dtype=D, generator=generator()), torch.ones(columns, dtype=D), []
+    f = lambda x: calls.append(1) or (A @ x).sin()
+    J, r = hodiff.jacobian(f, x), f(x)
+    expected = x + damped(J, r, 0.1 * float(J.square().sum(0).max()))
+    calls.clear()
+    optimizer = hodiff.LevenbergMarquardt(f, x, damping=0.1)
+    optimizer.step()
+    assert tables() == [forwards] and len(calls) == 1 + optimizer.last.evaluations
+    torch.testing.assert_close(x, expected, rtol=1e-9, atol=1e-12)
+
+
+def slope_by_grad(model, x):
+    return hodiff.grad(lambda x: model(x)[:, 0], x, batch_ndim=1, create_graph=True)[:, 0]
+
+
+def slope_by_autograd(model, x):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0][:, 0]
+
+
+@pytest.mark.parametrize(
+    ("slope", "hidden", "whole"),
+    [(slope_by_autograd, 6, [True]), (slope_by_autograd, 30, []), (slope_by_grad, 6, [False]), (slope_by_grad, 30, [])],
+)
+def test_samples_that_vmap_refuses_by_columns_or_in_groups(slope, hidden, whole, tables):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, 1)).double()
+    x = torch.rand(300, 2, dtype=D)
+    inside = lambda model, x: slope(model, x) - model(x)[:, 0]
+    r, J = dense(model, [inside], [x])
+    before = flat(model)
+    with pytest.warns(hodiff.HodiffWarning, match="cannot be taken sample by sample"):
+        hodiff.LevenbergMarquardt(inside, model, damping=0.1, search=False).step(x)
+    assert tables() == whole
+    expected = damped(J, r, 0.1 * float(J.square().sum(0).max()))
+    torch.testing.assert_close(flat(model) - before, expected, rtol=1e-8, atol=1e-11)
 
 
 def test_samples_that_mix_are_taken_by_rows_and_buffers_stay():
