@@ -68,16 +68,17 @@ def per_sample_grad(
         numbers; for a module a dict by parameter name.
 
     Raises:
-        InputError: `f` does not return losses for each sample (a mean over the batch has no per-sample gradient); a
-            tensor in place of the function (for losses already computed: `jacobian(losses, where)`).
+        InputError: `f` does not return losses for each sample (a mean over the batch has no per-sample gradient), or
+            `(N, N)` by broadcasting `(N, 1)` with `(N,)`, samples crossed with samples; a tensor in place of the function (for losses already computed: `jacobian(losses, where)`).
         GraphError: As for `grad`.
 
     Cost:
         An evaluation of `f`; then `f` on chunks of samples, each with parameters of its own (`torch.vmap`), and one
         pass for each chunk (K of K numbers). What that gives is held against the whole batch, in one pass over it: the
-        losses one by one, and a sum of the gradients in which all samples count alike. Where they differ (BatchNorm
-        mixes the samples), where `f` draws random numbers, does not run under `vmap`, or the result is to be
-        differentiated, it is N passes over the whole batch instead, in chunks. Memory: the result, N times the
+        losses one by one, and a sum of the gradients in which all samples count alike. Where `f` does not run under
+        `vmap`, it is called on groups of 32 samples, with a pass for each. Where they differ (BatchNorm mixes the
+        samples), where `f` draws random numbers, or the result is to be differentiated, it is N passes over the whole
+        batch instead, in chunks. Memory: the result, N times the
         parameters. Measured, a
         perceptron with 64 to 512 samples takes 1.4 to 2.1 of plain `vmap(grad)`: the comparison evaluates once more,
         and reads the result twice.

@@ -98,14 +98,16 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     Raises:
         InputError: Residuals or their derivatives that are not finite at the parameters as they
-            are; another number of batches than functions; a closure in the manner of `torch.optim`.
+            are; residuals `(N, N)` of samples crossed with samples, by broadcasting `(N, 1)` with
+            `(N,)`; another number of batches than functions; a closure in the manner of `torch.optim`.
         GraphError: As for `grad`.
 
     Cost:
         A step: the rows of \(J\) as by `per_sample_grad`, with one pass over the whole batch, which
         \(J^\top r\) is held against (all rows alike at the steps 1, 10 and 100); a product of \(J\)
         with itself, a Cholesky decomposition, and an evaluation for each trial. The taken one is the
-        first of the next step on the same batch. Without a batch, \(J\) as by `jacobian`.
+        first of the next step on the same batch. Without a batch, \(J\) as by `jacobian`. A function that
+        `torch.vmap` refuses is called on groups of 32 samples, a pass for each residual.
         Memory: \(J\) in float64, three matrices of its shorter side, and the graphs of three
         evaluations.
 
