@@ -69,7 +69,8 @@ def per_sample_grad(
 
     Raises:
         InputError: `f` does not return losses for each sample (a mean over the batch has no per-sample gradient), or
-            `(N, N)` by broadcasting `(N, 1)` with `(N,)`, samples crossed with samples; a tensor in place of the function (for losses already computed: `jacobian(losses, where)`).
+            `(N, N)` by broadcasting `(N, 1)` with `(N,)`, samples crossed with samples; a tensor in
+            place of the function (for losses already computed: `jacobian(losses, where)`).
         GraphError: As for `grad`.
 
     Cost:

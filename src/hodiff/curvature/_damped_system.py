@@ -188,12 +188,12 @@ class DampedSystem:
     def step(self, damping: float, drift: Tensor | None) -> DampedStep:
         """The minimum of |J d + r|^2 + damping |d - drift|^2."""
         self._solve = self._solver(damping)
-        b, pushed = self.r if self._kept else self.gradient, None
-        if drift is not None:
+        b = self.r if self._kept else self.gradient
+        if drift is None:
+            change, moved, residual = self._solved(b, damping)
+        else:
             pushed = self._J @ drift if self._kept else self._pulled(drift, 0.0)
-            b = b + pushed
-        change, moved, residual = self._solved(b, damping)
-        if drift is not None:
+            change, moved, residual = self._solved(b + pushed, damping)
             change = change + drift
             moved = moved if moved is None else moved + pushed
         square = change @ self._pulled(change, 0.0) if moved is None else moved @ moved
