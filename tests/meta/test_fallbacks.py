@@ -96,6 +96,7 @@ def test_who_asks_what_a_failure_is():
         ("_core._reverse", "vjps"),
         ("_core._messages", "_asked"),
         ("calculus._first", "tall_jacobian"),
+        ("calculus._per_sample", "check_not_crossed"),
         ("calculus._per_sample", "each_sample"),
         ("_core._memory", "_container"),
         ("_core._memory", "_machine"),

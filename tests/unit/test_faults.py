@@ -105,6 +105,10 @@ def per_sample() -> Any:
     return hodiff.per_sample_grad(lambda w, b: (w * b).sum(-1) ** 2, X, torch.eye(4, dtype=D))
 
 
+def square() -> Any:
+    return hodiff.per_sample_grad(lambda w, b: (w * b) ** 2, X, torch.eye(4, dtype=D))
+
+
 def pattern() -> Any:
     return hodiff.sparse_jacobian(lambda x: nn.functional.layer_norm(x.reshape(2, 2), (2,)).reshape(-1), X).to_dense()
 
@@ -129,6 +133,7 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], Any, str, int]] = {  # the call; w
     "columns to rows": (tall, _first, "_columns_of", 1),
     "a batch of vectors to one at a time": (many_rows, _reverse, "_vjps_batched", 1),
     "samples under vmap to rows": (per_sample, _per_sample, "_chunk", 1),
+    "samples crossed to not known": (square, _per_sample.Samples, "with_rows", 1),
     "a decomposition to the plain answer": (pattern, _tracer.Tracer, "__enter__", 2),
     "blocks of samples to the whole batch": (wide, _expansions, "by_jets", 2),
     "memory that the machine tells": (lambda: _memory.free_bytes(torch.device("cpu")) > 0, Path, "read_text", 1),

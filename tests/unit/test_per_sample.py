@@ -106,6 +106,45 @@ def test_against_one_by_one(name, chunk_size, routes):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["(N,)", "(N, K)"])
+@pytest.mark.parametrize("name", sorted(BY_ROWS))
+@pytest.mark.filterwarnings("ignore::hodiff.BatchMixingWarning")
+def test_in_groups_of_samples(name, several, routes, monkeypatch):
+    """Where vmap is none, but a few samples give what they give among all."""
+    monkeypatch.setattr(_per_sample, "GROUP", 3)
+    model = models()[name].double()
+    f = (lambda m, batch: m(batch[0]).exp()) if several else losses
+    found = hodiff.per_sample_grad(f, model, (X, Y))
+    assert routes == ["samples" if name in {"twice, checkpointed", "routed"} else "rows"]
+    for k in range(2 if several else 1):
+        expected = one_by_one((lambda m, b, k=k: f(m, b)[:, k]) if several else f, model, (X, Y))
+        for key in found:
+            torch.testing.assert_close(found[key][:, k] if several else found[key], expected[key])
+
+
+def by_autograd(model, x):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().sum(1)
+
+
+def by_grad(model, x):
+    return hodiff.grad(lambda x: model(x).sum(1), x, batch_ndim=1, create_graph=True)
+
+
+@pytest.mark.parametrize("f", [by_autograd, by_grad])
+def test_functions_that_differentiate_backwards_go_in_groups(f, routes):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, seen = torch.randn(70, 3, dtype=D), []
+    found = hodiff.per_sample_grad(lambda m, x: seen.append(len(x)) or f(m, x), model, x, strict=False)
+    assert routes == ["samples"] and seen == [70, 1, 32, 32, 6]
+    values = f(model, x)
+    for n in (0, 31, 32, 69):
+        each = hodiff.jacobian(values[n], [model[0].weight, model[2].weight])
+        for key, expected in zip(("0.weight", "2.weight"), each, strict=True):
+            torch.testing.assert_close(found[key][n], expected)
+
+
 def test_dropout_takes_the_masks_of_the_whole_batch(routes):
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)).double()
     torch.manual_seed(1)
@@ -289,6 +328,58 @@ def test_bad_input(name):
     f, message = BAD[name]
     with pytest.raises(hodiff.InputError, match=message):
         hodiff.per_sample_grad(f, nn.Linear(3, 2).double(), (X, Y))
+
+
+def crossed_twice(model, x):
+    """As physics-informed networks are often written: u (N, 1), its slope (N,)."""
+    x = x.detach().requires_grad_()
+    u = model(x)
+    return u * torch.autograd.grad(u.sum(), x, create_graph=True)[0][:, 0]
+
+
+@pytest.mark.parametrize("count", [2, 7, 40])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda m, b: m(b[0]) - b[1],
+        lambda m, b: (m(b[0]) - b[1]) ** 2,
+        lambda m, b: b[1] * (m(b[0])[:, :1] - 1),
+        lambda m, b: crossed_twice(m, b[0]),
+    ],
+    ids=["difference", "square", "weight", "autograd"],
+)
+def test_samples_crossed_with_samples_by_broadcasting(f, count):
+    """(N, 1) and (N,) are (N, N): not N numbers of each sample."""
+    x = torch.randn(count, 3, dtype=D)
+    for model in (nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))):
+        if count == 2 and len(list(model.modules())) > 1:
+            continue  # BatchNorm takes no single sample, and is not asked
+        with pytest.raises(hodiff.InputError, match=rf"\({count}, {count}\) of {count} samples, .*squeeze\(-1\)"):
+            hodiff.per_sample_grad(f, model.double(), (x, x.sin().sum(1)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_as_many_numbers_of_each_sample_as_there_are_samples(count, routes):
+    """And what comes after draws the same random numbers."""
+    model, x = nn.Linear(3, count).double(), torch.randn(count, 3, dtype=D)
+    state = torch.get_rng_state()
+    found = hodiff.per_sample_grad(lambda m, x: m(x) ** 2 - 1, model, x)
+    assert torch.equal(torch.get_rng_state(), state) and routes == ["samples"]
+    expected = torch.diag_embed(2 * model(x).detach())
+    if count == 1:
+        expected = expected[:, 0]
+    torch.testing.assert_close(found["bias"], expected)
+
+
+def test_a_function_that_takes_one_number_of_samples():
+    """It cannot be asked whether the samples are crossed."""
+
+    def f(model, x):
+        return model(x.reshape(7, 3)).repeat(1, 7)
+
+    model = nn.Linear(3, 1).double()
+    found = hodiff.per_sample_grad(f, model, X)
+    torch.testing.assert_close(found["weight"], X[:, None, None].expand(7, 7, 1, 3))
 
 
 def test_a_function_that_takes_the_model_from_outside():

@@ -54,6 +54,7 @@ class DampedSystem:
         loss: Half the sum of their squares.
         gradient: J'r.
         in_samples: Whether it is solved with J J', else with J'J.
+        compared: Whether all of J was held against what the whole batches give.
         norms: Those of the columns of J.
         scale: The largest of their squares.
     """
@@ -69,15 +70,17 @@ class DampedSystem:
         self.in_samples = rows <= columns and self._kept
         self._J = self.r.new_empty(rows if self._kept else 0, columns)
         self._block_rows = max(1, int(budget / 4) // (8 * columns))
-        self._begin, self._squares = 0, 0.0
+        self._begin, self._squares, self.compared = 0, 0.0, not self.by_products
         self.gradient = self.r.new_zeros(columns)
         side = 0 if self._kept or self.by_products else columns
         self._matrix = self.r.new_zeros(side, side)
 
     # --- filling J
 
-    def by_samples(self, graph: OutputGraph, samples: Samples, output: Tensor, usual: float, *, full: bool) -> bool:
-        """Fill in rows, each sample with parameters of its own; False where that is wrong."""
+    def by_samples(
+        self, graph: OutputGraph, samples: Samples, output: Tensor, usual: float, *, full: bool, grouped: bool
+    ) -> bool:
+        """Fill in rows, each sample with parameters of its own, or in groups; False where that is wrong."""
         before = self._begin, self._squares, self.gradient, self._matrix.clone()
         of_sample = output.shape[1:].numel()
         losses = output.reshape(len(output)) if of_sample == 1 else output
@@ -86,7 +89,7 @@ class DampedSystem:
         def collect(part: slice, gradients: list[Tensor]) -> None:
             self._fill((part.stop - part.start) * of_sample, gradients, losses.ndim)
 
-        good = each_sample(graph, samples, losses, chunk, collect, usual)
+        good = each_sample(graph, samples, losses, chunk, collect, usual, grouped=grouped)
         if not (good and self._agrees(graph, output, before, full)):
             self._begin, self._squares, self.gradient, self._matrix = before
             return False
@@ -95,6 +98,7 @@ class DampedSystem:
     def whole(self, output: Tensor, gradients: list[Tensor]) -> None:
         """Fill in the rows of some residuals, from blocks of the whole Jacobian."""
         self._fill(output.numel(), gradients, output.ndim)
+        self.compared = False
 
     def products(self, graph: OutputGraph, outputs: list[Tensor]) -> None:
         """Take J'J by products alone, and what is large of it from a sketch, as `nystrom`."""
@@ -128,7 +132,7 @@ class DampedSystem:
             column += width
         r = self.r[self._begin : self._begin + len(block)]
         self.gradient = torch.addmv(self.gradient, block.T, r)
-        self._squares += float(torch.linalg.vector_norm(block)) ** 2
+        self._squares += float(block.view(-1) @ block.view(-1))
         if not self._kept:
             self._matrix.addmm_(block.T, block)
         self._begin += len(block)
@@ -185,15 +189,15 @@ class DampedSystem:
         """The minimum of |J d + r|^2 + damping |d - drift|^2."""
         self._solve = self._solver(damping)
         b = self.r if self._kept else self.gradient
-        if drift is not None:
-            b = b + self._J @ drift if self._kept else self._pulled(drift, b)
-        change, residual = self._solved(b, damping)
-        if drift is not None:
+        if drift is None:
+            change, moved, residual = self._solved(b, damping)
+        else:
+            pushed = self._J @ drift if self._kept else self._pulled(drift, 0.0)
+            change, moved, residual = self._solved(b + pushed, damping)
             change = change + drift
-        moved = self._J @ change if self._kept else None
-        slope = change @ self.gradient
+            moved = moved if moved is None else moved + pushed
         square = change @ self._pulled(change, 0.0) if moved is None else moved @ moved
-        decrease = -float(slope + square / 2)
+        decrease = -float(change @ self.gradient + square / 2)
         return DampedStep(change, moved, float(change.norm()), decrease, residual)
 
     def bend(self, second: Tensor) -> Tensor:
@@ -202,24 +206,28 @@ class DampedSystem:
             return -self._J.T @ self._solve(second)
         return -self._solve(self._J.T @ second)
 
-    def _solved(self, b: Tensor, damping: float) -> tuple[Tensor, float]:
-        """The minimum of |J d + b|^2 + damping |d|^2, and how exactly it is solved, refined once.
+    def _solved(self, b: Tensor, damping: float) -> tuple[Tensor, Tensor | None, float]:
+        """The minimum d of |J d + b|^2 + damping |d|^2, J d, and how exactly it is solved, refined once.
 
-        Where J is not kept, J'b is given for b.
+        Where J is not kept, J'b is given for b. The products with J are what costs, where one side of it is short.
         """
         if self.in_samples:
             y = self._solve(-b)
             y = y - self._solve(b + self._J @ (self._J.T @ y) + damping * y)
             change = self._J.T @ y
-            rest = b + self._J @ change + damping * y
+            moved = self._J @ change
+            rest = b + moved + damping * y
         else:
-            slope = self._J.T @ b if self._kept else b
+            slope = b
+            if self._kept:
+                slope = self.gradient if b is self.r else self._J.T @ b
             change = self._solve(-slope)
             change = change - self._solve(self._pulled(change, b) + damping * change)
-            rest = self._pulled(change, b) + damping * change
+            moved = self._J @ change if self._kept else None
+            rest = (self._pulled(change, b) if moved is None else self._J.T @ (moved + b)) + damping * change
             b = slope
         size = float(b.norm())
-        return change, float(rest.norm()) / size if size else 0.0
+        return change, moved, float(rest.norm()) / size if size else 0.0
 
     def _pulled(self, change: Tensor, b: Tensor | float) -> Tensor:
         """J'(J d + b), whose sum comes first, for it is small; where J is not kept, J'J d + b."""

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 from hodiff._core import _arguments, _locks, _memory, _reverse, _settings, _tree
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
+from hodiff._core._vectors import generic
 from hodiff.calculus._first import tall_jacobian
-from hodiff.calculus._per_sample import Samples
+from hodiff.calculus._per_sample import GROUP, Samples, check_not_crossed
 from hodiff.curvature._damped_system import DampedStep, DampedSystem, flat
 from hodiff.curvature._records import LeastSquaresRecord
 from hodiff.errors import HodiffWarning, InputError
@@ -28,6 +30,8 @@ SUFFICIENT = 1e-4
 """What part of the promised decrease a full step must keep to be taken."""
 SHORT = 0.1
 """The length of the trial that shows the residuals' second order, beside the first length."""
+BENT = 0.25
+"""The most that a path turns aside, as a part of its length: what is known of second order holds no further."""
 LOWER_FROM, RAISE_BELOW = 0.25, 0.125
 """The lengths of steps from which the damping falls, and below which it grows."""
 FALL, GROWTH, AFTER_FAILURE = 0.1, 4.0, 100.0
@@ -94,14 +98,16 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     Raises:
         InputError: Residuals or their derivatives that are not finite at the parameters as they
-            are; another number of batches than functions; a closure in the manner of `torch.optim`.
+            are; residuals `(N, N)` of samples crossed with samples, by broadcasting `(N, 1)` with
+            `(N,)`; another number of batches than functions; a closure in the manner of `torch.optim`.
         GraphError: As for `grad`.
 
     Cost:
         A step: the rows of \(J\) as by `per_sample_grad`, with one pass over the whole batch, which
         \(J^\top r\) is held against (all rows alike at the steps 1, 10 and 100); a product of \(J\)
         with itself, a Cholesky decomposition, and an evaluation for each trial. The taken one is the
-        first of the next step on the same batch. Without a batch, \(J\) as by `jacobian`.
+        first of the next step on the same batch. Without a batch, \(J\) as by `jacobian`. A function that
+        `torch.vmap` refuses is called on groups of 32 samples, a pass for each residual.
         Memory: \(J\) in float64, three matrices of its shorter side, and the graphs of three
         evaluations.
 
@@ -249,8 +255,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                     self.state[tensor].pop("change", None)
         if trial is not None:
             self._take(tensors, trial.leaves)
-            compared = not self._warned and not system.by_products
-            if compared and all(isinstance(part, Samples) for part in joint.parts):
+            if system.compared:
                 self._known = trial._replace(batches=_tree.flatten(batches)[0])
         self.last = replace(record, evaluations=at.number)
         return value
@@ -259,46 +264,71 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     def _system(self, graph: OutputGraph, joint: _Joint, *, full: bool, known: bool) -> DampedSystem | None:
         """The residuals and their Jacobian, checked; None where known ones are wrong."""
-        outputs: list[Tensor] = []
-        for i, given in enumerate(graph.outputs):
-            output = _arguments.check_output(given, f"residuals[{i}]")
-            outputs += [output]
-            wrong = int((~output.detach().isfinite()).sum())
-            if wrong:
-                raise InputError(
-                    f"residuals[{i}]: {wrong:,} of {output.numel():,} are not finite at the "
-                    f"parameters as they are; nothing was changed."
-                )
+        outputs = [self._checked(graph, joint, output, i) for i, output in enumerate(graph.outputs)]
         budget = _memory.budget(self._budget, outputs[0].device)
         system = DampedSystem(outputs, sum(leaf.numel() for leaf in graph.leaves), budget)
         if system.by_products:
             system.products(graph, outputs)
             return system.closed()
         for i, (samples, output) in enumerate(zip(joint.parts, outputs, strict=True)):
-            if isinstance(samples, Samples):
-                joint.only = i
-                done = self._by_samples(system, graph, samples, output, i, full=full)
-                joint.only = None
-                if done:
-                    continue
-                if known:
-                    return None
-                self._warn(i, output)
-            table = tall_jacobian(graph, [output], chunk_size=None)
+            rows = partial(self._by_samples, system, graph, joint, output, i, full=full)
+            if rows(grouped=False):
+                continue
+            sampled = isinstance(samples, Samples)
+            # Of few parameters columns cost less than the rows of groups.
+            few = not sampled or len(system.gradient) <= 2 * GROUP * output.shape[1:].numel()
+            table = tall_jacobian(graph, [output], chunk_size=None) if few else None
+            if table is None and rows(grouped=True):
+                self._warn(i, output, ", of some samples at a time")
+                continue
+            if known:
+                return None
+            if sampled:
+                self._warn(i, output, "")
+            table = table if few else tall_jacobian(graph, [output], chunk_size=None)
             system.whole(output, (table or _reverse.blocks(graph, [output], chunk_size=None))[0])
         return system.closed()
+
+    def _checked(self, graph: OutputGraph, joint: _Joint, given: Any, number: int) -> Tensor:
+        """The residuals of one function: finite, and not samples crossed with samples by broadcasting."""
+        name, samples = f"residuals[{number}]", joint.parts[number]
+        output = _arguments.check_output(given, name)
+        wrong = int((~output.detach().isfinite()).sum())
+        if wrong:
+            raise InputError(
+                f"{name}: {wrong:,} of {output.numel():,} are not finite at the parameters as they are; "
+                f"nothing was changed."
+            )
+        if output.ndim == 2 and output.shape[0] == output.shape[1] > 1:
+            if isinstance(samples, Samples):
+                joint.only = number
+                check_not_crossed(graph, samples, output, name)
+                joint.only = None
+            if "step" not in self.state[self.param_groups[0]["params"][0]] and _are_sums(graph, output):
+                warnings.warn(
+                    f"{name}: {tuple(output.shape)}, are all sums of a number of the row and one of the column, as a "
+                    f"difference of (N, 1) and (N,) has by broadcasting. For N residuals give both the shape (N,): "
+                    f"model(x).squeeze(-1).",
+                    HodiffWarning,
+                    stacklevel=_arguments.outside() + 1,
+                )
+        return output
 
     def _by_samples(
         self,
         system: DampedSystem,
         graph: OutputGraph,
-        samples: Samples,
+        joint: _Joint,
         output: Tensor,
         number: int,
         *,
         full: bool,
+        grouped: bool,
     ) -> bool:
-        """Whether the rows of one function came sample by sample."""
+        """Whether the rows of one function came sample by sample, side by side or in groups."""
+        samples = joint.parts[number]
+        if not isinstance(samples, Samples):
+            return False
         if output.ndim not in (1, 2):
             raise InputError(
                 f"residuals[{number}]: returned shape {tuple(output.shape)}, expected one residual for "
@@ -309,18 +339,22 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         usual = state.get(name, 0.0)
         if output.numel():  # close to a solution they are what their terms cancel to
             usual = state[name] = max(usual, float(output.detach().abs().median()))
-        alone = not graph.context.random.moved()
-        return alone and system.by_samples(graph, samples, output, usual, full=full)
+        if graph.context.random.moved():
+            return False
+        joint.only = number
+        done = system.by_samples(graph, samples, output, usual, full=full, grouped=grouped)
+        joint.only = None
+        return done
 
-    def _warn(self, number: int, output: Tensor) -> None:
+    def _warn(self, number: int, output: Tensor, at: str) -> None:
         """Say, once, that the rows of one function did not come sample by sample."""
         if number not in self._warned and output.numel():
             self._warned.add(number)
             warnings.warn(
                 f"residuals[{number}]: cannot be taken sample by sample: under torch.vmap it fails, or "
                 f"gives other residuals or derivatives than the whole batch (len(x) is 1 there: divide "
-                f"by a number from outside; BatchNorm mixes samples, dropout draws; for "
-                f"torch.autograd.grad take hodiff's fields). The Jacobian costs a pass for each residual.",
+                f"by a number from outside; BatchNorm mixes samples, dropout draws; for torch.autograd.grad and "
+                f"hodiff.grad take hodiff's fields: partials). The Jacobian costs a pass for each residual{at}.",
                 HodiffWarning,
                 stacklevel=_arguments.outside() + 1,  # PyTorch puts a function around `step`
             )
@@ -353,7 +387,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         """Halve the step until the loss falls, along a path that bends as the residuals do.
 
         A short trial shows what they are of second order, and the bend undoes that, as far as the
-        model can. The damping follows the length.
+        model can. It stays small beside the way ahead: a long one leads to where no model holds, and
+        networks end with all their units saturated. The damping follows the length.
         """
         damping = state["damping"]
         least = LEAST if self._least is None else self._least
@@ -370,8 +405,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             bend = system.bend(second)
         if best.gain <= 0:
             best = _Trial([], 0.0, 0.0)
+        most = BENT * step.norm / max(float(bend.norm()), torch.finfo(bend.dtype).tiny)
         while at.number < self._tries and length > best.length:
-            trial = at(length * (step.change + length * bend))
+            trial = at(length * (step.change + min(length, most) * bend))
             if trial.gain > best.gain:
                 best = trial._replace(length=length)
             length /= 2
@@ -543,6 +579,18 @@ class _Trials:
         r, new = self._system.r, flat(outputs, self._start.device)
         gain = float((r - new) @ (r + new)) / 2  # not a difference of sums, which would round
         return _Trial(leaves, gain if math.isfinite(gain) else -math.inf, r=new, outputs=outputs)
+
+
+def _are_sums(graph: OutputGraph, output: Tensor) -> bool:
+    """Whether a matrix is a_i + b_j, in value and in derivative: what adds up to 0 in each row and column, is 0."""
+    some = generic(output.numel()).to(output).reshape(output.shape)
+    even = some - some.mean(0)
+    even = even - even.mean(1, keepdim=True)
+    device = output.device
+    slopes = [flat(_reverse.vjp(graph, [output], [w], more=True), device).norm() for w in (even, some)]
+    small = torch.finfo(output.dtype).eps ** 0.5 * even.norm()
+    alike = (even * output.detach()).sum().abs() <= small * output.detach().norm()
+    return bool(alike and slopes[0] <= small * slopes[1] / some.norm())
 
 
 def _check_apart(names: Sequence[str], tensors: Sequence[Tensor]) -> None:

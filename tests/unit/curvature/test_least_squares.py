@@ -11,6 +11,7 @@ from scipy.optimize import least_squares
 from torch import nn
 
 import hodiff
+from hodiff.curvature import _least_squares
 
 D = torch.float64
 
@@ -113,18 +114,22 @@ def put(model, values):
 
 
 @pytest.mark.parametrize("batches", [1, 3], ids=["samples", "parameters"])
-def test_the_search_follows_a_path_that_bends_with_the_residuals(batches):
+@pytest.mark.parametrize(("damping", "much"), [(1e-4, True), (0.3, False)])
+def test_the_search_follows_a_path_that_bends_with_the_residuals(batches, damping, much):
     model, functions, (x, edge) = equations()
     given = x.repeat(batches, 1), edge
     r, J = dense(model, functions, given)
     before, scale = flat(model), float(J.square().sum(0).max())
-    optimizer = hodiff.LevenbergMarquardt(functions, model, damping=1e-4)
+    optimizer = hodiff.LevenbergMarquardt(functions, model, damping=damping)
     optimizer.step(*given)
     after = flat(model)
-    d, t = damped(J, r, 1e-4 * scale), optimizer.last.length
+    d, t = damped(J, r, damping * scale), optimizer.last.length
     put(model, before + 0.1 * d)
     second = (dense(model, functions, given)[0] - r - 0.1 * J @ d) / 0.1**2
-    step = t * d if t == 0.1 else t * d + t**2 * damped(J, second, 1e-4 * scale)
+    bend = damped(J, second, damping * scale)
+    most = 0.25 * float(d.norm() / bend.norm())  # it turns aside by no more than a quarter of its length
+    assert (most < t) is much
+    step = t * d if t == 0.1 else t * d + t * min(t, most) * bend
     torch.testing.assert_close(after - before, step, rtol=1e-6, atol=1e-9 * float(step.norm()))
     put(model, after)
     new, _ = dense(model, functions, given)
@@ -140,6 +145,20 @@ def test_the_bend_takes_a_path_to_its_end():
     optimizer.step()
     straight = first * 0.3  # of second order
     assert optimizer.last.length == 1 and float(curved(x).norm()) < 0.1 * straight
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_path_bends_by_a_part_of_its_length(seed):
+    """Where derivatives change within a step, what they were of second order leads anywhere."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    x = torch.randn(30, 2, dtype=D)
+    optimizer = hodiff.LevenbergMarquardt(lambda m, x: m(x)[:, 0] - (8 * x[:, 0]).sin(), model, damping=1e-8)
+    for _ in range(8):
+        before = flat(model)
+        optimizer.step(x)
+        way = float((flat(model) - before).norm())
+        assert way == 0 or way <= 1.26 * optimizer.last.length * optimizer.state[model[0].weight]["norm"]
 
 
 def test_momentum_is_that_of_spring():
@@ -439,6 +458,81 @@ def test_residuals_that_differentiate_by_their_points_themselves():
         assert optimizer.step(x) < first
 
 
+@pytest.mark.parametrize("budget", [0.5, 700_000], ids=["J", "chunks"])
+def test_residuals_that_only_vmap_refuses_go_in_groups(budget):
+    """A few samples at a time; and a step still begins with what the last one evaluated."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 1)).double()
+    x, seen = torch.rand(110, 2, dtype=D), []
+
+    def inside(model, x):
+        seen.append(len(x))
+        slopes = hodiff.grad(lambda x: model(x)[:, 0], x, batch_ndim=1, create_graph=True)
+        return slopes + model(x) - x
+
+    r, J = dense(model, [inside], [x])
+    before = flat(model)
+    optimizer = hodiff.LevenbergMarquardt(inside, model, damping=0.1, search=False, memory_budget=budget)
+    with pytest.warns(hodiff.HodiffWarning, match="a pass for each residual, of some samples at a time"):
+        first = optimizer.step(x)
+    expected = damped(J, r, 0.1 * float(J.square().sum(0).max()))
+    torch.testing.assert_close(flat(model) - before, expected, rtol=1e-8, atol=1e-11)
+    seen.clear()
+    assert optimizer.step(x) < first and optimizer.last.evaluations == 1
+    assert seen[:2] == [1, 32] and seen.count(110) == 1
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """Whether each Jacobian of a whole batch was made by columns, forwards."""
+    made, inner = [], _least_squares.tall_jacobian
+    noted = lambda *args, **kwargs: made.append(table := inner(*args, **kwargs)) or table
+    monkeypatch.setattr(_least_squares, "tall_jacobian", noted)
+    return lambda: [table is not None for table in made]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "forwards"), [(400, 3, True), (60, 3, False), (400, 300, False)], ids=["tall", "few", "wide"]
+)
+def test_without_samples_the_cheaper_mode_is_taken(rows, columns, forwards, tables):
+    A, x, calls = torch.randn(rows, columns, dtype=D, generator=generator()), torch.ones(columns, dtype=D), []
+    f = lambda x: calls.append(1) or (A @ x).sin()
+    J, r = hodiff.jacobian(f, x), f(x)
+    expected = x + damped(J, r, 0.1 * float(J.square().sum(0).max()))
+    calls.clear()
+    optimizer = hodiff.LevenbergMarquardt(f, x, damping=0.1)
+    optimizer.step()
+    assert tables() == [forwards] and len(calls) == 1 + optimizer.last.evaluations
+    torch.testing.assert_close(x, expected, rtol=1e-9, atol=1e-12)
+
+
+def slope_by_grad(model, x):
+    return hodiff.grad(lambda x: model(x)[:, 0], x, batch_ndim=1, create_graph=True)[:, 0]
+
+
+def slope_by_autograd(model, x):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0][:, 0]
+
+
+@pytest.mark.parametrize(
+    ("slope", "hidden", "whole"),
+    [(slope_by_autograd, 6, [True]), (slope_by_autograd, 30, []), (slope_by_grad, 6, [False]), (slope_by_grad, 30, [])],
+)
+def test_samples_that_vmap_refuses_by_columns_or_in_groups(slope, hidden, whole, tables):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, 1)).double()
+    x = torch.rand(300, 2, dtype=D)
+    inside = lambda model, x: slope(model, x) - model(x)[:, 0]
+    r, J = dense(model, [inside], [x])
+    before = flat(model)
+    with pytest.warns(hodiff.HodiffWarning, match="cannot be taken sample by sample"):
+        hodiff.LevenbergMarquardt(inside, model, damping=0.1, search=False).step(x)
+    assert tables() == whole
+    expected = damped(J, r, 0.1 * float(J.square().sum(0).max()))
+    torch.testing.assert_close(flat(model) - before, expected, rtol=1e-8, atol=1e-11)
+
+
 def test_samples_that_mix_are_taken_by_rows_and_buffers_stay():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
@@ -651,6 +745,11 @@ STEPS = {
         (torch.ones(2, 2),),
         r"returned shape \(\), .* not the sum of their",
     ),
+    "samples crossed": (
+        lambda x, b: (b @ x)[:, None] - b[:, 0],
+        (torch.eye(3)[:, :2],),
+        r"residuals\[0\]: returned shape \(3, 3\) of 3 samples, and \(2, 2\) of 2: .*\.squeeze\(-1\)",
+    ),
     "nan": (lambda x: x / 0 * 0, (), r"residuals\[0\]: 2 of 2 are not finite at the parameters as they are; nothing"),
     "infinite slope": (lambda x: (x - 1).abs().sqrt(), (), r"their derivative is not finite"),
     "constant": (lambda x: torch.ones(2), (), r"carries no graph"),
@@ -666,6 +765,30 @@ def test_bad_steps(name):
     with pytest.raises(hodiff.HodiffError, match=message):
         hodiff.LevenbergMarquardt(f, x).step(*batches)
     assert torch.equal(x, torch.ones(2))
+
+
+@pytest.mark.parametrize("budget", [0.5, 100], ids=["J", "products"])
+@pytest.mark.parametrize("dtype", [torch.float32, D])
+def test_matrices_of_residuals(dtype, budget):
+    """N numbers of N samples are taken; a broadcast with data from outside is said, for it may be meant."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 2, dtype=dtype), torch.randn(6, dtype=dtype)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(dtype)
+    for f, batches in (
+        (lambda m: m(x) - y, ()),
+        (lambda m, x: m(x) - y, (x,)),
+        (lambda m: y[:, None] - m(x)[:, 0], ()),
+        (lambda m: m(x) - m(2 * x)[:, 0], ()),
+    ):
+        with pytest.warns(hodiff.HodiffWarning, match=r"residuals\[0\]: \(6, 6\), are all sums .*squeeze\(-1\)"):
+            hodiff.LevenbergMarquardt(f, model, memory_budget=budget).step(*batches)
+    with pytest.raises(hodiff.InputError, match=r"\(6, 6\) of 6 samples"):
+        hodiff.LevenbergMarquardt(lambda m, b: m(b[0]) - b[1], model, memory_budget=budget).step((x, y))
+    several, square = nn.Linear(2, 6).to(dtype), torch.zeros(3, 3, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hodiff.LevenbergMarquardt(lambda m, x: m(x) - y, several, memory_budget=budget).step(x)
+        hodiff.LevenbergMarquardt(lambda X: X - 1, square, memory_budget=budget).step()
 
 
 def test_bad_places():
