@@ -580,7 +580,9 @@ class Tangents:
 
     def _pushed(self, vectors: Sequence[Tensor | None], first: Tensors) -> list[Tensor]:
         leaves, now = self._graph.leaves, RandomState(self._random.device)
-        with self._graph.resumed() as context, self._autocast(), _settings.on(_NoTangents()):
+        # Checkpoints, which forward mode needs none of (and re-entrant ones do not know), are entered as they are.
+        inside = Scope(partial(_within, _INSIDE))
+        with self._graph.resumed() as context, self._autocast(), _settings.on(_NoTangents()), inside:
             call = context.call
             context.call = call._replace(what=call.what.__wrapped__)
             try:
