@@ -49,18 +49,28 @@ def rows(quick: bool) -> Iterator[Row]:
         yield Row("curvature of a language model", problem.name, f"{name} is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the peers' deprecations
-        yield from gradients(problem)
+        yield from functions(problem)
         for kind in ("Hessian", "Gauss-Newton"):
             yield from products(problem, kind, names)
         yield from eigenvalues(problem, names)
 
 
-def gradients(problem: Problem) -> Iterator[Row]:
+def functions(problem: Problem) -> Iterator[Row]:
+    """A gradient, plain and checkpointed, and a product without an operator."""
+
     def checkpointed(model: Any) -> Tensor:
         return problem.loss(partial(model, checkpointed=True))
 
-    for name, loss in {"gradient": problem.loss, "checkpointed gradient": checkpointed}.items():
-        yield Row(name, problem.name, cost(partial(hodiff.grad, loss, problem.model)))
+    model = problem.model
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    routes: dict[str, Callable[[], object]] = {
+        "gradient": lambda: hodiff.grad(problem.loss, model),
+        "checkpointed gradient": lambda: hodiff.grad(checkpointed, model),
+        "hvp": lambda: hodiff.hvp(problem.loss, model, v),
+        "hvp, checkpoint=": lambda: hodiff.hvp(problem.loss, model, v, checkpoint="layers.*"),
+    }
+    for name, call in routes.items():
+        yield Row(name, problem.name, cost(call))
 
 
 def products(problem: Problem, kind: str, names: list[str]) -> Iterator[Row]:
@@ -94,7 +104,8 @@ def eigenvalues(problem: Problem, names: list[str]) -> Iterator[Row]:
         "hodiff": partial(of_hodiff, problem),
         "hodiff, checkpoint=, basis=10": partial(of_hodiff, problem, basis=10, **BLOCKS),
     }
-    routes |= {f"{name}, attention by matrix products": partial(of_peer, problem, name) for name in names}
+    if "curvlinops" in names:  # a search by hessian-eigenthings took more than 18 GiB, and was ended
+        routes["curvlinops, attention by matrix products"] = partial(of_curvlinops, problem)
     for name, call in routes.items():
         start = time.thread_time()
         with LiveBytes() as live:
@@ -109,20 +120,13 @@ def of_hodiff(problem: Problem, basis: int | None = None, **options: Any) -> str
     return told(found.value.tolist(), f"{found.products} products, converged: {bool(found.converged)}")
 
 
-def of_peer(problem: Problem, name: str) -> str:
-    operator = theirs(problem, name, "Gauss-Newton")
-    with matrix_products():
-        if name == "hessian-eigenthings":
-            made = module("hessian_eigenthings").lanczos(
-                operator, k=EIGENVALUES, tol=TOLERANCE, which="LA", max_iter=20, seed=0
-            )
-            return told(
-                made.eigenvalues.tolist(), f"{made.iterations} products, converged: {bool(made.converged.all())}"
-            )
-        from scipy.sparse.linalg import eigsh
+def of_curvlinops(problem: Problem) -> str:
+    from scipy.sparse.linalg import eigsh
 
-        values = eigsh(operator.to_scipy(), k=EIGENVALUES, which="LA", tol=TOLERANCE, return_eigenvectors=False)
-        return told(values.tolist(), "converged: True")
+    operator = theirs(problem, "curvlinops", "Gauss-Newton").to_scipy()
+    with matrix_products():
+        values = eigsh(operator, k=EIGENVALUES, which="LA", tol=TOLERANCE, return_eigenvectors=False)
+    return told(values.tolist(), "converged: True")
 
 
 def told(values: list[float], text: str) -> str:
