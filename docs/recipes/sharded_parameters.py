@@ -62,9 +62,8 @@ def gradient_of_penalty(model, x):
     """Of the squared slope; each rank's part of the data counts alike."""
     x = x.clone().requires_grad_()
     if isinstance(model, FSDPModule):
-        model.set_reshard_after_backward(
-            False
-        )  # the second pass needs the whole parameters
+        # The second pass needs the whole parameters.
+        model.set_reshard_after_backward(False)
     with hodiff.twice_differentiable():
         (slope,) = torch.autograd.grad(model(x).cos().sum(), x, create_graph=True)
         slope.square().sum().backward()
