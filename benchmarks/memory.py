@@ -248,12 +248,13 @@ class DecoderBlock(nn.Module):
 class Decoder(nn.Module):
     """With its embedding tied to its head."""
 
-    def __init__(self, layers: int, words: int = 64, width: int = 128, tokens: int = 64) -> None:
+    def __init__(self, layers: int, words: int = 64, width: int = 128, tokens: int = 64, sequences: int = 8) -> None:
         super().__init__()
         self.embedding, self.norm = nn.Embedding(words, width), nn.LayerNorm(width)
+        nn.init.normal_(self.embedding.weight, std=0.02)  # it is the head, too, whose softmax would be saturated
         self.position = nn.Parameter(torch.randn(tokens, width) / 50)
         self.layers = nn.ModuleList([DecoderBlock(width) for _ in range(layers)])
-        self.tokens, self.targets = (torch.randint(0, words, (8, tokens)) for _ in range(2))
+        self.tokens, self.targets = (torch.randint(0, words, (sequences, tokens)) for _ in range(2))
 
     def forward(self, tokens: Tensor, checkpointed: bool = False) -> Tensor:
         x = self.embedding(tokens) + self.position

@@ -1,4 +1,4 @@
-"""A model under `fully_shard`: two ways to its curvature.
+"""A model under `fully_shard`: two ways to its curvature, and a penalty.
 
 torchrun --nproc-per-node 2 sharded_parameters.py
 """
@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.func import functional_call
 
@@ -58,8 +58,23 @@ def product_by_shards(sharded, shell, batches, v):
     return hodiff.hvp(summed, shards, v, allow=pytorchs_own)
 
 
+def gradient_of_penalty(model, x):
+    """Of the squared slope; each rank's part of the data counts alike."""
+    x = x.clone().requires_grad_()
+    if isinstance(model, FSDPModule):
+        # The second pass needs the whole parameters.
+        model.set_reshard_after_backward(False)
+    with hodiff.twice_differentiable():
+        (slope,) = torch.autograd.grad(model(x).cos().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # before that, each p.grad is None
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
 def main() -> None:
-    """The largest eigenvalue from a plain copy, and a product by both ways."""
+    """The largest eigenvalue from a plain copy, a product by both ways, and the gradient of a penalty."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     digits = load_digits()
@@ -102,6 +117,12 @@ def main() -> None:
     if rank == 0:
         print(f"largest eigenvalue {top:.6f}")
         print("the product by shards is that of the plain copy:", error < 1e-14)
+
+    expected = gradient_of_penalty(plain, inputs)
+    for name, gradient in gradient_of_penalty(sharded, inputs).items():
+        torch.testing.assert_close(gradient.full_tensor(), expected[name])
+    if rank == 0:
+        print("and so is the gradient of a penalty: True")
     dist.destroy_process_group()
 
 

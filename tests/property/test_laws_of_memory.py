@@ -1,4 +1,4 @@
-"""Attention and cross-entropy in closed form against PyTorch's plain operations, value and three derivatives."""
+"""Attention and cross-entropy in closed form against PyTorch's plain operations; blocks that run again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import hodiff
 from hodiff._core import _kernels
@@ -165,3 +166,142 @@ def test_cross_entropy_of_first_order(form: tuple[Tensor, Tensor, dict[str, Any]
         slope, gradients = lean(loss, [logits], [logits.cos()])
     expected, others = twice(loss, [logits], [logits.cos()])
     close([slope, *gradients], [expected, *others])
+
+
+# --- blocks: products of small networks of all kinds ------------------------------------------------------------------
+
+WIDTH, ROWS = 4, 3
+ACTIVATIONS = (nn.GELU, nn.SiLU, nn.Tanh, nn.Softplus)
+
+
+class Perceptron(nn.Module):
+    """Of features `(ROWS, WIDTH)`."""
+
+    norms = (nn.Identity, lambda: nn.LayerNorm(WIDTH), lambda: nn.RMSNorm(WIDTH), lambda: nn.BatchNorm1d(WIDTH))
+    shape = (ROWS, WIDTH)
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.norm, self.activation = draw(st.sampled_from(self.norms))(), draw(st.sampled_from(ACTIVATIONS))()
+        self.drop, self.residual = nn.Dropout(draw(st.sampled_from([0.0, 0.4]))), draw(st.booleans())
+        self.build(draw)
+
+    def build(self, draw: Any) -> None:
+        self.wide = nn.Linear(WIDTH, 5, bias=draw(st.booleans()))
+        self.narrow = nn.Linear(5, WIDTH)
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return self.narrow(self.activation(self.wide(x)))
+
+    def forward(self, x: Tensor, *, scale: Tensor | float = 1.0) -> Tensor:
+        mixed = self.drop(self.mixed(self.norm(x))) * scale
+        return x + mixed if self.residual else mixed
+
+
+class Convolution(Perceptron):
+    norms = (
+        nn.Identity,
+        lambda: nn.GroupNorm(2, WIDTH),
+        lambda: nn.BatchNorm2d(WIDTH),
+        lambda: nn.InstanceNorm2d(WIDTH),
+    )
+    shape = (2, WIDTH, 3, 3)
+
+    def build(self, draw: Any) -> None:
+        self.wide, self.narrow = nn.Conv2d(WIDTH, 3, 3, padding=1), nn.ConvTranspose2d(3, WIDTH, 3, padding=1)
+
+
+class Attention(Perceptron):
+    norms = Perceptron.norms[:3]
+    shape = (2, ROWS, WIDTH)
+
+    def build(self, draw: Any) -> None:
+        super().build(draw)
+        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, draw(st.sampled_from([4, 8])))
+        self.causal = draw(st.booleans())
+        self.bias = None if self.causal or draw(st.booleans()) else nn.Parameter(torch.randn(2, ROWS, ROWS))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        split = lambda z: z.unflatten(-1, (-1, 2)).transpose(1, 2)
+        k, v = map(split, self.kv(x).chunk(2, -1))
+        options: Any = {"is_causal": self.causal, "enable_gqa": k.shape[1] == 1}
+        y = F.scaled_dot_product_attention(split(self.q(x)), k, v, self.bias, **options)
+        return super().mixed(y.transpose(1, 2).flatten(2))
+
+
+class Network(nn.Module):
+    """Blocks of one kind; under the model's own checkpoints, where it is told to."""
+
+    def __init__(self, kind: type[Perceptron], draw: Any) -> None:
+        super().__init__()
+        torch.manual_seed(draw(st.integers(0, 99)))
+        self.before = nn.Linear(kind.shape[-1], kind.shape[-1])
+        self.layers = nn.ModuleList([kind(draw) for _ in range(draw(st.integers(1, 3)))])
+        self.order = draw(st.lists(st.sampled_from([*self.layers]), min_size=1, max_size=3))
+        self.scaled, self.own, self.reentrant = draw(st.booleans()), False, False
+        self.train(draw(st.booleans()))
+        for p in [*self.parameters()][:: draw(st.sampled_from([100, 4]))]:
+            p.requires_grad_(p.ndim < 2)
+        self.to(D)
+        self.inputs = [torch.randn(kind.shape, dtype=D) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x)
+        for layer in self.order:
+            given = {"scale": h.sin().mean()} if self.scaled else {}
+            run = checkpoint if self.own else lambda f, *args, use_reentrant, **rest: f(*args, **rest)
+            h = run(layer, h, use_reentrant=self.reentrant, **given)
+        return h.flatten(1) if h.ndim > 2 else h
+
+
+@st.composite
+def blocks(draw: Any, kind: type[Perceptron]) -> tuple[Network, bool | str]:
+    """A network, and which of its parts are blocks."""
+    model = Network(kind, draw)
+    pattern = draw(st.sampled_from(["layers.*", "layers", "*", "layers.?.*", "before", True]))
+    model.own = pattern is True or draw(st.booleans())
+    model.reentrant = pattern is True and not model.scaled and draw(st.booleans())  # which takes no keywords
+    return model, pattern
+
+
+def operator(name: str, model: Network, **options: Any) -> Any:
+    predict, data = lambda m, batch: m(batch), [(x,) for x in model.inputs]
+    loss = lambda outputs, batch: (outputs.cosh().sum(), len(outputs))
+    if name == "HessianOperator":
+        return hodiff.HessianOperator(lambda m, batch: loss(m(batch[0]), batch), model, data=data, **options)
+    data = [(x, torch.ones(len(x), dtype=torch.long)) for x in model.inputs]
+    predict = lambda m, batch: m(batch[0])
+    if name == "GaussNewtonOperator":
+        return hodiff.GaussNewtonOperator(predict, loss, model, data=data, **options)
+    return hodiff.FisherOperator(predict, nn.CrossEntropyLoss(), model, data=data, kind="empirical", **options)
+
+
+def product(name: str, model: Network, v: Any, **options: Any) -> Any:
+    if name == "hvp":
+        return hodiff.hvp(lambda m: m(m.inputs[0]).cosh().sum(), model, v, **options)
+    if name == "cross_hvp":
+        return hodiff.cross_hvp(lambda x, m: m(x).cosh().sum(), model.inputs[0], model, v, **options)
+    return operator(name, model, **options) @ v
+
+
+PRODUCTS = ("hvp", "cross_hvp", "HessianOperator", "GaussNewtonOperator", "FisherOperator")
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
+@pytest.mark.parametrize("kind", [Perceptron, Convolution, Attention])
+@pytest.mark.parametrize("name", PRODUCTS)
+@law(*PRODUCTS, says="of a network in blocks that run again (`checkpoint=`)", oracle="without blocks")
+@given(drawn=st.data())
+def test_products_by_blocks(name: str, kind: type[Perceptron], drawn: Any) -> None:
+    model, pattern = drawn.draw(blocks(kind))
+    v = {key: torch.randn_like(p) for key, p in model.named_parameters() if p.requires_grad}
+    buffers = [each.clone() for each in model.buffers()]
+    found: list[list[Tensor]] = []
+    for options in ({"checkpoint": pattern}, {}):
+        torch.manual_seed(1)
+        made = product(name, model, v, **options)
+        found += [[*made.values()] if isinstance(made, dict) else [made]]
+        assert all(map(torch.equal, model.buffers(), buffers))
+        model.reentrant = False
+    close(*found)

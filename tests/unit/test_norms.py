@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hodiff
 from hodiff._core._substitutes import ExactNorms
@@ -160,6 +161,8 @@ def test_a_bias_alone(name):
     bias = bias.requires_grad_()
     with pytest.raises(GraphError, match="a bias and no weight is wrong"):
         hodiff.hvp(f(bias), bias, v)
+    with pytest.raises(GraphError, match="a bias and no weight is wrong"):
+        hodiff.hvp(checkpoint(f, bias, use_reentrant=False), bias, v)
     weight = torch.ones_like(v)
     both = lambda bias: F.layer_norm(x, (4,), weight, bias).sin().sum()
     assert hodiff.hvp(both(bias), bias, v).abs().max() > 0.1  # with a weight it is right

@@ -128,6 +128,7 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
         expansion.meet((*args, *kwargs.values()) if kwargs else args)
     if not torch.is_grad_enabled() and (traced or not inside.rules):
         return _constant(name, func, args, kwargs)
+    given = kwargs
     if kwargs:
         kwargs = _substitutes.named_by_torch(kwargs)
         if kwargs.get("out") is not None:
@@ -145,7 +146,7 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
             return result
     rule = RULES.known.get(name)
     if rule is None:
-        return _without_rule(name, func, expansion, args, kwargs, traced=traced)
+        return _without_rule(name, func, expansion, args, given, traced=traced)
     return _run(rule, name, func, expansion, args, kwargs, traced=traced)
 
 

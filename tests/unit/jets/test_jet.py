@@ -447,3 +447,11 @@ X = torch.tensor([0.3, -0.7, 1.1])
 def test_a_transform_of_forward_mode_is_refused_by_taylor_mode():
     with pytest.raises(InputError, match=r"torch\.func"):
         torch.func.jvp(lambda z: hodiff.nth_derivative(torch.sin, z, 3), (X,), (X,))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_an_operation_without_a_rule_has_the_keywords_it_was_given() -> None:
+    """`axis` is its own name for it, and not NumPy's for `dim`."""
+    f = lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([1, 2]), axis=0)
+    with pytest.raises(hodiff.GraphError, match="no second derivative of segment_reduce"):
+        hodiff.jet(f, torch.ones(3, dtype=torch.float64), [torch.ones(3, dtype=torch.float64)])

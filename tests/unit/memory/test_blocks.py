@@ -796,6 +796,10 @@ class Changing(nn.Module):
             return y * torch.rand(6, generator=self.generator, dtype=D)
         if self.kind == "NumPy":
             return y * float(np.random.default_rng(self.count[0]).random()) if self.step() else y
+        if self.kind == "shuffled":
+            return torch.tanh(y[np.random.default_rng(self.step()).permutation(len(y))])
+        if self.kind == "one entry":
+            return y + torch.arange(y.numel()).eq(5 * self.step()).view_as(y)
         if self.kind == "counter":
             self.step()
             return torch.tanh(self.linear(x) * self.count[0])
@@ -811,6 +815,14 @@ class Changing(nn.Module):
     def step(self) -> int:
         self.count[0] += 1
         return self.count[0]
+
+
+@pytest.mark.parametrize("dtype", [D, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["shuffled", "one entry"])
+def test_a_change_of_places_or_of_one_entry_among_many_is_seen(kind: str, dtype: torch.dtype) -> None:
+    model, x = nn.ModuleList([Changing(kind)]).to(dtype), numbers(4000, 6, dtype=dtype)
+    with pytest.raises(hodiff.GraphError, match="computes something different from its first run"):
+        hodiff.hvp(lambda m: m[0](x).square().sum(), model, like(model), checkpoint="*")
 
 
 @pytest.mark.parametrize("kind", ["generator", "NumPy", "counter", "dict", "list", "cache"])

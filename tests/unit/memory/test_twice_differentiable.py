@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
@@ -16,6 +17,7 @@ from torch._dynamo.exc import Unsupported
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint as checkpoints
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
@@ -683,3 +685,34 @@ def test_operators(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert relative_error(found, right) < 1e-13
     monkeypatch.setattr(_cross_entropy, "LEAST", 2**60)
     assert relative_error(found, dense()) < 1e-13
+
+
+VIEWS = ("aten.view", "aten.expand", "aten.detach")
+
+
+class Operations(TorchDispatchMode):
+    """How often each operation made a result of so many entries; views, which make none, aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not str(func).startswith(VIEWS):
+            found = [x.numel() for x in (result if isinstance(result, tuple) else [result]) if isinstance(x, Tensor)]
+            self.made[str(func), max(found, default=1)] += 1
+        return result
+
+
+def test_a_first_derivative_inside_does_what_one_outside_does() -> None:
+    """Beside one look at the logarithms of the sums, of which each row has one."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    x, found = torch.randn(1, 512, 32), list[Counter[tuple[str, int]]]()
+    for context in (hodiff.twice_differentiable(), nullcontext()):
+        with context, Operations() as operations:
+            torch.autograd.grad(layer(x).sin().sum(), [*layer.parameters()])
+        found.append(operations.made)
+    more = found[0] - found[1]
+    assert not found[1] - found[0]
+    assert more.total() <= 4 and max(size for _, size in more) <= 4 * 512
