@@ -26,6 +26,7 @@ _SHARES = {  # pages that hold a little of everything, or figures, are found aft
     "explain/benchmarks/": 0.1,
     "explain/correctness/": 0.5,
     "explain/operations/": 0.1,
+    "recipes/compiled-": 0.3,
     "recipes/is-my-penalty-right/": 0.5,
 }
 
