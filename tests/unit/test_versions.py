@@ -271,3 +271,13 @@ def test_levels_are_left_to_that_depth(depth: int) -> None:
     left = _versions.levels_entered()
     _versions.leave_levels(0)
     assert (left, _versions.levels_entered()) == (depth, 0)
+
+
+def test_heads_in_groups_take_plain_operations_where_the_kernel_reads_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hodiff.memory import _attention
+
+    monkeypatch.setattr(_attention, "LEAST", 0)
+    given = (torch.ones(2, 4, 3, 4), torch.ones(2, 2, 3, 4), torch.ones(2, 2, 3, 4), None)
+    for groups in (True, False):
+        monkeypatch.setattr(_versions, "GROUPS_HEADS", groups)
+        assert (_attention._prepared(given, True) is not None) == groups

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hodiff.errors import HodiffError, HodiffWarning
 
-levels: Any = getattr(torch._functorch, "predispatch", torch._C)
+levels: Any = getattr(sys.modules["torch._functorch"], "predispatch", torch._C)
 levels = levels if hasattr(levels, "_enter_dual_level") else torch._C
 """Where all use of forward mode looks up `_enter_dual_level`: from 2.13 on a module, which has another name below."""
 _ENTER_LEVEL = "_enter_dual_level" if levels is torch._C else "_enter_dual_level_impl"
@@ -176,6 +176,11 @@ def remember_in_thread(key: str, value: object) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
+# Until 2.11 the fused attention of the processor reads beyond the keys of fewer heads than the queries have (measured
+# on 2.8: not finite, or a segmentation fault); there such heads take plain operations.
+GROUPS_HEADS = RELEASE >= (2, 12)
+
+
 @cache
 def load_forward_mode() -> None:
     """2.14, 2.15: PyTorch compiles helpers when forward mode is first used, by what it deprecates with a FutureWarning.
@@ -256,7 +261,9 @@ class _Read:
     """What a saved tensor tells of itself from 2.12 on, read from the node."""
 
     def __init__(self, data: Tensor | None = None, hook: object = None, error: RuntimeError | None = None) -> None:
-        self.data, self.unpack_hook, self._error = data, hook, error
+        self.data = data
+        self.unpack_hook = hook
+        self._error = error
 
     def unpack(self) -> Tensor | None:
         if self._error is not None:
@@ -275,14 +282,16 @@ def _stop(frame: FrameType, event: str, argument: object) -> None:
 
 def _read(node: Node, name: str) -> Any:
     """2.8 to 2.11: the hook that would be called is told by what a profiler sees, and stopped before it runs."""
-    get, put = (sys.getprofile, sys.setprofile) if sys.getprofile() is None else (sys.gettrace, sys.settrace)
-    theirs, function, collects = get(), isinstance(node, BackwardCFunction), gc.isenabled()
+    profiled, collects = sys.getprofile() is not None, gc.isenabled()
+    put: Any = sys.settrace if profiled else sys.setprofile
+    theirs = sys.gettrace() if profiled else None
     gc.disable()  # a collection calls finalizers, which are not to be stopped
     put(_stop)
+    fault = kept = None
     try:
-        kept, fault = getattr(node, name.removeprefix("_raw_" if function else "_raw")), None
+        kept = getattr(node, name.removeprefix("_raw_" if isinstance(node, BackwardCFunction) else "_raw"))
     except (_Packed, RuntimeError) as error:  # or it was freed, or changed in place
-        kept, fault = None, error.with_traceback(None)  # which holds the node
+        fault = error.with_traceback(None)  # which holds the node
     finally:
         put(theirs)
         if collects:

@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.optim import optimizer as _optimizer  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _messages, _nodes, _settings, _versions
+from hodiff._core import _messages, _nodes, _settings
 from hodiff._core._nodes import Node
 from hodiff._core._settings import Scope, Undo
 from hodiff.errors import GraphError
@@ -51,7 +51,7 @@ def is_whole(node: Node) -> bool:
         return False
     try:
         for _, raw_name, value_name in names:
-            raw = _versions.saved(node, raw_name)
+            raw = _nodes.saved(node, raw_name)
             if raw.unpack_hook is not None:
                 return False
             if raw.data is None:
@@ -93,7 +93,7 @@ def is_freed_like_others(node: Node) -> bool:
         return False
     try:
         for _, raw_name, _ in names:
-            raw = _versions.saved(node, raw_name)
+            raw = _nodes.saved(node, raw_name)
             if raw.unpack_hook is not None or raw.data is not None:
                 return False
     except (RuntimeError, AttributeError):  # a list, or a nested tensor
@@ -187,7 +187,7 @@ def read(node: Node, names: Iterable[tuple[str, str, str]]) -> list[SavedTensor]
     for name, raw_name, value_name in names:
         # Most slots are alive, and are read without a further call. A list has no `unpack_hook`.
         try:
-            raw = _versions.saved(node, raw_name)
+            raw = _nodes.saved(node, raw_name)
             if raw.unpack_hook is None:
                 value = raw.data
                 if value is not None:
@@ -207,7 +207,7 @@ _slot = tuple.__new__
 def _read_name(node: Node, name: str, raw_name: str, value_name: str) -> list[SavedTensor]:
     """The saved tensor of this name, whatever its state; several, if it is a list."""
     try:
-        raw = _versions.saved(node, raw_name)
+        raw = _nodes.saved(node, raw_name)
     except RuntimeError as error:  # the getter of a list raises by itself
         return [SavedTensor(name, _refused(error), None)]
     except AttributeError:
@@ -294,7 +294,7 @@ def drop(node: Node) -> int:
     dropped = 0
     for _, name, _ in _LAYOUTS[type(node)].names:
         try:
-            raws, told = getattr(node, name), _versions.saved(node, name)
+            raws, told = getattr(node, name), _nodes.saved(node, name)
         except (RuntimeError, AttributeError):  # freed already
             continue
         raws = raws if isinstance(raws, tuple) else (raws,)
@@ -526,7 +526,7 @@ def _states_are_told() -> bool:
 def _references() -> int:
     product = (torch.ones(3, device="cpu").requires_grad_() * 2.0).exp().grad_fn
     (name, raw_name, _), *_ = _LAYOUTS[type(product)].names
-    slot = SavedTensor(name, *state_of(_versions.saved(product, raw_name)))
+    slot = SavedTensor(name, *state_of(_nodes.saved(product, raw_name)))
     return sys.getrefcount(slot.value) - 1
 
 
