@@ -447,3 +447,11 @@ X = torch.tensor([0.3, -0.7, 1.1])
 def test_a_transform_of_forward_mode_is_refused_by_taylor_mode():
     with pytest.raises(InputError, match=r"torch\.func"):
         torch.func.jvp(lambda z: hodiff.nth_derivative(torch.sin, z, 3), (X,), (X,))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_keyword_of_an_operation_without_a_rule_keeps_its_name() -> None:
+    """`axis` is `dim` to most operations; not to this one."""
+    f = lambda x: torch.segment_reduce(x, "mean", lengths=torch.tensor([1, 2]), axis=0, unsafe=True)
+    with pytest.raises(hodiff.HodiffError, match="no second derivative of segment_reduce"):
+        hodiff.jet(f, torch.ones(3), [torch.ones(3)])
