@@ -27,6 +27,7 @@ STANDING = {
     ("_core._loans", "memory_of", "(RuntimeError, NotImplementedError)"): GETTER,
     ("_core._memory", "_storages", "suppress(NotImplementedError)"): GETTER,
     ("_core._versions", "prove.run", "Exception"): "in a thread of its own; each becomes an error",
+    ("_core._versions", "_read", "(_Packed, RuntimeError)"): "kept, and raised by `unpack`",
     ("_core._versions", "received", "(RuntimeError, NotImplementedError)"): GETTER,
     ("_core._reverse", "_memories", "(RuntimeError, NotImplementedError)"): GETTER,
     ("cli._explain", "run", "BaseException"): "the exception of the script that is run: it is the command's subject",

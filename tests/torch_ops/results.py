@@ -80,4 +80,5 @@ def read(release: str) -> dict[str, object]:
 
 
 def releases() -> list[str]:
-    return sorted(file.stem for file in FOLDER.glob("*.json"))
+    """Those that were swept, the oldest first."""
+    return sorted((file.stem for file in FOLDER.glob("*.json")), key=lambda name: [*map(int, name.split("."))])

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from hodiff._core import _versions
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 TRACED: set[Callable[..., Any]] = set()
@@ -72,14 +74,13 @@ def functions_traced() -> int:
     """
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._functorch.autograd_function import autograd_function_apply
-    from torch._functorch.predispatch import _enter_dual_level
 
     frame = sys._getframe()
     while frame is not None:
         translator = frame.f_locals.get("self")
         if isinstance(translator, InstructionTranslatorBase):
             nodes = (node for tracer in translator.output.tracers for node in tracer.graph.nodes)
-            return sum(node.target in (autograd_function_apply, _enter_dual_level) for node in nodes)
+            return sum(node.target in (autograd_function_apply, _versions.levels._enter_dual_level) for node in nodes)
         frame = frame.f_back
     return 0
 

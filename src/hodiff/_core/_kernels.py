@@ -24,6 +24,7 @@ from torch.autograd import Function
 from hodiff._core import _call, _locks, _settings, _versions
 from hodiff._core._compiled_callers import uncompiled
 from hodiff._core._settings import Counted, Scope, Undo
+from hodiff.errors import InputError
 
 _torch: Any = torch._C
 
@@ -71,6 +72,8 @@ def module_of(operation: str) -> Any:
 
 def in_blocks(f: Any, where: Any, checkpoint: Any) -> Any:
     """`f` whose blocks run again in each pass, as `checkpoint=` says."""
+    if checkpoint is not False and _versions.RELEASE < (2, 13):  # blocks that run again lose their graphs there
+        raise InputError(f"checkpoint= needs PyTorch 2.13 or newer, and this is {torch.__version__}: leave it out.")
     return import_module("hodiff.memory._blocks").in_blocks(f, where, checkpoint)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hodiff._core import _versions
 from hodiff.errors import GraphError
 
 lock = threading.RLock()  # the only one: the collector may close what was lost at any moment, so two could cross
@@ -48,7 +49,7 @@ _known = functools.partial(_torch._get_obj_in_tls, _KEY)  # raises a RuntimeErro
 def _me() -> int:
     """This thread; in one of the engine's, the one that began the pass, whose PyTorch-local values it has."""
     if not _torch._is_key_in_tls(_KEY):
-        _torch._stash_obj_in_tls(_KEY, threading.get_ident())
+        _versions.remember_in_thread(_KEY, threading.get_ident())
     return _known()
 
 

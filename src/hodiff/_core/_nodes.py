@@ -277,6 +277,7 @@ def leads_past_results(graph: Survey, leaf: Tensor) -> bool:
 
 
 function_of, is_once_differentiable = _versions.function_of, _versions.is_once_differentiable
+saved = _versions.saved
 
 
 def is_function(kind: type) -> bool:

@@ -374,12 +374,11 @@ def derivative(output: Tensor, by: Tensor) -> Tensor:
 
 def batched(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
     """`function` of each of the stacked vectors, in one batch; what it draws at random is drawn once for all."""
-    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    depth = functorch.get_dynamic_layer_stack_depth()
+    depth = _versions.levels_entered()
     try:
         return _versions.mapped(function, vectors)
     except BaseException as error:
-        functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)  # between two of its own lines it leaves a level on
+        _versions.leave_levels(depth)  # between two of its own lines it leaves a level on
         behind = interrupt_behind(error)
         if behind is not None and behind is not error:
             raise behind from None

@@ -8,17 +8,21 @@ wrong derivative would pass unseen. (Explanations have their own proof, `graph._
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from types import FrameType
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._functorch import eager_transforms, predispatch
+from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn.utils import stateless
@@ -27,6 +31,11 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hodiff.errors import HodiffError, HodiffWarning
+
+levels: Any = getattr(sys.modules["torch._functorch"], "predispatch", torch._C)
+levels = levels if hasattr(levels, "_enter_dual_level") else torch._C
+"""Where all use of forward mode looks up `_enter_dual_level`: from 2.13 on a module, which has another name below."""
+_ENTER_LEVEL = "_enter_dual_level" if levels is torch._C else "_enter_dual_level_impl"
 
 # --- the engine's entry: PyTorch's autograd engine, called where all arguments are our own ----------------------------
 # `torch.autograd.grad` looks at each argument in Python before it calls the engine: 40 calls and more for
@@ -97,10 +106,21 @@ def mapped(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequen
     return whole
 
 
+levels_entered: Callable[[], int] = _functorch.get_dynamic_layer_stack_depth
+"""How many levels of `torch.func` are on."""
+
+
+def leave_levels(depth: int) -> None:
+    """Leave those beyond so many. Until 2.11 PyTorch's own way leaves too many, and raises."""
+    while RELEASE < (2, 12) and levels_entered() > depth:
+        _functorch._vmap_decrement_nesting()
+    _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
 # --- releases and private names ---------------------------------------------------------------------------------------
 
 
-OLDEST, NEWEST = (2, 13), (2, 15)
+OLDEST, NEWEST = (2, 8), (2, 15)
 """The releases that the tests have run on, those between them included."""
 
 RELEASE = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
@@ -131,7 +151,7 @@ def check_release() -> None:
 
 # --- what differs between releases ------------------------------------------------------------------------------------
 
-# 2.13 alone: the pairwise distances have no second derivative. Their nodes carry no marker that says so.
+# Until 2.13: the pairwise distances have no second derivative. Their nodes carry no marker that says so.
 DISTANCES = ("CdistBackwardBackward0", "PdistBackwardBackward0") if RELEASE < (2, 14) else ()
 
 # From 2.14 on, clamp has slope 0 at a bound, and 1/2 where the bound is a tensor; before, it had slope 1 at either.
@@ -141,11 +161,24 @@ CLAMPED = (1.0, 1.0) if RELEASE < (2, 14) else (0.0, 0.5)
 # (masked_select: where its argument is broadcast to the mask.)
 BATCHED_WRONGLY = ("CdistBackward0", "CdistBackwardBackward0", "MaskedSelectBackward0")
 
-# 2.13, 2.14: Bessel functions, too, are constants to autograd; see `_messages.CONSTANTS`.
+# Until 2.14: Bessel functions, too, are constants to autograd; see `_messages.CONSTANTS`.
 BESSEL_IS_CONSTANT = RELEASE < (2, 15)
 
-# 2.13, 2.14: to forward mode the LU factors that solve, det and the like keep are constants.
+# Until 2.14: to forward mode the LU factors that solve, det and the like keep are constants.
 LU_IS_CONSTANT = RELEASE < (2, 15)
+
+
+def remember_in_thread(key: str, value: object) -> None:
+    """2.8 to 2.11 give back a reference to what PyTorch keeps for a thread that they never took: the process ends."""
+    references = sys.getrefcount(value)
+    _torch._stash_obj_in_tls(key, value)
+    if sys.getrefcount(value) == references:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+# Until 2.11 the fused attention of the processor reads beyond the keys of fewer heads than the queries have (measured
+# on 2.8: not finite, or a segmentation fault); there such heads take plain operations.
+GROUPS_HEADS = RELEASE >= (2, 12)
 
 
 @cache
@@ -153,7 +186,7 @@ def load_forward_mode() -> None:
     """2.14, 2.15: PyTorch compiles helpers when forward mode is first used, by what it deprecates with a FutureWarning.
 
     Python shows that to users, in the midst of a call of ours of which they can change nothing.
-    (2.13 says it by a DeprecationWarning, which Python hides.)
+    (Before, PyTorch says it by a DeprecationWarning, which Python hides.)
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*torch\.jit", FutureWarning)
@@ -166,13 +199,13 @@ def where_forward_mode_begins(tell: Callable[[], object]) -> None:
 
     It stands there from import on, and costs nothing elsewhere. Dynamo does not look into what calls this name.
     """
-    theirs = predispatch._enter_dual_level_impl  # pyright: ignore[reportPrivateImportUsage]
+    theirs = getattr(levels, _ENTER_LEVEL)
 
     def enter() -> int:
         tell()
         return theirs()
 
-    predispatch._enter_dual_level_impl = enter  # pyright: ignore[reportPrivateImportUsage]
+    setattr(levels, _ENTER_LEVEL, enter)
 
 
 # --- the key under which kernels of ours stand (see `_kernels`) -----------------------------------
@@ -224,6 +257,54 @@ def let_higher_order_operators_pass() -> None:
 Node = Any
 
 
+class _Read:
+    """What a saved tensor tells of itself from 2.12 on, read from the node."""
+
+    def __init__(self, data: Tensor | None = None, hook: object = None, error: RuntimeError | None = None) -> None:
+        self.data = data
+        self.unpack_hook = hook
+        self._error = error
+
+    def unpack(self) -> Tensor | None:
+        if self._error is not None:
+            raise self._error
+        return self.data
+
+
+class _Packed(Exception):
+    """Python code was about to run as a saved tensor was read: the hook that unpacks it."""
+
+
+def _stop(frame: FrameType, event: str, argument: object) -> None:
+    if event == "call":
+        raise _Packed(frame.f_code)
+
+
+def _read(node: Node, name: str) -> Any:
+    """2.8 to 2.11: the hook that would be called is told by what a profiler sees, and stopped before it runs."""
+    profiled, collects = sys.getprofile() is not None, gc.isenabled()
+    put: Any = sys.settrace if profiled else sys.setprofile
+    theirs = sys.gettrace() if profiled else None
+    gc.disable()  # a collection calls finalizers, which are not to be stopped
+    put(_stop)
+    fault = kept = None
+    try:
+        kept = getattr(node, name.removeprefix("_raw_" if isinstance(node, BackwardCFunction) else "_raw"))
+    except (_Packed, RuntimeError) as error:  # or it was freed, or changed in place
+        fault = error.with_traceback(None)  # which holds the node
+    finally:
+        put(theirs)
+        if collects:
+            gc.enable()
+    if isinstance(fault, _Packed):
+        return _Read(hook=fault.args[0])
+    return tuple(map(_Read, kept)) if isinstance(kept, (tuple, list)) else _Read(kept, error=fault)
+
+
+saved = getattr if hasattr(torch._C._autograd.SavedTensor, "unpack") else _read  # pyright: ignore
+"""`saved(node, "_raw_saved_x")`: its `data`, its `unpack_hook` (2.8 to 2.11: the code of that), and `unpack()`."""
+
+
 def scales_by_frequency(node: Node) -> bool:
     """Whether the node of an embedding scales gradients by how often a row was used."""
     return node._saved_scale_grad_by_freq
@@ -269,7 +350,7 @@ def underflows(node: Node) -> bool:
 
     PyTorch's derivatives are the result divided by the factors.
     """
-    kept = node._raw_saved_result
+    kept = saved(node, "_raw_saved_result")
     if kept.unpack_hook is not None or not _has_numbers(kept):
         return False
     with _disable_current_modes():  # it is we who look, not `f`
@@ -289,7 +370,7 @@ def rounds_rows(node: Node) -> bool | None:
     The kernel takes softmax anew as exp(S - lse), and lse = -1e9 + log N has no digit left of log N: each weight is 1
     in place of 1/N. None: it cannot be seen, for an activation checkpoint (or another hook) packed it.
     """
-    mask, kept = node._raw_saved_attn_mask, node._raw_saved_logsumexp
+    mask, kept = saved(node, "_raw_saved_attn_mask"), saved(node, "_raw_saved_logsumexp")
     if mask.unpack_hook is not None:
         return None
     if mask.data is None or kept.data is None:  # no mask; or the graph was freed, which the pass will say
@@ -301,7 +382,7 @@ def rounds_rows(node: Node) -> bool | None:
 
 def is_singular(node: Node) -> bool:
     """Whether a node of det has a determinant that came out as 0, or may have: a hook packed it."""
-    kept = node._raw_saved_result
+    kept = saved(node, "_raw_saved_result")
     if kept.unpack_hook is not None:
         return True
     if not _has_numbers(kept):  # a tracer's; or the graph was freed
@@ -315,7 +396,7 @@ def power(node: Node) -> tuple[Tensor, Tensor, bool] | None:
 
     None also where the graph was freed, which the pass will say, and where a tracer keeps the numbers.
     """
-    kept = node._raw_saved_exponent
+    kept = saved(node, "_raw_saved_exponent")
     if node.next_functions[1][0] is None or (kept.unpack_hook is None and not _has_numbers(kept)):
         return None
     return node._saved_self, node._saved_exponent, node.next_functions[0][0] is not None
@@ -396,7 +477,7 @@ _RAW_SAVED = _RawSaved()
 def is_packed(node: Node) -> bool:
     """Whether reading what a node saved calls a hook: an activation checkpoint, offloading. Runs none."""
     for name in _RAW_SAVED[node.__class__]:
-        raw = getattr(node, name)
+        raw = saved(node, name)
         for each in raw if raw.__class__ in (tuple, list) else (raw,):
             if each.unpack_hook is not None:
                 return True
@@ -477,9 +558,9 @@ def _levels_are_told() -> bool:
         (eager_transforms._jvp_with_argnums, "dual_level"),
         (forward_ad.dual_level.__enter__, "enter_dual_level"),
         (forward_ad.enter_dual_level, "_enter_dual_level"),
-        (predispatch._enter_dual_level, "_enter_dual_level_impl"),
+        (forward_ad.enter_dual_level if levels is torch._C else levels._enter_dual_level, _ENTER_LEVEL),
     )
-    taken = predispatch._enter_dual_level_impl.__module__ == __name__  # pyright: ignore[reportPrivateImportUsage]
+    taken = getattr(levels, _ENTER_LEVEL).__module__ == __name__
     return taken and all(name in caller.__code__.co_names for caller, name in way)
 
 

@@ -51,7 +51,7 @@ def is_whole(node: Node) -> bool:
         return False
     try:
         for _, raw_name, value_name in names:
-            raw = getattr(node, raw_name)
+            raw = _nodes.saved(node, raw_name)
             if raw.unpack_hook is not None:
                 return False
             if raw.data is None:
@@ -93,7 +93,7 @@ def is_freed_like_others(node: Node) -> bool:
         return False
     try:
         for _, raw_name, _ in names:
-            raw = getattr(node, raw_name)
+            raw = _nodes.saved(node, raw_name)
             if raw.unpack_hook is not None or raw.data is not None:
                 return False
     except (RuntimeError, AttributeError):  # a list, or a nested tensor
@@ -187,7 +187,7 @@ def read(node: Node, names: Iterable[tuple[str, str, str]]) -> list[SavedTensor]
     for name, raw_name, value_name in names:
         # Most slots are alive, and are read without a further call. A list has no `unpack_hook`.
         try:
-            raw = getattr(node, raw_name)
+            raw = _nodes.saved(node, raw_name)
             if raw.unpack_hook is None:
                 value = raw.data
                 if value is not None:
@@ -207,7 +207,7 @@ _slot = tuple.__new__
 def _read_name(node: Node, name: str, raw_name: str, value_name: str) -> list[SavedTensor]:
     """The saved tensor of this name, whatever its state; several, if it is a list."""
     try:
-        raw = getattr(node, raw_name)
+        raw = _nodes.saved(node, raw_name)
     except RuntimeError as error:  # the getter of a list raises by itself
         return [SavedTensor(name, _refused(error), None)]
     except AttributeError:
@@ -226,7 +226,7 @@ def state_of(raw: Any) -> tuple[str, Tensor | None]:
     """The state of one saved tensor, but for staleness; and the tensor, while it is there."""
     hook = raw.unpack_hook
     if hook is not None:
-        return (RELEASED if hook is _raise_released else _packed(hook)), None
+        return (RELEASED if hook in (_raise_released, _raise_released.__code__) else _packed(hook)), None
     try:
         value = raw.data
     except RuntimeError:  # a strided nested tensor
@@ -294,11 +294,12 @@ def drop(node: Node) -> int:
     dropped = 0
     for _, name, _ in _LAYOUTS[type(node)].names:
         try:
-            raws = getattr(node, name)
+            raws, told = getattr(node, name), _nodes.saved(node, name)
         except (RuntimeError, AttributeError):  # freed already
             continue
-        for raw in raws if isinstance(raws, tuple) else (raws,):
-            if raw is not None and state_of(raw)[0] == ALIVE:  # a packed one has its hooks, and takes no second pair
+        raws = raws if isinstance(raws, tuple) else (raws,)
+        for raw, state in zip(raws, told if isinstance(told, tuple) else [told] * len(raws), strict=True):
+            if raw is not None and state_of(state)[0] == ALIVE:  # a packed one has its hooks, and takes no second pair
                 raw.register_hooks(_forget, _raise_released)
                 dropped += 1
     return dropped
@@ -525,7 +526,7 @@ def _states_are_told() -> bool:
 def _references() -> int:
     product = (torch.ones(3, device="cpu").requires_grad_() * 2.0).exp().grad_fn
     (name, raw_name, _), *_ = _LAYOUTS[type(product)].names
-    slot = SavedTensor(name, *state_of(getattr(product, raw_name)))
+    slot = SavedTensor(name, *state_of(_nodes.saved(product, raw_name)))
     return sys.getrefcount(slot.value) - 1
 
 

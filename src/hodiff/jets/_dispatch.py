@@ -130,7 +130,8 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
         return _constant(name, func, args, kwargs)
     given = kwargs
     if kwargs:
-        kwargs = _substitutes.named_by_torch(kwargs)
+        if name in RULES.known:  # segment_reduce, of which none is, has an `axis` by no other name
+            kwargs = _substitutes.named_by_torch(kwargs)
         if kwargs.get("out") is not None:
             raise NoRule(f"{name}(out=...)", "a jet cannot be written into a tensor")
         if kwargs.get("inplace") is True and RULES.known.get(f"{name}_") is None:

@@ -549,6 +549,8 @@ def _prepared(given: Sequence[Any], grouped: bool) -> Any:
     if mask is not None and mask.dtype not in (torch.bool, q.dtype):
         return None
     if grouped:
+        if not _versions.GROUPS_HEADS:
+            return None
         if min(q.ndim, k.ndim, v.ndim) < 3 or k.shape[:-2] != v.shape[:-2]:
             return None
         if q.shape[:-3] != k.shape[:-3] or q.shape[-3] % k.shape[-3]:
