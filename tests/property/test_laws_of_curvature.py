@@ -208,6 +208,59 @@ def test_solutions(seed: int, size: int, restart: int, steps: int, scale: float)
         agree(hodiff.solve(operator, b, method="neumann", iterations=steps, scale=scale).value, terms, 1e-9, 1e-12)
 
 
+@law("trace", says="its derivatives by the matrix", oracle="`torch.linalg`")
+@law("diagonal", says="its derivatives by the matrix", oracle="`torch.linalg`")
+@law("logdet", says="its derivatives by the matrix and by shift", oracle="`torch.linalg`")
+@law("eigsh", says="its derivative by the matrix", oracle="`torch.linalg.eigvalsh`")
+@given(seed=st.integers(0, 2**16), size=st.integers(2, 6))
+def test_derivatives_of_estimates(seed: int, size: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(size, size, dtype=D, generator=source)).Q
+    leaf = (basis * torch.arange(1.0, size + 1, dtype=D)) @ basis.T  # eigenvalues apart
+    leaf, shift = leaf.requires_grad_(), torch.tensor(0.3, dtype=D, requires_grad=True)
+    w, units = torch.randn(size, dtype=D, generator=source), torch.eye(size, dtype=D)
+    A = (leaf + leaf.T) / 2
+    operator = hodiff.MatrixOperator(A, symmetric=True)
+    vectors = units * math.sqrt(size)
+    draw = lambda: torch.Generator().manual_seed(1)
+    values = torch.linalg.eigvalsh(A)
+    pairs = [
+        (hodiff.trace(operator, vectors=vectors, create_graph=True).value, A.trace()),
+        (hodiff.diagonal(operator, vectors=vectors, create_graph=True).value @ w, A.diagonal() @ w),
+        (
+            hodiff.logdet(operator, shift=shift, generator=draw(), create_graph=True).value,
+            torch.logdet(A + shift * units),
+        ),
+        (hodiff.eigsh(operator, 1, rtol=1e-10, generator=draw(), create_graph=True).value.sum(), values[-1]),
+    ]
+    for bends, (found, expected) in zip([False, False, True, False], pairs, strict=True):
+        agree(found.detach(), expected.detach(), 1e-6, 1e-8)
+        first = [torch.autograd.grad(x, leaf, create_graph=True)[0] for x in (found, expected)]
+        agree(first[0].detach(), first[1].detach(), 1e-6, 1e-7)
+        if bends:
+            bent = [(g * g.detach().sin()).sum() for g in first]
+            second = [torch.autograd.grad(x, leaf, retain_graph=True)[0] for x in bent]
+            agree(second[0], second[1], 1e-5, 1e-6)
+
+
+@law("solve", says="exactly so many steps of conjugate gradients", oracle="a loop")
+@given(seed=st.integers(0, 2**16), size=st.integers(1, 6), steps=st.integers(1, 6))
+def test_iterations(seed: int, size: int, steps: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    A, b = (torch.randn(*shape, dtype=D, generator=source) for shape in ((size, size), (size,)))
+    A = A @ A.T + torch.eye(size, dtype=D)
+    x, r = torch.zeros_like(b), b.clone()
+    p = r.clone()
+    for _ in range(min(steps, size)):
+        if r.norm() < 1e-12 * b.norm():
+            break
+        alpha = r @ r / (p @ A @ p)
+        x, rest = x + alpha * p, r - alpha * A @ p
+        p, r = rest + (rest @ rest) / (r @ r) * p, rest
+    found = hodiff.solve(hodiff.MatrixOperator(A, symmetric=True), b, method="cg", iterations=steps)
+    agree(found.value, x, 1e-7, 1e-9)
+
+
 @law("HessianOperator", says="the Hessian of each sample; the sum over all data, whatever the weights")
 @law("JacobianOperator", says="the Jacobian of each sample")
 @given(f=expressions(roll=False, leaves=3), x=values((3, 4)), weight=st.floats(0.1, 10))

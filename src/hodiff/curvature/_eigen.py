@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _settings, _vectors
 from hodiff.curvature._krylov import Basis, norms, orthogonalised, spread
 from hodiff.curvature._links import told
-from hodiff.curvature._operator import LinearOperator, as_given
+from hodiff.curvature._operator import WAYS, LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
     Callback,
     EstimatorProgress,
@@ -56,8 +56,8 @@ def eigsh(
         k: How many eigenpairs.
         which: The `"largest"`, the `"smallest"` (most negative), or those of largest `"magnitude"`.
         create_graph: Whether `value` can be differentiated, as in `hodiff.trace`: a loss to train with. The derivative
-            is that of \(x^\top H x\) with the eigenvector held fixed (Hellmann and Feynman). For `"largest"` and
-            `"smallest"`; `vectors` are detached.
+            is that of \(x^\top H x\) with the eigenvector held fixed (Hellmann and Feynman); a
+            second one is refused. For `"largest"` and `"smallest"`; `vectors` are detached.
         rtol: When a pair has converged: \(\lVert A x - \lambda x \rVert \le\) `rtol` times the largest
             eigenvalue seen (in magnitude). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half
             (5e-2 in bfloat16).
@@ -77,7 +77,7 @@ def eigsh(
     Raises:
         InputError: The operator is not symmetric, or has fewer than *k* columns.
         GraphError: With `create_graph`, an eigenvalue so close to another that it has no derivative of its own, or
-            none that the tolerance can tell; the message gives the gap.
+            none that the tolerance can tell; the message gives the gap. A second derivative.
 
     Warns:
         ConvergenceWarning: The products ran out. The record then holds the best pairs found, with their
@@ -109,9 +109,41 @@ def eigsh(
     before = operator.products
     _check_gaps(record.value, default_rtol(operator.dtype) if rtol is None else rtol, k)
     rows = record.vectors.T[:k].contiguous()
-    value = operator._recorded_forms(rows)
+    with _settings.recording():
+        dtype = _vectors.sum_dtype(operator.dtype)
+        value = _Eigenvalue.apply(normal(rows).to(dtype), operator._recorded_rows(rows).to(dtype))
     spent = record.products + operator.products - before
     return EigenRecord(value, record.vectors[:, :k], record.residual[:k], record.converged, spent)
+
+
+class _Eigenvalue(torch.autograd.Function):
+    """v'Av of eigenvectors v that are held fixed, which is right for a first derivative alone."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, images: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, images)
+        return (rows * images).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *v: Tensor) -> tuple[Any, ...]:
+        rows, images = ctx.saved_tensors
+        through = v[0].unsqueeze(-1) * rows
+        return None, _FixedVectors.apply(through, images) if torch.is_grad_enabled() else through
+
+
+class _FixedVectors(torch.autograd.Function):
+    """The identity, which raises where its result is differentiated: eigenvectors vary."""
+
+    @staticmethod
+    def forward(ctx: Any, through: Tensor, images: Tensor) -> Tensor:
+        return through.view_as(through)
+
+    @staticmethod
+    def backward(ctx: Any, *v: Tensor) -> Any:
+        raise GraphError(
+            "eigsh: a second derivative of an eigenvalue needs that of its vector, which is held "
+            f"fixed here. For it: {WAYS['spectral_density']}."
+        )
 
 
 def _check_gaps(values: Tensor, rtol: float, k: int) -> None:

@@ -123,6 +123,27 @@ def test_in_closed_form() -> None:
     agree(top, torch.tensor([0.0, -144.0, 0.0], dtype=D), 1e-7)
 
 
+def test_a_second_derivative_of_an_eigenvalue_is_refused() -> None:
+    """The vectors are held fixed: it would leave their derivatives out, silently."""
+    x = torch.tensor([0.5, -0.3, 1.1], dtype=D, requires_grad=True)
+    f = lambda z: (z**4).sum() + z.prod()
+    top = lambda z: hodiff.eigsh(hodiff.HessianOperator(f, z), 1, create_graph=True).value.sum()
+    (first,) = torch.autograd.grad(top(x), x, create_graph=True)
+    wanted = lambda z: torch.linalg.eigvalsh(hodiff.hessian(f, z, create_graph=True))[-1]
+    torch.testing.assert_close(first, hodiff.grad(wanted, x), rtol=1e-6, atol=1e-8)
+    words = r"second derivative of an eigenvalue .*torch\.linalg\.eigvalsh"
+    with pytest.raises(hodiff.GraphError, match=words):
+        first.sum().backward()
+    with pytest.raises(hodiff.GraphError, match=words):
+        hodiff.hvp(top, x, torch.ones_like(x))
+    matrix = torch.diag(x).clone()
+    (first,) = torch.autograd.grad(
+        hodiff.eigsh(hodiff.MatrixOperator(matrix), 1, create_graph=True).value, x, create_graph=True
+    )
+    with pytest.raises(hodiff.GraphError, match=words):
+        first.square().sum().backward()
+
+
 def test_inside_the_function_of_another_call_it_is_differentiated_by_default() -> None:
     x = torch.tensor([1.0, 3.0], dtype=D)
     laplacian = lambda x: hodiff.trace(hodiff.HessianOperator(lambda y: (y**4).sum(), x)).value
