@@ -74,7 +74,7 @@ def gradient_of_penalty(model, x):
 
 
 def main() -> None:
-    """The largest eigenvalue from a plain copy, a product by both ways, and the gradient of a penalty."""
+    """The largest eigenvalue, a product by both ways, and the gradient of a penalty."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     digits = load_digits()

@@ -442,7 +442,7 @@ DISCIPLINE = {
     "_core._versions.load_forward_mode": CACHE,
     "_core._versions.prove": CACHE,
     "_core._messages._state": OWN,
-    **dict.fromkeys([f"_core._vectors.{name}" for name in ("_sizes", "dtype", "shapes", "size")], SAME),
+    **dict.fromkeys([f"_core._vectors.{name}" for name in ("_sizes", "dtype", "flat", "shapes", "size")], SAME),
     "curvature._operator.COMPOSED": IMPORT,
     "curvature._process_group._made": LOCKED,
     "curvature._process_group._threads": LOCKED,

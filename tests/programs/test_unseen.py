@@ -40,7 +40,7 @@ SENTENCES = {
     "unpacked twice": ("something read one twice",),
     "read freed": ("freed what it had saved",),
     "not used": ("the loss was computed without it",),
-    "no second derivative": ("can differentiate it once",),
+    "no second derivative": ("can differentiate it only once",),
 }
 """The sentence that says a cause."""
 
