@@ -2,6 +2,7 @@
 
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -775,6 +776,17 @@ def test_a_restart_bounds_what_gmres_keeps(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(kept) == {2}
 
 
+def outlives_its_use(x: object) -> bool:
+    """Whether a caller holds what it gives until the call ends.
+
+    Python 3.11 does not, but where PyTorch evaluates frames; which stays so after a compilation that
+    has failed.
+    """
+    reference = weakref.ref(x)
+    del x
+    return reference() is not None
+
+
 @pytest.mark.parametrize("dtype", [D, torch.float32])
 @pytest.mark.parametrize(("batch", "bound"), [((), 8.02), ((4,), 10.02)])
 def test_the_memory_of_a_backward_pass_with_a_restart(batch: tuple[int, ...], bound: float, dtype: torch.dtype) -> None:
@@ -792,7 +804,7 @@ def test_the_memory_of_a_backward_pass_with_a_restart(batch: tuple[int, ...], bo
     attached = fixed_point(g, x, batch_ndim=len(batch), restart=5)
     with LiveBytes() as live:
         (found,) = torch.autograd.grad(attached, bias, v)
-    assert live.peak / (v.itemsize * v.numel()) < bound
+    assert live.peak / (v.itemsize * v.numel()) < bound + outlives_its_use(nn.Module())
     slope = 1 - x**2
     torch.testing.assert_close(found, slope / (1 - weight * slope), rtol=1e-3, atol=1e-3)
 
