@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import hodiff
 from hodiff._core import _compiled_callers
 from tests.support.callers import CALLERS, PLAIN, Caller, D, tensors
+from tests.support.releases import ONE_GRAPH
 
 X = torch.tensor([[0.3, -0.8, 1.4], [0.9, 0.2, -0.5]], dtype=D)
 SCALE = torch.tensor(1.3, dtype=D, requires_grad=True)
@@ -71,6 +72,7 @@ def test_the_graph_breaks_around_the_call(name: str) -> None:
     agree(step(X), expected)
 
 
+@ONE_GRAPH
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in WHOLE])
 def test_one_graph_alone_is_refused_in_our_words(name: str) -> None:
     if name in ("dragan_penalty", "interpolate", "wgan_gp_penalty", "select", "Selection"):
@@ -79,6 +81,7 @@ def test_one_graph_alone_is_refused_in_our_words(name: str) -> None:
         compiled(RUNS[name], fullgraph=True)(X)
 
 
+@ONE_GRAPH
 @pytest.mark.drawn(20)
 @pytest.mark.parametrize("name", WHOLE)
 def test_one_graph_gives_the_same(name: str) -> None:
@@ -176,7 +179,12 @@ BY_NAME = {caller.name: caller for caller in CALLERS}
 
 
 REFUSALS = [
-    pytest.param(BY_NAME[name], wrong, fullgraph, marks=() if number == 3 * place % 8 else pytest.mark.slow)
+    pytest.param(
+        BY_NAME[name],
+        wrong,
+        fullgraph,
+        marks=[*([] if number == 3 * place % 8 else [pytest.mark.slow]), *([ONE_GRAPH] if fullgraph else [])],
+    )
     for place, name in enumerate(name for name in WHOLE if name in BY_NAME)
     for number, (wrong, fullgraph) in enumerate(itertools.product(WRONG, (False, True)))
 ]
@@ -265,6 +273,7 @@ def test_a_compiled_caller(name: str) -> None:
     torch.testing.assert_close(torch.compile(run[name], backend="eager")(POINT), run[name](POINT))
 
 
+@ONE_GRAPH
 def test_a_detached_laplacian_in_one_graph() -> None:
     torch.compiler.reset()
     run = lambda x: hodiff.laplacian(lambda z: (z**3).sum(-1), x, create_graph=False)

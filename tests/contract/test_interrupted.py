@@ -32,6 +32,7 @@ from tests.support.callers import CALLERS, SCALE, direction, generator, tensors
 from tests.support.everything import ALONE, WITH_MODULES, of_module, with_a_module
 from tests.support.interrupts import Interrupter, Kind, Seen, Stack
 from tests.support.processes import group_of_one
+from tests.support.releases import CHECKPOINTS
 from tests.support.scene import Model, X
 
 pytestmark = [
@@ -298,6 +299,8 @@ ENTERED: dict[str, Call] = {
 }  # fmt: skip
 """Each context of the library, by a call that enters it."""
 
+NAMES = [pytest.param(name, marks=CHECKPOINTS if call is _in_blocks else ()) for name, call in ENTERED.items()]
+
 
 def contexts() -> dict[str, tuple[str, list[str]]]:
     """Each context in the source: its file, and the names of functions one of which runs where it is entered."""
@@ -324,7 +327,7 @@ def test_no_context_is_forgotten() -> None:
     assert set(ENTERED) == set(contexts())
 
 
-@pytest.mark.parametrize("name", ENTERED)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_call_enters_it(name: str) -> None:
     file, functions = contexts()[name]
     seen = Seen(lambda: ENTERED[name](Model())).names(file)
@@ -335,7 +338,7 @@ WITHOUT_LINES = "cli/_explain.py: Warnings"  # of `hodiff explain`, whose proces
 
 
 @pytest.mark.parametrize("kind", ["contexts", "lines"])
-@pytest.mark.parametrize("name", [name for name in ENTERED if name != WITHOUT_LINES])
+@pytest.mark.parametrize("name", [each for each in NAMES if each.values != (WITHOUT_LINES,)])
 def test_each_context(name: str, kind: Kind) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -344,11 +347,37 @@ def test_each_context(name: str, kind: Kind) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["calls", "contexts", "lines"])
-@pytest.mark.parametrize("name", [name for name in ENTERED if name != WITHOUT_LINES])
+@pytest.mark.parametrize("name", [each for each in NAMES if each.values != (WITHOUT_LINES,)])
 def test_each_context_at_every_moment(name: str, kind: Kind) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         interrupt(ENTERED[name], None, kind)
+
+
+def _least_squares(w: list[torch.Tensor]) -> Callable[[], Any]:
+    return hodiff.LevenbergMarquardt(lambda w: torch.cat(w) ** 2 - 30, w, momentum=0.1).step
+
+
+def _newton(w: list[torch.Tensor]) -> Callable[[], Any]:
+    optimizer = hodiff.NewtonCG(w)
+    return lambda: optimizer.step(lambda: (torch.cat(w) ** 2 - 30).square().sum())
+
+
+@pytest.mark.parametrize("optimiser", [_least_squares, _newton])
+def test_no_step_is_half_taken(optimiser: Callable[[list[torch.Tensor]], Callable[[], Any]]) -> None:
+    """At any moment of its end all parameters are as they were, or all are the new ones."""
+    start = lambda: [torch.full((2,), 5.0 + k, dtype=torch.float64, requires_grad=True) for k in range(3)]
+    optimiser(start())()  # what only a first call does
+    after, count = start(), Interrupter()
+    count(optimiser(after))
+    taking = [bool({"_take", "_taken"} & {code.co_name for code, _ in stack[1:]}) for stack in count.stacks]
+    ends = [at for at, inside in enumerate(taking, 1) if inside]
+    assert ends and not any(map(torch.equal, start(), after))
+    for at in ends:
+        w = start()
+        with contextlib.suppress(KeyboardInterrupt):
+            Interrupter(at)(optimiser(w))
+        assert any(all(map(torch.equal, w, whole)) for whole in (start(), after)), at
 
 
 def test_forgotten() -> None:

@@ -244,6 +244,17 @@ TAUGHT = {
         lambda: hodiff.check_derivatives(f(x.clone().requires_grad_()), x),
         r"f: check_derivatives evaluates f at many points",
     ),
+    "graph.explain(text)": (lambda: hodiff.graph.explain("a second time"), r"exc: is a str\. Give the exception that"),
+    "graph.shared([a, b])": (lambda: hodiff.graph.shared([f(x), f(x)]), r"one by one: shared\(d, e\)"),
+    "graph.predict([1, 2])": (
+        lambda: hodiff.graph.predict([1, 2.0]),
+        r"loss: holds a float and a int; expected a tensor",
+    ),
+    "NewtonCG damping by a word": (
+        lambda: hodiff.NewtonCG(m.parameters(), damping="auto"),
+        r"^damping: got 'auto', expected a number of at least 0\.$",
+    ),
+    "f without a return": (lambda: hodiff.grad(lambda x: None, x), r"a tensor, as where it ends without a return\.$"),
     "graph.explain()": (lambda: hodiff.graph.explain(), r"exc: missing, and no exception is being handled"),
     "tensor form without requires_grad": (
         lambda: hodiff.grad(f(x), x),

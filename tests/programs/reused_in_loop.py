@@ -1,4 +1,4 @@
-"""The forum thread's program: y is computed once, and every iteration differentiates through it."""
+"""The forum's program: y is computed once, each iteration differentiates through it."""
 
 import torch
 

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,12 @@ def test_a_sum_and_a_list_that_no_pass_uses_are_both_named(process, capsys):  # 
     said = explained(HERE / "validation.py", capsys)
     assert re.findall(r"^  `(\w+)` holds", said, re.MULTILINE) == ["total", "predictions"]
     assert "total += nn.functional.cross_entropy(out, y)" in said
+
+
+def test_without_stderr_the_output_is_the_programs(process, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["explain", str(HERE / "running_sum.py")]) == 0
+    assert "holds the graphs" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", FINE)

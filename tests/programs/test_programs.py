@@ -203,6 +203,7 @@ def test_explained_after_the_fact(name, capsys):
     assert found.certain or not found.fixes or found.cause in ("changed in place", "no second derivative")
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of 2.8 to 2.11 says it of itself
 @pytest.mark.parametrize("name", FINE)
 def test_silent_and_transparent(name, process, capsys):
     assert plainly(name) is None
@@ -252,6 +253,14 @@ def test_a_module_and_a_picture(tmp_path):
     assert svg.startswith("<svg")
     assert "y = t @ a" in svg
     assert svg.count("#d33") == 2  # the legend's, and one cross: y's row, at the second pass
+
+
+def test_a_picture_that_cannot_be_written_is_told_before_the_program_runs(process, capsys, tmp_path):
+    place = tmp_path / "nowhere" / "p.svg"
+    assert main(["explain", "--picture", str(place), path("crashes")]) == 2
+    assert (
+        capsys.readouterr().err == f"hodiff explain: can't write --picture {str(place)!r}: No such file or directory\n"
+    )
 
 
 def test_a_script_that_is_not_there(process, capsys):

@@ -6,6 +6,7 @@ import torch
 import hodiff
 from tests.support.differences import estimated
 from tests.support.passes import by
+from tests.support.releases import since
 from tests.torch_ops import page, results, sweep
 from tests.torch_ops.database import Problem, names, problems
 from tests.torch_ops.judge import compare
@@ -25,6 +26,7 @@ SHARE = (
     "tril", "var", "where", *MORE,
 )  # fmt: skip
 SAMPLES = 2
+CHUNKED = since((2, 13), "there is no linear_cross_entropy")
 ALLOWED = ("right", "refused", "told", "unsure", "defined")
 
 OURS = {route.name for route in ROUTES if route.ours}
@@ -32,7 +34,7 @@ RELEASE = torch.__version__.partition("+")[0]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", SHARE)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=CHUNKED if n.endswith("chunked") else ()) for n in SHARE])
 def test_right_or_refused(name: str) -> None:
     samples = sweep.of_operation(name, SAMPLES)
     assert any(samples), "no sample: the share is of operations that are judged"

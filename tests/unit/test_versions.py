@@ -13,6 +13,7 @@ import torch
 
 import hodiff
 from hodiff._core import _arguments, _messages, _nodes, _refusals, _versions
+from tests.meta.source import ROOT
 from tests.support.differences import first_difference, relative_error
 
 X = torch.tensor([[0.3, -0.7], [1.1, 0.4], [-0.9, 0.2]], dtype=torch.float64)
@@ -243,13 +244,30 @@ def test_what_a_node_saved_is_told_and_no_hook_is_run(read: Callable[[object, st
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
         packed = x.sin().grad_fn
     kept, product, profiled = read(packed, "_raw_saved_self"), x.exp(), sys.getprofile()
-    assert kept.unpack_hook in (unpack, unpack.__code__) and not ran and sys.getprofile() is profiled
+    assert kept.unpack_hook.__code__ is unpack.__code__ and not ran and sys.getprofile() is profiled
     assert torch.equal(read(product.grad_fn, "_raw_saved_result").data, product)
     product.sum().backward()
     freed = read(product.grad_fn, "_raw_saved_result")
     assert freed.data is None and freed.unpack_hook is None
-    with pytest.raises(RuntimeError, match="second time"):
+    with pytest.raises(RuntimeError, match="second time") as raised:
         freed.unpack()
+    assert raised.value is not getattr(freed, "_error", None)  # it would hold frames, and the node
+
+
+def test_a_dense_tensor_of_one_that_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.8 transforms no other: Taylor mode refused transforms of a constant coefficient."""
+    x = torch.ones(1).expand(4)
+    monkeypatch.setattr(_versions, "RELEASE", (2, 8))
+    assert _versions.dense(x).stride() == (1,) and torch.equal(_versions.dense(x), x)
+    monkeypatch.setattr(_versions, "RELEASE", (2, 12))
+    assert _versions.dense(x) is x
+
+
+def test_the_program_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its page is tested on the pinned release alone (tests/doc)."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    exec("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), {})
+    assert capsys.readouterr().out.split() == ["tensor(4.)", "tensor(48.)"]
 
 
 def test_what_a_thread_remembers_outlives_its_maker() -> None:

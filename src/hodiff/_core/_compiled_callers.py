@@ -26,9 +26,9 @@ TRACED: set[Callable[..., Any]] = set()
 
 REASON = (
     "hodiff: this call needs PyTorch's own graphs, which a traced region does not have. Leave out fullgraph=True: the "
-    "graph then breaks around the call, which runs uncompiled; or call it outside of the compiled function. Inside one "
-    "graph run the functions of a field by Taylor mode (hodiff.laplacian and the like), and of the penalties "
-    "only gradient_penalty and its recipes, with a function and tensors"
+    "graph then breaks around the call, which runs uncompiled; or call it outside of the compiled function. From "
+    "PyTorch 2.12 on, inside one graph run the functions of a field by Taylor mode (hodiff.laplacian and the like), "
+    "and of the penalties only gradient_penalty and its recipes, with a function and tensors"
 )
 
 
@@ -50,6 +50,8 @@ def uncompiled(function: F, reason: str = REASON) -> F:
 def traced(function: F) -> F:
     """`function` itself, marked: the tracer follows it whole, or not at all. Half a route would be switched half."""
     TRACED.add(function)
+    if _versions.RELEASE < (2, 12):  # whose tracer gives up halfway
+        return uncompiled(function)
     marked: Any = function
     _skip(marked.__code__)
     return function

@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from types import FrameType
+from types import CellType, FrameType, FunctionType
 from typing import Any, Literal
 
 import torch
@@ -176,6 +176,11 @@ def remember_in_thread(key: str, value: object) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
+def dense(x: Any) -> Any:
+    """2.8 does not transform a tensor that is expanded (MKL: "Inconsistent configuration ...")."""
+    return x.contiguous() if RELEASE < (2, 10) else x
+
+
 # Until 2.11 the fused attention of the processor reads beyond the keys of fewer heads than the queries have (measured
 # on 2.8: not finite, or a segmentation fault); there such heads take plain operations.
 GROUPS_HEADS = RELEASE >= (2, 12)
@@ -266,18 +271,20 @@ class _Read:
         self._error = error
 
     def unpack(self) -> Tensor | None:
-        if self._error is not None:
-            raise self._error
+        if self._error is not None:  # a new one: what is raised holds frames, and so the node
+            raise RuntimeError(*self._error.args)
         return self.data
 
 
 class _Packed(Exception):
-    """Python code was about to run as a saved tensor was read: the hook that unpacks it."""
+    """Python code was about to run as a saved tensor was read: its hook, made anew."""
 
 
 def _stop(frame: FrameType, event: str, argument: object) -> None:
     if event == "call":
-        raise _Packed(frame.f_code)
+        code, known = frame.f_code, frame.f_locals
+        cells = (CellType(*[known[n]] if n in known else []) for n in code.co_freevars)
+        raise _Packed(FunctionType(code, frame.f_globals, None, None, tuple(cells)))
 
 
 def _read(node: Node, name: str) -> Any:
@@ -285,24 +292,28 @@ def _read(node: Node, name: str) -> Any:
     profiled, collects = sys.getprofile() is not None, gc.isenabled()
     put: Any = sys.settrace if profiled else sys.setprofile
     theirs = sys.gettrace() if profiled else None
-    gc.disable()  # a collection calls finalizers, which are not to be stopped
-    put(_stop)
+    public = name.removeprefix("_raw_" if isinstance(node, BackwardCFunction) else "_raw")
     fault = kept = None
-    try:
-        kept = getattr(node, name.removeprefix("_raw_" if isinstance(node, BackwardCFunction) else "_raw"))
-    except (_Packed, RuntimeError) as error:  # or it was freed, or changed in place
-        fault = error.with_traceback(None)  # which holds the node
-    finally:
-        put(theirs)
-        if collects:
-            gc.enable()
+    with _disable_current_modes():  # which are Python code, too, and no hooks
+        try:
+            gc.disable()  # a collection calls finalizers, which are not to be stopped
+            put(_stop)
+            kept = getattr(node, public)
+        except (_Packed, RuntimeError) as error:  # or it was freed, or changed in place
+            fault = error.with_traceback(None)  # which holds the node
+        finally:
+            try:
+                put(theirs)
+            finally:
+                if collects:
+                    gc.enable()
     if isinstance(fault, _Packed):
         return _Read(hook=fault.args[0])
     return tuple(map(_Read, kept)) if isinstance(kept, (tuple, list)) else _Read(kept, error=fault)
 
 
 saved = getattr if hasattr(torch._C._autograd.SavedTensor, "unpack") else _read  # pyright: ignore
-"""`saved(node, "_raw_saved_x")`: its `data`, its `unpack_hook` (2.8 to 2.11: the code of that), and `unpack()`."""
+"""`saved(node, "_raw_saved_x")`: its `data`, its `unpack_hook` (2.8 to 2.11: one of the same code), and `unpack()`."""
 
 
 def scales_by_frequency(node: Node) -> bool:

@@ -44,6 +44,14 @@ def run(options: argparse.Namespace) -> int:
     if not options.is_module and not os.path.exists(options.script):
         print(f"hodiff explain: can't open file {os.path.abspath(options.script)!r}", file=sys.stderr)
         return 2
+    if options.picture:  # before the program runs, which may take hours, and may change the folder
+        options.picture = os.path.abspath(options.picture)
+        try:
+            open(options.picture, "a", encoding="utf-8").close()
+        except OSError as error:
+            words = f"can't write --picture {options.picture!r}: {error.strerror}"
+            print(f"hodiff explain: {words}", file=sys.stderr)
+            return 2
     growth = _growth.Growth()
     record = _lifetime.Lifetime(also=growth) if options.picture else _watch.Watch(growth)
     ended = True
@@ -78,7 +86,7 @@ def flush() -> None:
 def _tell(growth: _growth.Growth, *, ended: bool) -> None:
     """At the end, on stderr: which graphs grew, and what holds them."""
     said = _growth.report(growth.growing(ended=ended))
-    if said:
+    if said and sys.stderr is not None:  # without it print would write to stdout, the program's
         flush()
         print(f"\n{said}", end="", file=sys.stderr)
 

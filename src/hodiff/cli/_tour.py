@@ -175,12 +175,11 @@ def graphs(screen: Screen, model: nn.Module, loss: Loss) -> None:
 
 def whats_more(screen: Screen) -> None:
     """Where to read on."""
-    screen.heading(f"4  More, at {SITE}")
+    screen.heading("4  More, in these pages of the documentation")
     for what, page in PAGES.items():
         screen.say(f"{what:<68}{page}")
 
 
-SITE = "https://hodiff.github.io/hodiff/"
 PAGES = {
     "which function do I need?": "choose/",
     "gradients, Jacobians, Hessians, products, nth derivatives": "api/calculus/",
@@ -193,6 +192,7 @@ PAGES = {
     "second derivatives of attention and large vocabularies": "api/memory/",
     "are the derivatives of your own function right?": "api/verify/",
     "what stock PyTorch gets wrong, each with a program": "explain/stock-pytorch/",
+    "what snippets and libraries get wrong, each with a program": "explain/wrong-derivatives/",
 }
 
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hodiff._core import _nodes
+from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.graph import _inspect, _saved, _source
@@ -285,7 +285,7 @@ class Step(NamedTuple):
     bytes: int
 
 
-class Monitor:
+class Monitor(_messages.Reported):
     """Follows graphs over the steps of a loop; made by `monitor`.
 
     Attributes:
@@ -343,8 +343,6 @@ class Monitor:
             verdict = "grows" if _grows(past) else "no growth"
             lines.append(f"{name}: {verdict}; nodes {shown}; {past[-1].bytes:,} B saved at the last step")
         return "\n".join(lines) or "no step yet"
-
-    __repr__ = __str__
 
 
 def _grows(past: list[Step]) -> bool:

@@ -20,6 +20,9 @@ ACTIVATIONS = frozenset(
 """Operations that modules do in place when they are told so (`inplace=True`), and can do otherwise."""
 
 
+REASON = "its derivative needs the value from before the change. A retained graph would not help."
+
+
 class _Stale(NamedTuple):
     """A saved value that was changed: the node, what it calls it, the variable, and the leaf whose memory it is."""
 
@@ -34,7 +37,7 @@ def explain(case: FailedPass) -> Explanation | None:
     """The explanation of "modified by an inplace operation"."""
     stale = _find(case)
     if stale is None:
-        return None
+        return _unnamed(case)
     if stale.leaf is not None:
         left = _second_time.left_behind(case)
         if left is not None:
@@ -57,10 +60,26 @@ def explain(case: FailedPass) -> Explanation | None:
         ("failing call", case.call or case.line or "?"),
         variable=stale.variable,
         created=changed,
-        reason="its derivative needs the value from before the change. A retained graph would not help.",
+        reason=REASON,
         fixes=(fix,),
         unknown=(unknown,),
     )
+
+
+def _unnamed(case: FailedPass) -> Explanation | None:
+    """What is known where PyTorch does not tell the tensor: the node that had saved it, its line."""
+    for node in _inspect.executed(case.roots, case.inputs):
+        for slot in _saved.slots(node):
+            if slot.state == _saved.STALE:
+                return case.explanation(
+                    "changed in place",
+                    f"a tensor that {type(node).__name__} had saved (as {slot.name!r}) was changed in place",
+                    ("saved at", case.record.made(node) if case.record is not None else None),
+                    ("failing call", case.call or case.line or "?"),
+                    reason=REASON,
+                    unknown=("which tensor it was, and which line changed it: PyTorch tells neither before 2.12.",),
+                )
+    return None
 
 
 def _find(case: FailedPass) -> _Stale | None:

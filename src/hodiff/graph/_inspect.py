@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import sys
 import threading
 import weakref
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hodiff._core import _nodes
+from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import InputError
 from hodiff.graph import _saved
@@ -140,11 +139,7 @@ class Graph:
         return f"<Graph: {_summary(self)}>"
 
     def _repr_html_(self) -> str:
-        head, *body = _rows(self)
-        cells = lambda row, tag: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)  # noqa: E731
-        rows = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in body)
-        table = f"<table><tr>{cells(head, 'th')}</tr>{rows}</table>"
-        return f'<p>{html.escape(_summary(self))}</p><div style="overflow-x:auto">{table}</div>'
+        return _messages.table(_rows(self), _summary(self), heads=1)
 
 
 def _summary(graph: Graph) -> str:
@@ -332,7 +327,7 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Prediction:
+class Prediction(_messages.Reported):
     """What a backward pass would do.
 
     Attributes:
@@ -353,8 +348,6 @@ class Prediction:
         if self.boundary:
             lines.append(f"  the part that cannot be used begins at {', '.join(self.boundary)}")
         return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def predict(loss: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor] | None = None) -> Prediction:
@@ -402,7 +395,11 @@ def tensors(value: Any, name: str) -> list[Tensor]:
     """A tensor, or a sequence of them, as a list."""
     items = list(value) if isinstance(value, (list, tuple)) else [value]
     if not items or not all(isinstance(item, Tensor) for item in items):
-        raise InputError(f"{name}: is a {type(value).__name__}; expected a tensor, or a list or tuple of tensors.")
+        raise InputError(
+            f"{name}: {'holds' if isinstance(value, (list, tuple)) else 'is'} "
+            f"{' and '.join(sorted({f'a {type(item).__name__}' for item in items})) or 'nothing'}; "
+            f"expected a tensor, or a list or tuple of tensors."
+        )
     return items
 
 
@@ -591,7 +588,7 @@ def _about_tensors(
 
 
 @dataclass(frozen=True, repr=False)
-class Shared:
+class Shared(_messages.Reported):
     """What several losses have in common.
 
     Attributes:
@@ -615,8 +612,6 @@ class Shared:
         for index, (nodes, size) in enumerate(zip(self.private_nodes, self.private_bytes, strict=True)):
             lines.append(f"loss {index} alone: {nodes} nodes, {size:,} B saved")
         return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def shared(*losses: Tensor) -> Shared:
@@ -647,7 +642,7 @@ def shared(*losses: Tensor) -> Shared:
         loss 1 alone: 1 nodes, 0 B saved
     """
     if len(losses) < 2:
-        raise InputError(f"losses: {len(losses)} given; it takes two or more to share something.")
+        raise InputError(f"losses: {len(losses)} given; give two or more, one by one: shared(d, e).")
     with _saved.without_modes():
         roots = tensors(losses, "losses")
         common, private = split(roots)

@@ -397,6 +397,8 @@ class Record:
         self._log = Log()
         self.once: dict[tuple[str, Line | None], None] = {}
         """The Functions that forbid a second derivative and were differentiated with create_graph: names, lines."""
+        self.functions: dict[Line, str] = {}
+        """A Python `autograd.Function` in what a line differentiated with create_graph, by its name."""
         self._changed: dict[int, Change] = {}
         self._changes = 0
         self._switched: dict[int, Path] = {}
@@ -452,12 +454,13 @@ class Record:
         """What last changed a tensor's memory in place."""
         return self._changed.get(_saved.memory(tensor))
 
-    def _note_once(self, nodes: Sequence[Node]) -> None:
-        for node in nodes:
-            for child in (node, *_saved.children(node)):
-                function = _nodes.function_of(type(child)) if _saved.is_function(child) else None
-                if function is not None and _nodes.is_once_differentiable(function) and child is not node:
-                    self.once[function.__name__, self.made(node)] = None
+    def _note_functions(self, nodes: Sequence[Node], line: Line) -> None:
+        users = {child: node for node in nodes for child in _saved.children(node)}
+        for node in filter(_saved.is_function, nodes):
+            function = _nodes.function_of(type(node))
+            self.functions[line] = function.__name__
+            if _nodes.is_once_differentiable(function):  # whose own node is of no line
+                self.once[function.__name__, self.made(users.get(node, node))] = None
 
     def path(self, node: Node) -> Path:
         """The user's frames in which a node was made, the innermost first; empty if it was not seen."""

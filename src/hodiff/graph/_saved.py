@@ -91,6 +91,8 @@ def is_freed_like_others(node: Node) -> bool:
     names = _LAYOUTS[node.__class__].names
     if not names or not works():
         return False
+    if _nodes.saved is not getattr:  # it has no data of what was changed
+        return FREED in states(node)
     try:
         for _, raw_name, _ in names:
             raw = _nodes.saved(node, raw_name)
@@ -226,7 +228,8 @@ def state_of(raw: Any) -> tuple[str, Tensor | None]:
     """The state of one saved tensor, but for staleness; and the tensor, while it is there."""
     hook = raw.unpack_hook
     if hook is not None:
-        return (RELEASED if hook in (_raise_released, _raise_released.__code__) else _packed(hook)), None
+        released = getattr(hook, "__code__", None) is _raise_released.__code__
+        return (RELEASED if released else _packed(hook)), None
     try:
         value = raw.data
     except RuntimeError:  # a strided nested tensor

@@ -241,8 +241,8 @@ class WatchMode(Record, TorchFunctionMode):
         self.passes.append(call)
         for listener in self._listeners:
             listener.before(call, _inspect.executed(roots, inputs))
-        if create:
-            self._note_once(_inspect.executed(roots, inputs))
+        if create and path:
+            self._note_functions(_inspect.executed(roots, inputs), call.stack[0])
         try:
             result = func(*args, **kwargs)
         except Exception as error:
@@ -261,11 +261,13 @@ class WatchMode(Record, TorchFunctionMode):
         for listener in self._listeners:
             listener.after(self, call, failed=False)
         if isinstance(result, tuple) and path:
+            line = call.stack[0]
+            lost = Lost("constant gradient" if create else "gradient", line, name)
+            if create and line in self.functions:
+                lost = Lost("opaque gradient", line, self.functions[line])
             for tensor in result:
                 if isinstance(tensor, Tensor) and not tensor.requires_grad:
-                    self.cuts.cut(
-                        tensor, Lost("constant gradient" if create else "gradient", call.stack[0], name), args
-                    )
+                    self.cuts.cut(tensor, lost, args)
         return result
 
     def _failed(

@@ -6,6 +6,9 @@ from torch import nn
 
 import hodiff
 from tests.support.properties import agree
+from tests.support.releases import ONE_GRAPH
+
+pytestmark = ONE_GRAPH
 
 D = torch.float64
 

@@ -72,6 +72,7 @@ OTHERS = {
     "matrix vector": lambda x: x @ x[0],
     "vector matrix": lambda x: x[0] @ x.T,
     "inner product": lambda x: x[0] @ x[1],
+    "inner product of matrices": lambda x: torch.inner(x[:2], x.sin()[:2]),
     "mm": lambda x: torch.mm(x, x.T),
     "outer": lambda x: torch.outer(x[0], x[1]),
     "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),

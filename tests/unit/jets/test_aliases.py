@@ -8,6 +8,7 @@ from torch import nn
 import hodiff
 from hodiff._core._messages import CONSTANTS
 from hodiff.jets._jet import NoRule
+from tests.support.releases import ONE_GRAPH
 
 X = torch.tensor([[0.5, 1.2], [0.3, -0.7]], dtype=torch.float64)
 
@@ -99,6 +100,7 @@ def test_functions_that_pytorch_takes_for_constants_are_refused_by_every_method(
         hodiff.derivatives(g, X, 3)
 
 
+@ONE_GRAPH
 def test_the_matrix_operator_under_compile_is_refused_not_turned() -> None:
     """Dynamo hands over the operands of `h @ A` as those of `A @ h`."""
     A = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)

@@ -20,6 +20,9 @@ from hodiff.memory import _blocks
 from tests.support.architectures import ARCHITECTURES
 from tests.support.differences import relative_error
 from tests.support.modules import Case
+from tests.support.releases import CHECKPOINTS
+
+pytestmark = CHECKPOINTS
 
 D = torch.float64
 NAMES = "layers.*"

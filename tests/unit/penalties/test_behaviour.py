@@ -313,6 +313,7 @@ D = mlp()
         (lambda: hodiff.gradient_penalty(lambda m: m(X).mean(), D, batch_ndim=0, check_independence=True), "samples"),
         (lambda: hodiff.wgan_gp_penalty(D, X, X[:1]), r"fake: has shape \(1, 5\), but real has \(6, 5\)"),
         (lambda: hodiff.dragan_penalty(D, X.long()), "real: has dtype torch.int64"),
+        (lambda: hodiff.dragan_penalty(D, X, std=-1.0), "std: got -1.0"),
         (lambda: hodiff.r1_penalty(D, X, gamma=-1.0), "gamma: got -1.0"),
         (lambda: hodiff.eikonal_penalty(D, X[0]), r"points: has shape \(5,\).*points\[None\]"),
         (lambda: hodiff.eikonal_penalty(D, [X]), "points: is a list"),

@@ -6,7 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
+from tests.support.releases import ONE_GRAPH
 from tests.unit.penalties.oracles import conv, mlp
+
+pytestmark = ONE_GRAPH
 
 REAL = torch.randn(4, 2, 8, 8, dtype=torch.float64)
 FAKE = torch.randn(4, 2, 8, 8, dtype=torch.float64)

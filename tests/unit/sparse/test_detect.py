@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import hodiff
 from hodiff.sparse import _pattern, _tracer, rules, sparsity_pattern
+from tests.support.releases import GRID_SAMPLE
 from tests.unit.sparse.zoo import BAND, MASK, ZOO, D, generator
 
 pytestmark = pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
@@ -279,6 +280,7 @@ def test_inside_another_call() -> None:
 # --- what it says -----------------------------------------------------------------------------------------------------
 
 
+@GRID_SAMPLE
 def test_an_operation_without_a_rule_is_named() -> None:
     f = ZOO["grid sample"]
     pattern = sparsity_pattern(f, POINTS[0])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import hodiff
 from hodiff.sparse import Pattern, _plan, plan_hessian, plan_jacobian, sparsity_pattern
+from tests.support.releases import GRID_SAMPLE
 from tests.unit.sparse.zoo import ZOO, D, generator
 
 pytestmark = pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning", "ignore:Sparse CSR tensor support")
@@ -148,6 +149,7 @@ def test_the_lower_triangle() -> None:
     assert torch.equal(lower.values(Y), plan.values(Y)[plan.rows >= plan.columns])
 
 
+@GRID_SAMPLE
 def test_the_lower_triangle_still_says_what_has_no_rule() -> None:
     assert plan_hessian(ZOO["grid sample"], X).lower().pattern.without_rule == ("grid_sampler_2d_backward",)
 

@@ -1,0 +1,17 @@
+"""What older releases of PyTorch lack: its tests are skipped there, for reasons that the page of versions has."""
+
+import pytest
+
+from hodiff._core._versions import RELEASE
+
+
+def since(release: tuple[int, int], lacking: str) -> pytest.MarkDecorator:
+    """The mark of a test that needs a release; `lacking` says what users of an older one do without."""
+    return pytest.mark.skipif(release > RELEASE, reason=f"before PyTorch {'.'.join(map(str, release))} {lacking}")
+
+
+CHECKPOINTS = since((2, 13), "checkpoint= is refused")
+ONE_GRAPH = since((2, 12), "the tracer gives up on hodiff with fullgraph=True")
+SEVERAL = since((2, 12), "a Function's saved tensors are not told one by one")
+GRID_SAMPLE = since((2, 12), "grid_sample has no second derivative")
+UNTOLD = "before PyTorch 2.12 it is not told which tensor was changed in place, and by which line"
