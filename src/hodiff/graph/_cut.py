@@ -89,6 +89,12 @@ CUTS = {
         "its derivative is zero; hodiff.nth_derivative and hodiff.hvp return that.",
         "its derivative is zero; hodiff.grad inside f gives zeros there, instead of a constant.",
     ),
+    "opaque gradient": Cut(
+        "it is a gradient that was taken through an autograd.Function whose backward recorded nothing.",
+        "write {call} with plain operations; or its backward so that it can be differentiated: from\n"
+        "ctx.saved_tensors, by operations of PyTorch, without @once_differentiable.",
+        cause="no second derivative",
+    ),
     "constant": Cut(
         "it passed through a number, NumPy or a step without derivative there, and is a constant since.",
         "stay with tensor operations{where}: {call} gives a constant.",
@@ -422,7 +428,7 @@ def _input_without_grad(case: FailedPass) -> Explanation | None:
     variable = case.names.of(missing[0])
     name = variable or "input"
     lost = case.record.cuts.of(missing[0]) if case.record is not None else None
-    if lost is not None and lost.kind in ("gradient", "constant gradient"):
+    if lost is not None and lost.kind in ("gradient", "opaque gradient", "constant gradient"):
         return _by_gradient(case, name, lost)
     leave = (
         "give the call what requires grad alone, [p for p in inputs if p.requires_grad], and update no other with it."
@@ -513,10 +519,20 @@ def _why_not_used(case: FailedPass, tensor: Tensor, name: str) -> Explanation | 
     record = case.record
     if record is None:
         return None
+    taken = _taken_by(case, record, name)
+    function = None if taken is None else record.functions.get(taken)
+    if function is not None:
+        return _unused(
+            case,
+            CUTS["opaque gradient"].cause,
+            name,
+            ("gradient at", taken),
+            f"that gradient was taken through {function}, whose backward recorded nothing that leads to `{name}`.",
+            fixes=(fix_of("opaque gradient", None, function),),
+        )
     cut = _cut_off(case, record, tensor)
     if cut is not None:
         return _used_cut(case, name, cut)
-    taken = _taken_by(case, record, name)
     if taken is not None:
         return _unused(
             case,

@@ -138,10 +138,12 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
         detached
     """
     if exc is None:
-        exc = sys.exception() if hasattr(sys, "exception") else sys.exc_info()[1]
-        exc = exc or getattr(sys, "last_value", None)
+        exc = sys.exc_info()[1] or getattr(sys, "last_value", None)
     if not isinstance(exc, BaseException):
-        raise InputError("exc: missing, and no exception is being handled. Give the one that backward() raised.")
+        raise InputError(
+            f"exc: {f'is a {type(exc).__name__}' if exc else 'missing, and no exception is being handled'}"
+            f". Give the exception that backward() raised."
+        )
     error: BaseException | None = exc
     while error is not None:
         with _saved.without_modes(), _inspect.unchanging():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff._core import _messages
+from hodiff._core import _messages, _nodes, _versions
 from hodiff.errors import GraphError
 from hodiff.graph import _failure, _names, _saved, watch
 
@@ -285,6 +285,19 @@ def test_a_value_that_was_changed():
     h.mul_(2)
     with pytest.raises(hodiff.GraphError, match=r"`h` was changed in place, after MulBackward0 had saved it"):
         hodiff.grad(total, x)
+
+
+def test_of_what_pytorch_does_not_tell_before_212_the_node_and_its_line_are_said(monkeypatch):
+    monkeypatch.undo()  # what tests/conftest.py does on such a release
+    monkeypatch.setattr(_nodes, "saved", _versions._read)
+    x = X.clone().requires_grad_()
+    with watch():
+        h = x.exp()
+        total = (h * h).sum()
+        h.mul_(2)
+        words = r"MulBackward0 had saved \(as '\w+'\) was changed in place\n +saved at .*total = (?s:.*)not known: wh"
+        with pytest.raises(hodiff.GraphError, match=words):
+            hodiff.grad(total, x)
 
 
 def test_a_record_is_used():

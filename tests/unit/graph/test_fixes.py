@@ -209,6 +209,40 @@ u.mean().backward()
     assert "freed by     program.py:9 " in note
 
 
+ONCE = """
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, v):
+        return 3 * v * ctx.saved_tensors[0] ** 2
+
+x, w = (torch.ones(3, requires_grad=True) for _ in range(2))
+"""
+
+
+def test_a_gradient_whose_function_recorded_nothing_is_not_called_constant(said):
+    note = said(f"{ONCE}(g,) = torch.autograd.grad(Cube.apply(x).sum(), x, create_graph=True)\ng.sum().backward()\n")
+    assert "through an autograd.Function whose backward recorded nothing" in note
+    assert "fix 1: write Cube with plain operations" in note
+    assert "linear" not in note
+    note = said(
+        f"{ONCE}(g,) = torch.autograd.grad((Cube.apply(x) + w**2 * x).sum(), x, create_graph=True)\n"
+        "torch.autograd.grad(g.sum(), x)\n"
+    )
+    assert "not in the graph: `x`\n    gradient at  program.py:18 " in note
+    assert "through Cube, whose backward recorded nothing that leads to `x`." in note
+
+
+def test_a_function_that_forbids_a_second_derivative_has_no_substitute(said):
+    note = said(f"{ONCE}(g,) = torch.autograd.grad(Cube.apply(x), x, w, create_graph=True)\ng.sum().backward()\n")
+    assert "a second derivative of Cube: its backward forbids one. Write it without the Function." in note
+
+
 def test_the_last_of_several_changes_counts(said):
     note = said("""
 p = nn.Parameter(torch.ones(3))

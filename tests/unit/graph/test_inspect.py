@@ -11,8 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
+from hodiff._core import _nodes, _versions
+from hodiff._core._memory import LiveBytes
 from hodiff.graph import _saved, inspect, predict
 from tests.meta.source import PACKAGE
+from tests.support.releases import SEVERAL
 from tests.unit.graph.random_graphs import Cube, Graphs
 
 
@@ -61,6 +64,20 @@ class Two(torch.autograd.Function):
         return gradient
 
 
+def test_read_as_before_212_a_checkpoint_of_what_was_changed_is_stale(monkeypatch):
+    """And a mode that looks on, as a counter of memory does, is no hook."""
+    monkeypatch.setattr(_nodes, "saved", _versions._read)
+    x = torch.rand(3, requires_grad=True) * 1
+    y = checkpoint(torch.sin, x, use_reentrant=False)
+    with LiveBytes():
+        plain = x.exp()
+        assert [state for name, _, state in states(plain) if name == "ExpBackward0"] == ["alive"]
+    x.detach().mul_(2)
+    assert predict(y.sum()).verdict == "fail"
+    assert [state for name, _, state in states(y) if name == "SinBackward0"] == ["stale"]
+
+
+@SEVERAL
 def test_of_several_that_a_function_saved_each_has_its_state():
     x = torch.rand(3, requires_grad=True) * 1
     loss = Two.apply(x).sum()
@@ -73,6 +90,7 @@ def unpacked(packed):
     raise AssertionError("inspect runs no hook")
 
 
+@SEVERAL
 def test_where_one_of_several_is_packed_none_is_unpacked():
     x = torch.rand(3, 1, requires_grad=True) * 1
     picked = x[torch.tensor([0, 1]), torch.tensor([0, 0])]

@@ -1,6 +1,7 @@
 """explain() after the fact where programs really run: scripts, IPython, Jupyter, pytest, exec."""
 
 import builtins
+import multiprocessing.spawn
 import re
 import runpy
 import sys
@@ -163,6 +164,10 @@ def test_a_silent_cell_is_not_taken_for_another(shell, last_value):
     shell.run_cell("y.backward()", store_history=False)  # has the number of the next, which is another
     found = explain(sys.last_value)
     assert found is None or found.freed is None or found.variable == "y"
+
+
+def test_a_process_can_be_started_beside_a_shell(shell):
+    assert multiprocessing.spawn.get_preparation_data("a name")["name"] == "a name"  # asks for `__main__.__spec__`
 
 
 def test_jupyter():
