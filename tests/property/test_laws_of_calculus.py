@@ -1,5 +1,6 @@
 """Each name of the calculus against `torch.func`, over random functions, shapes, containers and modules."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ import hodiff
 from tests.support.inputs import Expression, direction, expressions, points, scalars
 from tests.support.laws import Setting, gradient, hessian, jacobian, law, like, rows, settings
 from tests.support.oracle import flatten
-from tests.support.properties import agree
+from tests.support.properties import agree, leaves
 
 
 @law("grad", "value_and_grad", says="∇f, and f(x) beside it")
@@ -91,6 +92,34 @@ def test_several_losses(setting: Setting, other: object) -> None:
     found = hodiff.multi_grad([setting.f, second], setting.where)
     agree(flatten(found[0]), gradient(setting))
     agree(flatten(found[1]), gradient(setting) * 2 * torch.cos(setting.flat(setting.x)), floor=1e-10)
+
+
+@law("grad", "jvp", "vjp", "jacobian", says="with `strict=False` zeros of a constant; else what it is without")
+@law("hvp", "hessian", "hessian_diagonal", says="with `strict=False` zeros of what is constant, or linear")
+@given(setting=settings(), kind=st.sampled_from(["constant", "linear", "whole"]))
+def test_zeros_that_are_asked_for(setting: Setting, kind: str) -> None:
+    weights = torch.linspace(0.5, 2, len(setting.x), dtype=torch.float64)
+    entries = lambda w: torch.cat(
+        [t.reshape(-1) for t in leaves(dict(w.named_parameters()) if hasattr(w, "deep") else w)]
+    )
+    f, flat = {
+        "constant": (lambda w: weights.sum(), lambda x: weights.sum()),
+        "linear": (lambda w: entries(w) @ weights, lambda x: x @ weights),
+        "whole": (setting.f, setting.flat),
+    }[kind]
+    setting = setting._replace(f=f, flat=flat)
+    where, v, H = setting.where, direction(setting.x), hessian(setting)
+    one, several = gradient(setting), lambda w: f(w).reshape(1)
+    agree(flatten(hodiff.grad(f, where, strict=False)), one)
+    agree(flatten(hodiff.vjp(several, where, torch.ones(1, dtype=H.dtype), strict=False)), one)
+    agree(hodiff.jvp(several, where, like(setting, v), strict=False), (one @ v).reshape(1), floor=1e-10)
+    agree(torch.cat([part.reshape(-1) for part in leaves(hodiff.jacobian(several, where, strict=False))]), one)
+    agree(flatten(hodiff.hvp(f, where, like(setting, v), strict=False)), H @ v, floor=1e-10)
+    agree(hodiff.hessian(f, where, matrix=True, strict=False), H, floor=1e-10)
+    agree(flatten(hodiff.hessian_diagonal(f, where, strict=False)), H.diagonal().clone(), floor=1e-10)
+    if kind == "constant":
+        with pytest.raises(hodiff.GraphError, match="carries no graph"):
+            hodiff.grad(f, where)
 
 
 @law("check_derivatives", says="agrees up to third order; finds a detached factor", oracle="differences, its own")

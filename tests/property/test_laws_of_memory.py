@@ -16,6 +16,7 @@ import hodiff
 from hodiff._core import _kernels
 from hodiff.memory import _attention, _cross_entropy
 from tests.support.laws import law
+from tests.support.releases import CHECKPOINTS
 from tests.unit.jets.oracle import lean, twice
 
 D = torch.float64
@@ -287,6 +288,7 @@ def product(name: str, model: Network, v: Any, **options: Any) -> Any:
 PRODUCTS = ("hvp", "cross_hvp", "HessianOperator", "GaussNewtonOperator", "FisherOperator")
 
 
+@CHECKPOINTS
 @pytest.mark.drawn(2)
 @pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
 @pytest.mark.parametrize("kind", [Perceptron, Convolution, Attention])

@@ -114,8 +114,7 @@ class DampedSystem:
             return flat(_reverse.vjp(graph, outputs, moved, more=True), device)
 
         self._multiply = multiply
-        residuals = [output.detach() for output in outputs]
-        self.gradient = flat(_reverse.vjp(graph, outputs, residuals, more=True), device)
+        self.gradient = flat(_reverse.vjp(graph, outputs, [*map(Tensor.detach, outputs)], more=True), device)
         drawn = draw((self._rank, sum(sizes)), self.r, "gaussian", torch.Generator().manual_seed(0))
         omega, _ = torch.linalg.qr(drawn.T)
         images = torch.stack([multiply(column) for column in omega.T], dim=1)
@@ -155,7 +154,7 @@ class DampedSystem:
             cotangent = weights.to(output).reshape(output.shape)
             expected = flat(_reverse.vjp(graph, [output], [cotangent], more=True), gradient.device)
             size = usual * float(weights.norm())
-            if not _reverse.agree(result.to(output.dtype), expected.to(output.dtype), size):
+            if not _reverse.agree(result, expected, size, [output, *graph.leaves]):
                 return False
         return True
 

@@ -25,7 +25,7 @@ from hodiff.errors import GraphError, InputError
 
 
 @dataclass(frozen=True, repr=False)
-class Cost:
+class Cost(_messages.Reported):
     """What an operator takes, in bytes, evaluations of the function, and reverse passes.
 
     Attributes:
@@ -73,8 +73,6 @@ class Cost:
             f"cache: {_memory.readable(self.cache_bytes)}, {self.kept} of {self.batches} batches kept\n"
             f"free: {_memory.readable(self.free_bytes)}"
         )
-
-    __repr__ = __str__
 
 
 # --- what operators over data have in common: by-products, lifetime, cost; and sums over batches ----------------------

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hodiff._core import _arguments, _settings
@@ -25,6 +26,7 @@ from hodiff.curvature._probes import (
     check_finite,
     check_rtol,
     check_square,
+    default_rtol,
     flat_product,
     is_recorded,
     reached,
@@ -170,7 +172,8 @@ def logdet(
             made of, as for `hodiff.solve`: an evidence to maximise. None: only inside the function of another hodiff
             call; elsewhere it warns of a constant that is made of something that requires grad, and False says that a
             constant is meant.
-        steps: How many products each vector takes.
+        steps: How many products each vector takes at most; fewer, where these know the solution of
+            \((A + \mu I)\, x = z\) to the tolerance of `hodiff.solve`.
         rtol: Stop as soon as the standard error is below `rtol * |value|` (looked at every 8 vectors). None: spend all.
         generator: Where the vectors are drawn from; None is the default generator of the operator's device.
         callback: A function that is given the record as it stands, after some of the vectors.
@@ -193,12 +196,13 @@ def logdet(
         HodiffWarning: It is detached, although the operator or *vectors* require grad (see `create_graph`).
 
     Cost:
-        `samples * steps` products, up to eight vectors in one. Memory: `steps` vectors for each of them, within
-        256 MiB. Of a stack of matrices as many for all at once, each with vectors of its own. With
-        `create_graph`, a differentiable product with each vector, and in the backward pass a
-        linear system for each, all side by side: the derivative is the mean of \((A^{-1} z)^\top\,
-        \mathrm{d}A\; z\) over the same vectors, an estimate without bias of the derivative, not
-        the derivative of the estimate.
+        At most `samples * steps` products, all vectors in one (with `rtol`, eight). Memory: `steps`
+        vectors for each of them, within 256 MiB. Of a stack of matrices as many for all at once,
+        each with vectors of its own. With `create_graph`, a differentiable product with each
+        vector, and in the backward pass one more, or what the steps have left of a linear system,
+        all side by side: the derivative is the mean of
+        \((A^{-1} z)^\top\, \mathrm{d}A\; z\) over the same vectors, an estimate without bias of the
+        derivative, not the derivative of the estimate.
 
     Examples:
         >>> import torch, hodiff
@@ -235,7 +239,9 @@ def logdet(
     if not recorded:
         return made
     rows = drawn.kept()[: len(quadrature.nodes)] if rows is None else rows
-    return replace(made, value=_differentiable_logdet(operator, rows, shift, made.value, columns))
+    start = quadrature.solutions
+    value = _differentiable_logdet(operator, rows, shift, made.value, columns, start)
+    return replace(made, value=value)
 
 
 def _estimated_logdet(
@@ -269,7 +275,8 @@ def _estimated_logdet(
         several = rtol is not None and len(so_far.nodes) > 1
         return several and all_reached(record(so_far, rtol, 0).converged)
 
-    quadrature = rules(operator, drawn, steps, "logdet", look, columns)
+    seen = look if watch.seen or rtol is not None else None
+    quadrature = rules(operator, drawn, steps, "logdet", seen, columns, shift)
     value, spread, rest = estimate(quadrature)
     made = record(quadrature, rtol, watch.spent)
     allowed = 1e-2 * value.abs() if spread is None else spread.maximum(1e2 * eps * value.abs())
@@ -289,7 +296,12 @@ def _estimated_logdet(
 
 
 def _differentiable_logdet(
-    operator: LinearOperator, rows: Tensor, shift: float | Tensor, value: Tensor, columns: Tensor | None
+    operator: LinearOperator,
+    rows: Tensor,
+    shift: float | Tensor,
+    value: Tensor,
+    columns: Tensor | None,
+    start: Tensor,
 ) -> Tensor:
     """The value with its graph: of the matrix where its columns are known, else of the estimate over these vectors."""
     with _settings.recording():
@@ -298,26 +310,24 @@ def _differentiable_logdet(
         if columns is not None:
             matrix = images.to(value.dtype).movedim(0, -1)  # PyTorch has no determinant of half precision
             return torch.logdet((matrix + matrix.mT) / 2)
-        return _LogDeterminant.apply(operator, rows, shift, value, images)
+        return _LogDeterminant.apply((operator, rows, shift, start), value, images)
 
 
 class _LogDeterminant(torch.autograd.Function):
     """The value; its derivative by the products A z is A⁻¹ z, of the mean over vectors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, operator: LinearOperator, rows: Tensor, shift: float | Tensor, value: Tensor, images: Tensor
-    ) -> Tensor:
-        ctx.operator, ctx.rows, ctx.shift = operator, rows, shift
+    def forward(ctx: Any, given: tuple[Any, ...], value: Tensor, images: Tensor) -> Tensor:
+        ctx.given = given
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *v: Tensor) -> tuple[Any, ...]:
-        operator, rows = ctx.operator, ctx.rows
-        parts = operator._domain.split(rows)
-        record = solve(operator, parts, damping=ctx.shift, create_graph=torch.is_grad_enabled())
+        (operator, rows, shift, start), recorded = ctx.given, torch.is_grad_enabled()
+        parts, near = (operator._domain.split(part.to(rows)) for part in (rows, start))
+        record = solve(operator, parts, damping=shift, start=near, create_graph=recorded)
         solutions = operator._domain.join(record.value, len(rows))
-        return None, None, None, None, v[0].unsqueeze(-1) * solutions / len(solutions)
+        return None, None, v[0].unsqueeze(-1) * solutions / len(solutions)
 
 
 def _logs(nodes: Tensor, weights: Tensor, shift: float, eps: float) -> Tensor:
@@ -357,13 +367,15 @@ class GaussRules(NamedTuple):
     They are in double precision. Weights are of the mean over eigenvalues: they add up to 1 in
     expectation. `coarser` are the rules of half and of a quarter of the steps, by which the error
     of a rule is judged (none where nodes are the eigenvalues); `whole` says which vectors have no
-    part outside their rule, so that there is no such error.
+    part outside their rule, so that there is no such error. With a shift, `solutions` are those of
+    (A + shift) x = z that lie in the spaces.
     """
 
     nodes: Tensor
     weights: Tensor
     whole: Tensor
     coarser: tuple[tuple[Tensor, Tensor], ...]
+    solutions: Tensor
 
     @property
     def exact(self) -> bool:
@@ -391,7 +403,7 @@ def exact_rules(operator: LinearOperator, name: str, columns: Tensor | None = No
     matrix = operator._dense() if columns is None else columns.detach().movedim(0, -1)
     values = eigenvalues(check_finite(matrix, name))[None]
     whole = torch.ones(values.shape[:-1], dtype=torch.bool, device="cpu")
-    return GaussRules(values, torch.full_like(values, 1 / values.shape[-1]), whole, ())
+    return GaussRules(values, torch.full_like(values, 1 / values.shape[-1]), whole, (), values[:0])
 
 
 def eigenvalues(matrix: Tensor) -> Tensor:
@@ -408,49 +420,59 @@ def rules(
     drawn: RandomVectors,
     steps: int,
     name: str,
-    look: Callable[[GaussRules], bool],
+    look: Callable[[GaussRules], bool] | None,
     columns: Tensor | None = None,
+    shift: float | None = None,
 ) -> GaussRules:
-    """All eigenvalues where that costs no more; else the rules of random vectors, some at a time.
+    """All eigenvalues where that costs no more; else the rules of random vectors.
 
-    What there is so far `look` sees, and may end it.
+    They are taken some at a time where `look` sees what there is so far, and may end it. For the
+    `shift` see `lanczos`.
     """
     size, dtype = operator._domain.numel, sum_dtype(operator.dtype)
     if drawn.exhaust(drawn.number * steps) or not size:
         return exact_rules(operator, name, columns)
     steps = min(steps, operator.shape[-1])
     together = max(1, BASIS_BYTES // (size * (steps + 1) * torch.empty((), dtype=dtype, device="cpu").element_size()))
-    count = min(together, 8)
-    quadrature = _of(operator, drawn.take(min(count, drawn.number)).to(dtype), steps, name)
-    while not look(quadrature) and len(quadrature.nodes) < drawn.number:
+    count = min(together, 8 if look else drawn.number)
+    quadrature = _of(operator, drawn.take(min(count, drawn.number)).to(dtype), steps, name, shift)
+    while not (look and look(quadrature)) and len(quadrature.nodes) < drawn.number:
         more = drawn.take(min(count, drawn.number - len(quadrature.nodes))).to(dtype)
-        quadrature = _joined(quadrature, _of(operator, more, steps, name))
+        quadrature = _joined(quadrature, _of(operator, more, steps, name, shift))
     return quadrature
 
 
 def _joined(first: GaussRules, second: GaussRules) -> GaussRules:
     pairs = zip(first.coarser, second.coarser, strict=True)
     coarser = tuple((torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])) for a, b in pairs)
-    nodes, weights, whole = (torch.cat(pair) for pair in zip(first[:3], second[:3], strict=True))
-    return GaussRules(nodes, weights, whole, coarser)
+    both = zip((*first[:3], first.solutions), (*second[:3], second.solutions), strict=True)
+    nodes, weights, whole, solutions = (torch.cat(pair) for pair in both)
+    return GaussRules(nodes, weights, whole, coarser, solutions)
 
 
-def _of(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> GaussRules:
-    diagonal, offdiagonal, whole, unit = lanczos(operator, rows, steps, name)
-    lead = rows.shape[:-1]
-    squares = rows.double().square().sum(-1, keepdim=True).cpu() / rows.shape[-1]
-    pairs = [
-        _gauss(diagonal[:, :count], offdiagonal[:, : count - 1]) for count in (steps, -(-steps // 2), -(-steps // 4))
-    ]
-    fine, *coarser = (
-        ((nodes * unit[:, None]).reshape(*lead, -1), weights.reshape(*lead, -1) * squares) for nodes, weights in pairs
-    )
-    return GaussRules(*fine, whole.reshape(lead), tuple(coarser))
+def _of(operator: LinearOperator, rows: Tensor, steps: int, name: str, shift: float | None) -> GaussRules:
+    """The rules of some vectors; steps that were not needed are nodes without a weight."""
+    tridiagonal = lanczos(operator, rows, steps, name, shift)
+    diagonal, offdiagonal, whole, unit, _ = tridiagonal
+    lead, squares = rows.shape[:-1], rows.double().square().sum(-1, keepdim=True).cpu()
+    rules = list[tuple[Tensor, Tensor]]()
+    for part in (1, 2, 4):
+        count, most = -(-diagonal.shape[1] // part), -(-steps // part)
+        pair = _gauss(diagonal[:, :count], offdiagonal[:, : count - 1])
+        nodes, weights = (F.pad(each, (0, most - count)) for each in pair)
+        nodes = (nodes * unit[:, None]).reshape(*lead, most)
+        rules.append((nodes, weights.reshape(*lead, most) * squares / rows.shape[-1]))
+    solutions = rows if shift is None else tridiagonal.solutions(rows, shift)
+    return GaussRules(*rules[0], whole.reshape(lead), tuple(rules[1:]), solutions)
+
+
+def _matrices(diagonal: Tensor, offdiagonal: Tensor) -> Tensor:
+    beside = torch.diag_embed(offdiagonal, 1)
+    return torch.diag_embed(diagonal) + beside + beside.mT
 
 
 def _gauss(diagonal: Tensor, offdiagonal: Tensor) -> tuple[Tensor, Tensor]:
-    T = torch.diag_embed(diagonal) + torch.diag_embed(offdiagonal, 1) + torch.diag_embed(offdiagonal, -1)
-    nodes, vectors = torch.linalg.eigh(T)
+    nodes, vectors = torch.linalg.eigh(_matrices(diagonal, offdiagonal))
     return nodes, vectors[:, 0].square()
 
 
@@ -474,16 +496,33 @@ class Tridiagonal(NamedTuple):
         offdiagonal: The β between them, `(K, steps - 1)`.
         whole: Whether a process has exhausted its space. It goes on with zeros, to which its rule gives no weight.
         unit: What α and β of each are measured in.
+        basis: The v, `(K, steps, D)`.
     """
 
     diagonal: Tensor
     offdiagonal: Tensor
     whole: Tensor
     unit: Tensor
+    basis: Tensor
+
+    def solutions(self, rows: Tensor, shift: float) -> Tensor:
+        """The x = |z| V (T + shift)⁻¹ e of the rows z, whose residuals are along the next v."""
+        ended = F.pad((self.offdiagonal == 0).cumsum(1) > 0, (1, 0))
+        diagonal = torch.where(ended, 1.0, self.diagonal + shift / self.unit[:, None])
+        first = rows.flatten(0, -2).norm(dim=1).double().cpu() / self.unit
+        y, _ = torch.linalg.solve_ex(
+            _matrices(diagonal, self.offdiagonal), F.pad(first[:, None], (0, diagonal.shape[1] - 1))
+        )
+        with as_given(rows):
+            return (y.to(rows).unsqueeze(1) @ self.basis).reshape(rows.shape)
 
 
-def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tridiagonal:
-    """The processes that begin with the given rows, `(K, *batch, D)`."""
+def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str, shift: float | None = None) -> Tridiagonal:
+    """The processes that begin with the given rows z, `(K, *batch, D)`.
+
+    With a shift they end where they know all solutions of (A + shift) x = z: the residual follows
+    from the pivots of T + shift.
+    """
     shape, rows = rows.shape, rows.flatten(0, -2)
     count, size = rows.shape
     eps = torch.finfo(operator.dtype).eps
@@ -497,6 +536,8 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
     torch.div(rows, lengths, out=basis[:, 0])
     norms = unit = rows.new_zeros(count)
     scale = torch.zeros(count, dtype=torch.float64, device="cpu")
+    enough = 0.0 if shift is None else default_rtol(operator.dtype)
+    residual = Residual(shift)
 
     def largest(sizes: Tensor) -> Tensor:
         """Of all processes with the same matrix."""
@@ -518,11 +559,35 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str) -> Tr
             norms[some] = lengths.to(norms)
         norms = norms.where(norms > (10 * eps * scale).to(norms), 0.0)
         offdiagonal[:, j] = norms.double().cpu()
-        if j + 1 == steps or not bool(norms.any()):
+        residual.step(diagonal[:, j], offdiagonal[:, j], unit)
+        if j + 1 == steps or not bool((residual.left.abs() > enough).any()):
             break
         torch.div(w, norms.where(norms > 0, math.inf)[:, None], out=basis[:, j + 1])
-    whole, unit = (norms == 0).cpu(), unit.double().cpu()
-    return Tridiagonal(diagonal, offdiagonal[:, : steps - 1], whole, unit)
+    taken, whole = residual.steps, (residual.left.abs() > enough).logical_not()
+    beside = offdiagonal[:, : taken - 1]
+    return Tridiagonal(diagonal[:, :taken], beside, whole, unit.double().cpu(), basis[:, :taken])
+
+
+class Residual:
+    """What the solutions of (A + shift) x = z in Krylov spaces leave of z.
+
+    Attributes:
+        left: Its length, in that of z; without a shift that of the next vector.
+        steps: After so many.
+    """
+
+    def __init__(self, shift: float | None) -> None:
+        self._shift = shift
+        self._before: Any = 0.0
+        self.left: Any = 1.0
+        self.steps = 0
+
+    def step(self, alpha: Tensor, beta: Tensor, unit: Tensor) -> None:
+        """One more row of T, whose pivot follows from the last one."""
+        self.steps += 1
+        pivot = alpha + (self._shift or 0.0) / unit.double().cpu() - self._before
+        self._before = beta.square() / pivot
+        self.left = beta if self._shift is None else self.left * beta / pivot
 
 
 FEW = 8

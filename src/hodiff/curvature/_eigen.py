@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _settings, _vectors
 from hodiff.curvature._krylov import Basis, norms, orthogonalised, spread
 from hodiff.curvature._links import told
+from hodiff.curvature._matrix import MatrixOperator
 from hodiff.curvature._operator import WAYS, LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
     Callback,
@@ -28,6 +30,7 @@ from hodiff.curvature._probes import (
     warn_not_converged,
 )
 from hodiff.curvature._records import EigenRecord, RadiusRecord
+from hodiff.curvature._solve import solve
 from hodiff.errors import GraphError, InputError
 
 
@@ -56,8 +59,9 @@ def eigsh(
         k: How many eigenpairs.
         which: The `"largest"`, the `"smallest"` (most negative), or those of largest `"magnitude"`.
         create_graph: Whether `value` can be differentiated, as in `hodiff.trace`: a loss to train with. The derivative
-            is that of \(x^\top H x\) with the eigenvector held fixed (Hellmann and Feynman); a
-            second one is refused. For `"largest"` and `"smallest"`; `vectors` are detached.
+            is that of \(x^\top H x\) with the eigenvector held fixed (Hellmann and Feynman); a second
+            one adds \(dx = -(H - \lambda)^{-1} dH\, x\), orthogonal to *x*, and a third is refused.
+            For `"largest"` and `"smallest"`; `vectors` are detached.
         rtol: When a pair has converged: \(\lVert A x - \lambda x \rVert \le\) `rtol` times the largest
             eigenvalue seen (in magnitude). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half
             (5e-2 in bfloat16).
@@ -77,7 +81,7 @@ def eigsh(
     Raises:
         InputError: The operator is not symmetric, or has fewer than *k* columns.
         GraphError: With `create_graph`, an eigenvalue so close to another that it has no derivative of its own, or
-            none that the tolerance can tell; the message gives the gap. A second derivative.
+            none that the tolerance can tell; the message gives the gap. A third derivative.
 
     Warns:
         ConvergenceWarning: The products ran out. The record then holds the best pairs found, with their
@@ -85,8 +89,19 @@ def eigsh(
         HodiffWarning: It is detached, although the operator requires grad (see `create_graph`).
 
     Cost:
-        Often 30 to 150 products; memory for `basis` vectors in double precision, on the operator's
-        device. Below `basis` columns, one product for each, and an exact answer.
+        Often 30 to 150 products. Memory, on the operator's device: `basis` vectors, some *k* more,
+        and what products with *k* vectors take, in the operator's precision (at least single; double
+        where *rtol* is below a hundred of its rounding units). Measured in units of a vector: 30 for
+        one pair of a million parameters, 49 for six; with `basis=10` and `basis=16`, 19 and 41, and
+        as many products. Below `basis` columns, one product for each, and an exact answer.
+
+        With `create_graph`, two differentiable products more for each pair. A first derivative is
+        one pass; a second one takes the systems with \(H - \lambda\), all pairs side by side, by
+        MINRES: the closer the eigenvalues, the more products.
+
+        With `create_graph`, two differentiable products more for each pair. A first derivative is
+        one pass; a second one takes the systems with \(H - \lambda\), all pairs side by side, by
+        MINRES: the closer the eigenvalues, the more products.
 
     Examples:
         >>> import torch, hodiff
@@ -106,50 +121,88 @@ def eigsh(
     with _settings.grad_mode(False):  # one pair more, to know the gap
         more = min(k + 1, operator.shape[0])
         record = _eigenpairs("eigsh", operator, more, which, rtol, products, basis, generator, callback, progress)
-    before = operator.products
-    _check_gaps(record.value, default_rtol(operator.dtype) if rtol is None else rtol, k)
+    before, rtol = operator.products, default_rtol(operator.dtype) if rtol is None else rtol
+    rtol += 10 * torch.finfo(operator.dtype).eps / _relative_gap(record.value, rtol, k)
     rows = record.vectors.T[:k].contiguous()
+    moved = functools.partial(_moved, operator, record.value, rows, rtol)
     with _settings.recording():
-        dtype = _vectors.sum_dtype(operator.dtype)
-        value = _Eigenvalue.apply(normal(rows).to(dtype), operator._recorded_rows(rows).to(dtype))
+        images, dtype = operator._recorded_rows(rows), _vectors.sum_dtype(operator.dtype)
+        u = _Eigenvector.apply(moved, normal(rows), images)
+        live = operator._recorded_rows(u)
+        value = _Eigenvalue.apply(u.to(dtype), images.to(dtype), live.to(dtype))
     spent = record.products + operator.products - before
     return EigenRecord(value, record.vectors[:, :k], record.residual[:k], record.converged, spent)
 
 
-class _Eigenvalue(torch.autograd.Function):
-    """v'Av of eigenvectors v that are held fixed, which is right for a first derivative alone."""
+Moved = Callable[[Tensor], Tensor]
+
+
+def _moved(operator: LinearOperator, values: Tensor, rows: Tensor, rtol: float, w: Tensor) -> Tensor:
+    r"""\(-(A - \lambda)^{-1} w\), of each *w* beside an eigenvector *u*.
+
+    The system has a multiple of \(u u^\top\) more, so that it is regular.
+    """
+    size, beside = float(values.abs().max()), w - (w * rows).sum(-1, keepdim=True) * rows
+    columns = (MatrixOperator(u.unsqueeze(1)) for u in rows)
+    pairs = zip(values, columns, strict=False)
+    systems = (A @ A.T * (size or 1.0) + operator - value for value, A in pairs)
+    options: dict[str, Any] = {"method": "minres", "rtol": rtol, "create_graph": False}
+    x = torch.stack([solve(A, b, **options).value for A, b in zip(systems, beside, strict=True)])
+    return (x * rows).sum(-1, keepdim=True) * rows - x
+
+
+class _Eigenvector(torch.autograd.Function):
+    """u, as a function of A u; in a pass of a first derivative a constant: λ is stationary in u."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, images: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, images)
-        return (rows * images).sum(-1)
+    def forward(ctx: Any, moved: Moved, rows: Tensor, images: Tensor) -> Tensor:
+        ctx.moved = moved
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *w: Tensor) -> tuple[Any, ...]:
+        return None, None, None if torch.is_grad_enabled() else ctx.moved(w[0])  # see `_Twice`
+
+
+class _Eigenvalue(torch.autograd.Function):
+    """u'Au, whose derivative is u'(dA)u; `live` are the images of u that is not constant."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, images: Tensor, live: Tensor) -> Tensor:
+        ctx.save_for_backward(u, images)
+        return (u * images).sum(-1)
 
     @staticmethod
     def backward(ctx: Any, *v: Tensor) -> tuple[Any, ...]:
-        rows, images = ctx.saved_tensors
-        through = v[0].unsqueeze(-1) * rows
-        return None, _FixedVectors.apply(through, images) if torch.is_grad_enabled() else through
+        u, images = ctx.saved_tensors
+        through = v[0].unsqueeze(-1) * u
+        if torch.is_grad_enabled():
+            return None, None, _Twice.apply(through, images)
+        return None, through, None
 
 
-class _FixedVectors(torch.autograd.Function):
-    """The identity, which raises where its result is differentiated: eigenvectors vary."""
+class _Twice(torch.autograd.Function):
+    """The identity; raises where the pass through it is differentiated: u has one derivative."""
 
     @staticmethod
     def forward(ctx: Any, through: Tensor, images: Tensor) -> Tensor:
         return through.view_as(through)
 
     @staticmethod
-    def backward(ctx: Any, *v: Tensor) -> Any:
-        raise GraphError(
-            "eigsh: a second derivative of an eigenvalue needs that of its vector, which is held "
-            f"fixed here. For it: {WAYS['spectral_density']}."
-        )
+    def backward(ctx: Any, *w: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise GraphError(
+                "eigsh: a third derivative of an eigenvalue needs the second one of its vector, "
+                f"which is not known here. For it: {WAYS['spectral_density']}; without it, no "
+                "create_graph=True in the second pass."
+            )
+        return w[0], None
 
 
-def _check_gaps(values: Tensor, rtol: float, k: int) -> None:
-    """Raise where one of the first k eigenvalues is too close to its neighbour for its vector to be known."""
-    gaps = (values[1:] - values[:-1]).abs()[:k]
-    least = 100 * rtol * float(values.abs().max())
+def _relative_gap(values: Tensor, rtol: float, k: int) -> float:
+    """How far apart the first k are; raise where one is too close to another to know its vector."""
+    gaps, size = values.diff().abs()[:k], float(values.abs().max())
+    least = 100 * rtol * size
     if len(gaps) and float(gaps.min()) <= least:
         first = int(gaps.argmin())
         raise GraphError(
@@ -158,6 +211,7 @@ def _check_gaps(values: Tensor, rtol: float, k: int) -> None:
             f"own, and residuals of rtol={rtol:g} do not tell apart what is within {least:.2g}. Train with "
             f"hodiff.trace, or give a smaller rtol."
         )
+    return float(gaps.min()) / size if len(gaps) else 1.0
 
 
 def eigs(
@@ -209,8 +263,8 @@ def eigs(
         HodiffWarning: It is detached, although the operator requires grad (see `create_graph`).
 
     Cost:
-        Often 30 to 150 products; memory for `basis` vectors in double precision, on the operator's
-        device. Below `basis` columns, one product for each, and an exact answer.
+        Often 30 to 150 products; memory as for `hodiff.eigsh`. Below `basis` columns, one product
+        for each, and an exact answer.
 
     Note:
         A small residual is a small error in the matrix. Where that is far from normal, its eigenvalues may be
@@ -271,7 +325,7 @@ def spectral_radius(
         HodiffWarning: It is detached, although the operator requires grad (see `create_graph`).
 
     Cost:
-        Often 20 to 100 products; memory for `basis` vectors in double precision. Of a stack of
+        Often 20 to 100 products; memory for `basis` vectors, as for `hodiff.eigsh`. Of a stack of
         matrices as many for all at once; who has converged costs no more, and a callback is called
         before each restart. Up to 64 columns, all eigenvalues of each: a product for each column.
 
@@ -555,22 +609,29 @@ class Search:
         self.scale = 0.0
         self.complete = False
         self.unit = 0.0
-        # Products round as the operator does; a basis that rounds less keeps the residuals at that level.
-        double = _vectors.sum_dtype(operator.dtype) if operator.device.type == "mps" else torch.float64
         self._eps = torch.finfo(operator.dtype).eps
-        self._locked = torch.empty((0, operator.shape[0]), dtype=double, device=operator.device)
+        # Products round as the operator does; a basis that rounds less keeps residuals at that level.
+        dtype = (
+            _vectors.sum_dtype(operator.dtype)
+            if rtol >= 100 * self._eps or operator.device.type == "mps"
+            else torch.float64
+        )
+        self._locked = torch.empty((0, operator.shape[0]), dtype=dtype, device=operator.device)
         self._values = torch.empty(0, dtype=torch.float64 if symmetric else torch.complex128, device="cpu")
+        self._kind = dtype if symmetric else torch.promote_types(dtype, torch.complex64)
 
     def run(self) -> None:
         """Search, lock what has converged, and search again beside it, until nothing better is left."""
         size = self._operator.shape[0]
         while not self.complete and len(self._locked) < size and self._operator.products < self._limit:
             max_basis = min(self._max_basis, size - len(self._locked))
-            basis = Basis(
-                self._images, self._draw(), max_basis, self._eps,
-                symmetric=self._symmetric, draw=self._draw, locked=self._locked, scale=self.scale,
+            self._grow_and_restart(  # no name keeps one basis while the next is made
+                Basis(
+                    self._images, self._draw(), max_basis, self._eps,
+                    symmetric=self._symmetric, draw=self._draw, locked=self._locked, scale=self.scale,
+                ),
+                max_basis,
             )  # fmt: skip
-            self._grow_and_restart(basis, max_basis)
         if len(self._locked) == size:
             self.complete = True
 
@@ -609,7 +670,8 @@ class Search:
             whole = basis.exhausted or self._operator.products >= self._limit
             wanted = order[: self._k]
             if first:
-                self._show(basis, values[wanted], coordinates[:, wanted], residuals[wanted])
+                best = values[wanted], coordinates[:, wanted], residuals[wanted]
+                self._look(lambda best=best: self._ritz(basis, *best))
             if not first and self._nothing_better(values, residuals, order, tolerance):
                 self.complete = True
                 return
@@ -627,12 +689,10 @@ class Search:
                 basis.restart(*self._subspace(basis.square, values, coordinates, keep))
                 looked = basis.size
 
-    def _show(self, basis: Basis, values: Tensor, coordinates: Tensor, residuals: Tensor) -> None:
-        def best() -> Pairs:
-            rows = coordinates.T.to(basis.vectors.device)
-            return values * self.unit, rows @ basis.vectors[: len(coordinates)].to(rows), residuals * self.unit
-
-        self._look(best)
+    def _ritz(self, basis: Basis, values: Tensor, coordinates: Tensor, residuals: Tensor) -> Pairs:
+        rows = basis.vectors[: len(coordinates)].to(self._kind)
+        with as_given(rows):
+            return values * self.unit, coordinates.T.to(rows) @ rows, residuals * self.unit
 
     def _subspace(self, square: Tensor, values: Tensor, coordinates: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """An orthonormal basis of an invariant subspace of the projection, and the projection on it."""
@@ -659,8 +719,7 @@ class Search:
             return
         inside, square = self._subspace(basis.square, values, coordinates, chosen)
         rows = torch.cat([self._locked, basis.combine(inside)])
-        self._locked, _ = torch.linalg.qr(rows.T)
-        self._locked = self._locked.T.contiguous()
+        self._locked = torch.linalg.qr(rows.T)[0].T.contiguous()
         locked = values[chosen] if self._symmetric else torch.linalg.eigvals(square)
         self._values = torch.cat([self._values, locked])
 
@@ -689,13 +748,14 @@ class Search:
 
     def _projected(self, space: Tensor, images: Tensor) -> Pairs:
         """The k best Ritz pairs in a space, and what is left of their images."""
-        projection = (space @ images.T).cpu().double()
-        values, coordinates = self._pairs((projection + projection.T) / 2 if self._symmetric else projection)
-        order = self._order(values)[: self._k]
-        turn, best = coordinates[:, order].T.to(images.device), values[order].to(images.device)
-        space, images = space.to(turn.dtype), images.to(turn.dtype)
-        vectors = turn @ space
-        return best, vectors, turn @ images - best[:, None] * vectors
+        with as_given(space):
+            projection = (space @ images.T).cpu().double()
+            values, coordinates = self._pairs((projection + projection.T) / 2 if self._symmetric else projection)
+            best = self._order(values)[: self._k]
+            turn = coordinates[:, best].T.to(space.device, self._kind)
+            vectors, images = turn @ space.to(self._kind), turn @ images.to(self._kind)
+        values = values[best].to(turn.device)
+        return values, vectors, images - values.to(turn)[:, None] * vectors
 
 
 def invariant(square: Tensor, order: Callable[[Tensor], Tensor], count: int) -> tuple[Tensor, Tensor]:

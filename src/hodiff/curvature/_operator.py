@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _locks, _settings
+from hodiff._core import _arguments, _call, _locks, _messages, _settings
 from hodiff._core._arguments import SupportsArray
 from hodiff._core._memory import free_bytes, readable
 from hodiff._core._vectors import Leaves, Space, sum_dtype
@@ -187,12 +187,19 @@ class LinearOperator(ABC):
         """Where the vectors live."""
         return self._domain.device
 
-    def __repr__(self) -> str:
+    def _facts(self) -> dict[str, str]:
         *batch, rows, columns = self.shape
-        about = self._about()
-        stack = "".join(f"{number} of " for number in batch)
-        size = f"{stack}{rows} x {columns}, {str(self.dtype).removeprefix('torch.')}"
-        return f"{type(self).__name__}({size}{', ' if about else ''}{about})"
+        return {
+            "size": "".join(f"{number} of " for number in batch) + f"{rows} x {columns}",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "made of": self._about(),
+        }
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(filter(None, self._facts().values()))})"
+
+    def _repr_html_(self) -> str:
+        return _messages.table([*self._facts().items()], type(self).__name__)
 
     # --- copies
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from hodiff._core import _tree
 from hodiff._core._arguments import NoNumber
+from hodiff._core._messages import table
 from hodiff._core._vectors import standard_error
 from hodiff.errors import HodiffError, InputError
 
@@ -39,12 +39,7 @@ class Shown(NoNumber, ABC):
         return f"{type(self).__name__}({', '.join(self._facts().values())})"
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f'<tr><th style="text-align: left">{html.escape(name)}</th>'
-            f'<td style="text-align: left">{html.escape(_bare(text, name))}</td></tr>'
-            for name, text in self._facts().items()
-        )
-        return f"<table><caption>{type(self).__name__}</caption>{rows}</table>"
+        return table([(at, _bare(text, at)) for at, text in self._facts().items()], type(self).__name__)
 
 
 def _bare(text: str, heading: str) -> str:

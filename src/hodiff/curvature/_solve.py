@@ -133,7 +133,8 @@ def solve(
         Of a stack of matrices (`batch_ndim=` of its operator) with up to 64 columns, for GMRES
         without `restart` 256, a product for each column: the dense matrices are solved, and what
         fails goes the way of the others. Not with `iterations`, a `preconditioner`, a `start` or
-        a `callback`.
+        a `callback`. Of a single matrix with up to 256 columns, GMRES that does not end in eight
+        steps goes on likewise, where all products fit into one batched pass.
 
         With `create_graph`, two differentiable products more (of a Hessian an evaluation and two
         passes each), and in the backward pass one more system with the transpose, two for a second
@@ -252,8 +253,9 @@ def attempt(
     product = _rounded(operator, "" if preconditioner is None else _OF_TWO, float(damping))
     plain = start is None and preconditioner is None
     most = 4 * DENSE if method == "gmres" and restart is None else DENSE
-    small = operator._domain.batch and operator.shape[-1] <= min(most, limit)
-    dense = small and plain and iterations is None and callback is None
+    stack = operator._domain.batch
+    small = (stack or most > DENSE) and plain and operator.shape[-1] <= min(most, limit - SOON)
+    dense = stack and small and iterations is None and callback is None
     if plain and not dense:
         product = Measured(product, sides.units)
     make, room = _method(method, operator, restart, scale)
@@ -268,10 +270,10 @@ def attempt(
             block = make(systems, r, at, tolerance, left)
             return block.run((lambda: watch(shown)) if watch.seen else None)
 
-        if dense:
-            x = _dense_solutions(operator, float(damping), sides.rows)
+        by_matrix = functools.partial(_dense_solutions, operator, float(damping), sides)
         if iterations is None:
-            end = solved(attempt, systems, sides, x, tolerance, limit)
+            later = by_matrix if small and not stack else None
+            end = solved(attempt, systems, sides, by_matrix() if dense else x, tolerance, limit, later)
         else:
             end = stepped(attempt, systems, sides, x, iterations, method)
         sides.check_room(end)
@@ -513,20 +515,34 @@ METHODS: dict[Method, type[Block]] = {"cg": ConjugateGradients, "minres": MINRES
 DENSE = 64
 """Of stacks of matrices up to this size, these and their factors are cheaper than iterations.
 
-GMRES, whose basis is as large as the matrix, takes longer up to four times that.
+GMRES, whose basis is as large as the matrix, takes longer up to four times that. Of a single matrix
+it does, too, where all products fit into one batched pass; but systems that end soon come first.
 """
+SOON = 8
+"""So many steps of GMRES; measured, a matrix of 8 to 300 columns and its factors take as long as 1 to 7."""
 
 
-def _dense_solutions(operator: LinearOperator, damping: float, b: Tensor) -> Tensor:
-    """The solutions by the dense matrices of a stack; zeros where these are singular."""
-    matrices = operator._dense().flatten(0, -3).to(torch.promote_types(b.dtype, torch.float32))
+def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides) -> Tensor | None:
+    """The solutions by the dense matrices of a stack; zeros where these are singular.
+
+    Of a single matrix None, where its products do not fit into one pass.
+    """
+    b, size, single = sides.rows, operator.shape[-1], not operator._domain.batch
+    if single and operator._chunk(size) < size:
+        return None
+    matrices = operator._dense().reshape(-1, size, size).to(torch.promote_types(b.dtype, torch.float32))
     matrices.diagonal(dim1=-2, dim2=-1).add_(damping)
-    columns = b.reshape(-1, len(matrices), b.shape[-1]).movedim(0, -1) if len(matrices) else b[:, :, None]
-    x, _ = torch.linalg.solve_ex(matrices, columns)
+    columns = b.reshape(-1, len(matrices), size).movedim(0, -1) if len(matrices) else b[:, :, None]
+    factors, pivots, _ = torch.linalg.lu_factor_ex(matrices)
+    ends = factors.diagonal(dim1=-2, dim2=-1).abs()
+    if single and bool(ends.min() <= 10 * size * torch.finfo(operator.dtype).eps * ends.max()):
+        return torch.zeros_like(b)  # iterations give the smallest of its solutions
+    x = torch.linalg.lu_solve(factors, pivots, columns)
     with as_given(x):
         rest = (columns - matrices @ x).norm(dim=-2, keepdim=True)
     x = torch.where(rest < columns.norm(dim=-2, keepdim=True), x, 0.0)
-    return x.movedim(-1, 0).reshape(b.shape)
+    x = x.movedim(-1, 0).reshape(b.shape)
+    return x * spread(number(sides.units, x), x)
 
 
 def _limit(operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any) -> int:
@@ -578,12 +594,25 @@ def stepped(
 
 
 def solved(
-    run: Callable[..., Solutions], systems: Systems, sides: Sides, x: Tensor | None, rtol: list[float], limit: int
+    run: Callable[..., Solutions],
+    systems: Systems,
+    sides: Sides,
+    x: Tensor | None,
+    rtol: list[float],
+    limit: int,
+    by_matrix: Callable[[], Tensor | None] | None = None,
 ) -> Solutions:
     """Run the method, look at the true residuals, and begin anew from there while that helps.
 
     Rounding makes the residual of a recurrence drift from the true one; a fresh start cures it.
+    What does not end soon begins with the solutions `by_matrix`.
     """
+    if by_matrix is not None:
+        end = solved(run, systems, sides, x, rtol, SOON)
+        if set(end.status) <= {"converged"}:
+            return end
+        x = by_matrix()
+        limit -= SOON if x is None else SOON + x.shape[-1]
     end, r, at = _begun(systems.product, sides, x, rtol)
     while at:
         # The last product is kept for the true residual.

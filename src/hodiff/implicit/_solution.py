@@ -235,7 +235,8 @@ def root(
     Cost:
         Here one evaluation (`order + 1` for higher orders), and a product with \(J^\top\). In the backward pass a
         linear system (a reverse pass for each product) and one pass; products with *J*, which higher derivatives take,
-        have one as well.
+        have one as well. Up to 256 unknowns, without `restart`, a system that does not end in eight
+        products is solved by its matrix, one batched pass, where that fits into memory.
 
     Examples:
         The square root of \(\theta\), whose derivative is \(1 / (2 \sqrt\theta)\):
@@ -587,6 +588,10 @@ class Transposed(LinearOperator):
     def ready(self) -> AbstractContextManager[Any]:
         """The state in which passes may run."""
         return self._graph.resumed() if self._calls_back else _settings.recording()
+
+    def _chunk(self, count: int) -> int:
+        survey = _nodes.survey([part for part in self._residual if part.requires_grad])
+        return min(count, _reverse.auto_chunk(survey, self._graph.leaves))
 
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         with self.ready():

@@ -1,6 +1,7 @@
 """Traces, v'Hv, eigenvalues, solutions and determinants that one trains with: gradients against central differences."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -123,25 +124,99 @@ def test_in_closed_form() -> None:
     agree(top, torch.tensor([0.0, -144.0, 0.0], dtype=D), 1e-7)
 
 
-def test_a_second_derivative_of_an_eigenvalue_is_refused() -> None:
-    """The vectors are held fixed: it would leave their derivatives out, silently."""
-    x = torch.tensor([0.5, -0.3, 1.1], dtype=D, requires_grad=True)
+def mixed(a: Tensor, s: Tensor) -> Tensor:
+    """A symmetric matrix whose eigenvalues are apart."""
+    root = torch.outer(a, s) + torch.diag(a.exp() * torch.arange(1.0, 5, dtype=D))
+    return root @ root.T
+
+
+def quartic(x: Tensor, s: Tensor) -> Tensor:
+    return (x * s).cosh().sum() + (x**4).sum() + x.sum() ** 3
+
+
+def squared(J: Any) -> Any:
+    return J.T @ J
+
+
+EIGENVALUES: dict[str, tuple[Callable[..., hodiff.LinearOperator], Callable[..., Tensor]]] = {
+    "a matrix": (lambda a, s: hodiff.MatrixOperator(mixed(a, s)), mixed),
+    "point, closure, a diagonal": (
+        lambda a, s: 2 * hodiff.HessianOperator(quartic, a, args=(s,)) + hodiff.MatrixOperator(s**3),
+        lambda a, s: 2 * hodiff.hessian(quartic, a, args=(s,), create_graph=True) + torch.diag(s**3),
+    ),
+    "J'J": (
+        lambda a, s: squared(hodiff.JacobianOperator(lambda z: mapped(z, s), a)) + 0.5,
+        lambda a, s: squared(hodiff.jacobian(mapped, a, args=(s,), create_graph=True)) + 0.5 * torch.eye(4, dtype=D),
+    ),
+}
+
+
+@pytest.mark.parametrize(("k", "which"), [(1, "largest"), (2, "smallest"), (4, "largest")])
+@pytest.mark.parametrize("name", EIGENVALUES)
+def test_eigenvalues_twice(name: str, k: int, which: Any) -> None:
+    """Against the dense matrix, and differences of first derivatives; any function of these has the right one."""
+    ours, dense = EIGENVALUES[name]
+    point = [draw(4, seed=1).requires_grad_(), (draw(4, seed=2).abs() + 0.5).requires_grad_()]
+    w, v = draw(k, seed=3), draw(8, seed=4)
+
+    def loss(a: Tensor, s: Tensor) -> Tensor:
+        values = hodiff.eigsh(ours(a, s), k, which=which, rtol=1e-12, create_graph=True).value
+        return values.sin() @ w
+
+    def expected(a: Tensor, s: Tensor) -> Tensor:
+        values = torch.linalg.eigvalsh(dense(a, s))
+        return (values[:k] if which == "smallest" else values.flip(0)[:k]).sin() @ w
+
+    found = []
+    for f in (loss, expected):
+        first = torch.cat(torch.autograd.grad(f(*point), point, create_graph=True))
+        found.append([first.detach(), *torch.autograd.grad(first.sin() @ v + f(*point), point)])
+    agree(*found, 1e-8)
+    assert torch.autograd.gradgradcheck(loss, point, atol=1e-5, fast_mode=True)
+
+
+def test_second_derivatives_of_eigenvalues_inside_other_calls() -> None:
+    x = torch.tensor([0.5, -0.3, 1.1], dtype=D)
     f = lambda z: (z**4).sum() + z.prod()
-    top = lambda z: hodiff.eigsh(hodiff.HessianOperator(f, z), 1, create_graph=True).value.sum()
-    (first,) = torch.autograd.grad(top(x), x, create_graph=True)
+    top = lambda z: hodiff.eigsh(hodiff.HessianOperator(f, z), 1).value.sum()
     wanted = lambda z: torch.linalg.eigvalsh(hodiff.hessian(f, z, create_graph=True))[-1]
-    torch.testing.assert_close(first, hodiff.grad(wanted, x), rtol=1e-6, atol=1e-8)
-    words = r"second derivative of an eigenvalue .*torch\.linalg\.eigvalsh"
-    with pytest.raises(hodiff.GraphError, match=words):
-        first.sum().backward()
-    with pytest.raises(hodiff.GraphError, match=words):
-        hodiff.hvp(top, x, torch.ones_like(x))
-    matrix = torch.diag(x).clone()
-    (first,) = torch.autograd.grad(
-        hodiff.eigsh(hodiff.MatrixOperator(matrix), 1, create_graph=True).value, x, create_graph=True
-    )
-    with pytest.raises(hodiff.GraphError, match=words):
-        first.square().sum().backward()
+    agree(hodiff.hessian(top, x), hodiff.hessian(wanted, x), 1e-8)
+    agree(hodiff.hvp(top, x, torch.ones_like(x)), hodiff.hvp(wanted, x, torch.ones_like(x)), 1e-8)
+    third = lambda z: hodiff.hvp(top, z, torch.ones_like(z)).sum()
+    with pytest.raises(hodiff.GraphError, match=r"third derivative of an eigenvalue .*torch\.linalg\.eigvalsh"):
+        hodiff.grad(third, x)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "through LayerNorm"])
+def test_second_derivatives_of_eigenvalues_by_parameters(norm: bool) -> None:
+    model = network(norm)
+
+    def slope(model: nn.Module) -> Tensor:
+        value = hodiff.eigsh(operator(model), 2, rtol=1e-11, create_graph=True).value @ torch.tensor([1.0, -2.0]).to(D)
+        first = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
+        return torch.cat([part.reshape(-1) for part in first]) @ draw(size(model), seed=31)
+
+    def detached(model: nn.Module) -> Tensor:
+        with torch.enable_grad():
+            return slope(model).detach()
+
+    found, along = gradient(slope, model), draw(size(model), seed=32)
+    assert float(found @ along) == pytest.approx(differences(detached, model, along), rel=2e-5)
+
+
+def test_second_derivatives_of_eigenvalues_take_products_alone() -> None:
+    """Of a matrix of 200 columns, each system in fewer products than it has; a first derivative takes none."""
+    a = torch.linspace(1, 3, 200, dtype=D).square().requires_grad_()
+    u = torch.linalg.qr(draw(200, 200)).Q[0]
+    H = hodiff.MatrixOperator(a) + hodiff.MatrixOperator(0.5 * torch.outer(u, u), symmetric=True)
+    value = hodiff.eigsh(H, 2, rtol=1e-12, create_graph=True).value.sum()
+    spent = H.products
+    (first,) = torch.autograd.grad(value, a, create_graph=True)
+    assert H.products == spent
+    (second,) = torch.autograd.grad(first @ u, a)
+    assert spent < H.products <= spent + 400
+    dense = lambda a: torch.linalg.eigvalsh(torch.diag(a) + 0.5 * torch.outer(u, u))[-2:].sum()
+    agree(second, hodiff.hvp(dense, a, u), 1e-8)
 
 
 def test_inside_the_function_of_another_call_it_is_differentiated_by_default() -> None:
@@ -333,6 +408,28 @@ def test_the_gradient_of_an_estimated_log_determinant_is_of_the_vectors_that_wer
     z = hodiff._core._vectors.draw((4, 40), scale.detach(), "rademacher", torch.Generator().manual_seed(3))
     expected = (torch.linalg.solve(A + torch.eye(40, dtype=D), z.T).T * z).mean(0)
     agree(torch.autograd.grad(value, scale)[0], expected, 1e-7)
+
+
+@pytest.mark.parametrize("layout", ["one", "stack"])
+def test_a_log_determinant_ends_with_the_solutions_that_its_derivative_takes(layout: str) -> None:
+    """Ten vectors, in blocks of eight and two; of the fifty steps that each may take, few are."""
+    a, Z, shift = torch.linspace(1, 2, 300, dtype=D), draw(10, 2, 300), torch.tensor(0.1, dtype=D, requires_grad=True)
+    a = torch.stack([a, a**6]) if layout == "stack" else a
+    Z = Z if layout == "stack" else Z[:, 0]
+    a.requires_grad_()
+    operator = hodiff.MatrixOperator(a, batch_ndim=a.ndim - 1)
+    value = hodiff.logdet(operator, vectors=[Z] if layout == "stack" else Z.T, shift=shift, create_graph=True).value
+    spent, least = operator.products, 10 * a[..., 0].numel()
+    assert spent <= 40 * least
+    agree(value.detach(), (Z**2 * (a + shift).log()).mean(0).sum(-1).detach(), 1e-10)
+    first = torch.autograd.grad(value.sum(), (a, shift), create_graph=True)
+    expected = (Z**2 / (a + shift)).mean(0)
+    agree([part.detach() for part in first], [expected.detach(), expected.sum().detach()], 1e-7)
+    second = torch.autograd.grad(first[1], a)[0]
+    agree(second, -((Z / (a + shift)) ** 2).mean(0).detach(), 1e-6)
+    spent = operator.products
+    torch.autograd.grad(hodiff.logdet(operator, vectors=[Z], shift=0.1, create_graph=True).value.sum(), a)
+    assert operator.products - spent <= 44 * least
 
 
 def test_the_value_of_a_differentiable_solution_is_that_of_the_detached_one() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import hodiff
+from tests.support.ledger import Ledger
 from tests.support.modules import two_layers
 from tests.support.operators import D, X, draw
 from tests.support.properties import agree
@@ -251,6 +252,33 @@ def test_products_that_are_not_finite_are_named() -> None:
     ):
         with pytest.raises(hodiff.GraphError, match=r"a product is not finite"):
             call(hodiff.MatrixOperator(A))
+
+
+class Peak(Ledger):
+    """The most bytes alive after an operation."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, self.alive())
+        return result
+
+
+@pytest.mark.parametrize(("rtol", "most"), [(1e-4, 42), (1e-6, 75)])
+def test_the_memory_of_a_basis(rtol: float, most: int) -> None:
+    """In vectors of the operator's dtype: one basis of twenty, what is combined of it, and none of an earlier search.
+
+    A basis of single precision, unless residuals are asked for that its rounding would hide.
+    """
+    expected = torch.linspace(-1, 1, 400, dtype=D) ** 15
+    turn = torch.linalg.qr(draw(400, 400))[0]
+    operator = hodiff.MatrixOperator((turn @ expected.diag() @ turn.T).float())
+    with Peak() as ledger:
+        found = hodiff.eigsh(operator, 2, basis=20, rtol=rtol, generator=seeded(0))
+    assert found.converged
+    torch.testing.assert_close(found.value.double(), expected.flip(0)[:2], rtol=1e-5, atol=0)
+    assert ledger.most / (4 * 400) <= most
 
 
 def test_what_eigs_is_given_is_left_alone() -> None:

@@ -325,6 +325,9 @@ def test_no_log_determinant_of_what_is_not_positive(steps: int) -> None:
             hodiff.logdet(with_spectrum(values), vectors=draw(N, 4), steps=steps if values[0] < 0 else 60)
     with pytest.raises(hodiff.InputError, match="larger shift="):
         hodiff.logdet(with_spectrum(SPECTRA["singular"]))
+    assert float(
+        hodiff.logdet(hodiff.MatrixOperator(2 * torch.eye(3, dtype=D)), samples=1, steps=1).value
+    ) == pytest.approx(3 * math.log(2))
     found = hodiff.logdet(with_spectrum(SPECTRA["spread"]), shift=6, vectors=draw(N, 4).sign())
     assert abs(float(found.value) - float((SPECTRA["spread"] + 6).log().sum())) <= 5 * float(found.stderr)
 

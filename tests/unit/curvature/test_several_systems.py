@@ -49,8 +49,9 @@ def test_each_is_solved_as_if_it_were_alone(method: str) -> None:
     B[:, 4] = A @ torch.linalg.eig(A)[1][:, 0].real
     B[:, 5] = A @ (A @ B[:, 0])
     operator = hodiff.MatrixOperator(A)
-    found = hodiff.solve(operator, B, method=method)
-    alone = [hodiff.solve(operator, b, method=method) for b in B.T]
+    options = {"restart": 60} if method == "gmres" else {}  # not by the matrix, which all have in common
+    found = hodiff.solve(operator, B, method=method, **options)
+    alone = [hodiff.solve(operator, b, method=method, **options) for b in B.T]
     for k, one in enumerate(alone):
         agree(found.value[:, k] / B[:, k].norm().clamp_min(1e-300), one.value / B[:, k].norm().clamp_min(1e-300), 1e-6)
     assert found.converged.tolist() == [one.converged for one in alone] == [True] * 6
@@ -322,4 +323,4 @@ def test_the_systems_of_a_log_determinant_are_solved_side_by_side(monkeypatch: p
     )
     (found,) = torch.autograd.grad(value, a)
     agree(found, 1 / a.detach(), 1e-6)  # of a diagonal matrix, signs know it
-    assert asked == [4] * 4
+    assert asked == [4]  # the processes have solved them; one look at what is left

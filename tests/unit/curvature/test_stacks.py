@@ -351,7 +351,7 @@ def test_processes_of_each_stay_orthogonal(processes: int) -> None:
     values = torch.cat([torch.logspace(-6, 1, 77, dtype=D), torch.tensor([3e2, 4e3, 5e4], dtype=D)])
     A = q @ (values[:, None] * q.mT) * torch.tensor([1.0, 1e-9, 1e9], dtype=D)[:, None, None]
     operator = hodiff.MatrixOperator((A + A.mT) / 2, batch_ndim=1)
-    diagonal, beside, _, unit = _density.lanczos(operator, draw(processes, 3, 80, seed=1), 60, "test")
+    diagonal, beside, _, unit, _ = _density.lanczos(operator, draw(processes, 3, 80, seed=1), 60, "test")
     T = torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
     top = torch.linalg.eigvalsh(T)[:, -4:] * unit[:, None]
     sizes = torch.tensor([1.0, 1e-9, 1e9], dtype=D).repeat(processes)[:, None]

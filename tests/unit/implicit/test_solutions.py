@@ -483,6 +483,25 @@ def test_the_backward_pass_is_one_system_and_one_evaluation(monkeypatch: pytest.
     assert products <= 15  # 12 unknowns, and a look at the residual
 
 
+def test_the_conditions_of_a_quadratic_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the equations of the active constraints; GMRES alone takes a pass for each unknown, 80 of them."""
+    n, active = 40, 15
+    Q, G = randn(n, n, seed=1), randn(n, n, seed=2)
+    Q, x = Q @ Q.T / n + 0.1 * torch.eye(n, dtype=D), randn(n, seed=3)
+    forces = torch.cat([randn(active, seed=4).abs() + 0.1, torch.zeros(n - active, dtype=D)])
+    h = G @ x + (forces == 0).double() * (randn(n, seed=5).abs() + 0.1)
+    p = (-(Q @ x) - G.T @ forces).requires_grad_()
+    conditions = lambda z: {"x": Q @ z["x"] + p + G.T @ z["forces"], "forces": z["forces"] * (G @ z["x"] - h)}
+    solution, passes, one = root(conditions, {"x": x, "forces": forces}), [], _solution.Transposed._times
+    monkeypatch.setattr(_solution.Transposed, "_times", lambda J, v: (passes.append(v), one(J, v))[1])
+    (found,) = torch.autograd.grad(solution["x"] @ randn(n, seed=6), p)
+    K = torch.zeros(n + active, n + active, dtype=D)
+    K[:n, :n], K[:n, n:], K[n:, :n] = Q, G[:active].T, G[:active]
+    v = torch.cat([randn(n, seed=6), torch.zeros(active, dtype=D)])
+    assert relative_error(found, -torch.linalg.solve(K, v)[:n]) < 1e-7
+    assert len(passes) <= 10
+
+
 def test_a_product_with_the_hessian_takes_three_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adjoint; how the solution moves; how the adjoint moves. Four and a half were taken once."""
     count = Count(monkeypatch)
