@@ -19,11 +19,14 @@ from hodiff._core._vectors import generic
 from hodiff.calculus._first import tall_jacobian
 from hodiff.calculus._per_sample import GROUP, Samples, check_not_crossed
 from hodiff.curvature._damped_system import DampedStep, DampedSystem, flat
+from hodiff.curvature._newton import Rateless, undoing
 from hodiff.curvature._records import LeastSquaresRecord
 from hodiff.errors import HodiffWarning, InputError
 
 ROUNDING = 1e-12
 """Decreases below this part of the loss are rounding: a step is then judged by its length."""
+DEVIATIONS = 4
+"""How many standard deviations of the loss, by rounding of the residuals, are rounding."""
 SHORTER = 0.9
 """Steps below rounding go on while each is shorter than the last by this factor."""
 SUFFICIENT = 1e-4
@@ -47,7 +50,7 @@ _State = dict[str, float]
 """What a step leaves to the next: damping, its growth, the scale, the last length and norm."""
 
 
-class LevenbergMarquardt(torch.optim.Optimizer):
+class LevenbergMarquardt(Rateless):
     r"""Levenberg's and Marquardt's method: nonlinear least squares, as an optimiser on residuals.
 
     The loss is **half the sum of the squares** of all that the functions return,
@@ -144,6 +147,12 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         "geodesic acceleration").
     """
 
+    _own = (
+        *("_functions", "_where", "_damping", "_momentum", "_least"),
+        *("_search", "_tries", "_budget", "_warned", "last"),
+    )
+    _known: _Trial | None = None
+
     def __init__(
         self,
         residuals: Callable[..., Tensor] | Sequence[Callable[..., Tensor]],
@@ -161,9 +170,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         good = [callable(f) and not isinstance(f, Tensor) for f in self._functions]
         if not good or not all(good):
             raise InputError("residuals: expected a function of where and a batch, or a list of such.")
-        _check_number(damping, "damping", above=True)
-        _check_number(0 if min_damping is None else min_damping, "min_damping")
-        _check_number(momentum, "momentum", below=1.0)
+        _arguments.check_positive(damping, "damping")
+        _arguments.check_number(0 if min_damping is None else min_damping, "min_damping", least=0)
+        _arguments.check_number(momentum, "momentum", least=0, below=1.0)
         self._damping, self._momentum = float(damping), float(momentum)
         self._least = min_damping
         self._search = search if search is None else _arguments.is_set(search, "search")
@@ -172,19 +181,11 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         self._budget = memory_budget
         self._where, self._warned = where, set[int]()
         self.last: LeastSquaresRecord | None = None
-        self._known: _Trial | None = None
         tensors = call(lambda where: None, where, passes=1, create_graph=False).where.tensors
         try:
             super().__init__(tensors, {})
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(f"where: {error}; expected leaves, to be changed.") from error
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy, or a pickle, has: PyTorch's own optimisers keep it in the groups."""
-        names = ("_functions", "_where", "_damping", "_momentum", "_least")
-        names += ("_search", "_tries", "_budget", "_warned", "last")
-        kept = {name: getattr(self, name) for name in names}
-        return super().__getstate__() | kept | {"_known": None}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a second group: *where* is one point."""
@@ -204,13 +205,12 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             The loss before the step, half the sum of the squares.
         """
         batches = batches or (None,) * len(self._functions)
-        for batch in batches:
-            if callable(batch) and not isinstance(batch, Tensor):
-                raise InputError(
-                    "step: got a closure. LevenbergMarquardt needs the residuals themselves, not the "
-                    "sum of their squares: give LevenbergMarquardt(residuals, model) a function that "
-                    "returns them, and step(batch) its batch; nothing calls backward()."
-                )
+        if any(callable(batch) and not isinstance(batch, Tensor) for batch in batches):
+            raise InputError(
+                "step: got a closure. LevenbergMarquardt needs the residuals themselves, not the sum "
+                "of their squares: give LevenbergMarquardt(residuals, model) a function that "
+                "returns them, and step(batch) its batch; nothing calls backward()."
+            )
         if len(batches) != len(self._functions):
             raise InputError(
                 f"step: got {len(batches)} batches for {len(self._functions)} functions of residuals; "
@@ -218,9 +218,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             )
         with _locks.ThreadClaim(self):  # of several threads one steps
             known, self._known = self._known, None
-            value = self._stepped(batches, known)
-            while value is None:
-                value = self._stepped(batches, None)
+            while (value := self._stepped(batches, known)) is None:
+                known = None
             return value
 
     def _stepped(self, batches: Sequence[Any], known: _Trial | None) -> Tensor | None:
@@ -353,7 +352,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             warnings.warn(
                 f"residuals[{number}]: cannot be taken sample by sample: under torch.vmap it fails, or "
                 f"gives other residuals or derivatives than the whole batch (len(x) is 1 there: divide "
-                f"by a number from outside; BatchNorm mixes samples, dropout draws; for torch.autograd.grad and "
+                f"by a number from outside, and put data of the samples into the batch, as (x, y); "
+                f"BatchNorm mixes samples, dropout draws; for torch.autograd.grad and "
                 f"hodiff.grad take hodiff's fields: partials). The Jacobian costs a pass for each residual{at}.",
                 HodiffWarning,
                 stacklevel=_arguments.outside() + 1,  # PyTorch puts a function around `step`
@@ -460,21 +460,13 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         return self._momentum * flat(changes, tensors[0].device)
 
     def _take(self, tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-        before = [tensor.detach().clone() for tensor in tensors]
-
-        def put_back() -> None:
-            with _settings.grad_mode(False):
-                for tensor, old in zip(tensors, before, strict=True):
-                    tensor.copy_(old)
-
-        undo: _settings.Undo = [put_back]
+        undo = undoing(tensors)
         try:
             with _settings.grad_mode(False):
                 for tensor, leaf in zip(tensors, leaves, strict=True):
+                    if self._momentum:
+                        self.state[tensor]["change"] = leaf.detach() - tensor
                     tensor.copy_(leaf.detach())
-            if self._momentum:
-                for tensor, old in zip(tensors, before, strict=True):
-                    self.state[tensor]["change"] = tensor.detach() - old
             undo.clear()
         finally:
             _settings.undo_all(undo)
@@ -559,9 +551,11 @@ class _Trials:
 
     def rounding(self) -> float:
         """A change of the loss that rounding makes, of the residuals or of the parameters."""
+        loss, rows = self._system.loss, max(1, len(self._system.r))
         eps = max(torch.finfo(leaf.dtype).eps for leaf in self._graph.leaves)
-        parameters = (eps * float((self._system.norms * self._start).norm())) ** 2
-        return max(ROUNDING * self._system.loss, parameters)
+        # About what the residuals round by: they may be small differences of large terms.
+        change = eps * float((self._system.norms * self._start).norm())
+        return max(ROUNDING * loss, change**2, DEVIATIONS * change * math.sqrt(2 * loss / rows))
 
     def __call__(self, change: Tensor) -> _Trial:
         """What a step leads to; recorded, for the next step may begin with it."""
@@ -606,10 +600,3 @@ def _check_apart(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
                 f"(.clone())."
             )
         last, end = name, start + span * x.element_size()
-
-
-def _check_number(value: Any, name: str, *, above: bool = False, below: float = math.inf) -> None:
-    if not _arguments.is_number(value) or value < 0 or (above and not value) or value >= below:
-        most = f", below {below:g}" if below < math.inf else ""
-        least = "above" if above else "of at least"
-        raise InputError(f"{name}: got {value!r}, expected a number {least} 0{most}.")

@@ -29,7 +29,34 @@ GOOD = 0.75
 """What part it must keep for the radius to double."""
 
 
-class NewtonCG(torch.optim.Optimizer):
+class Rateless(torch.optim.Optimizer):
+    """An optimiser that chooses the length of its steps: who schedules a learning rate is told."""
+
+    # What a copy, or a pickle, has: PyTorch's own optimisers keep all their options in the groups.
+    _own: tuple[str, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: getattr(self, name) for name in self._own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.param_groups = [*map(_Group, self.param_groups)]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(_Group(param_group))
+
+
+class _Group(dict[str, Any]):
+    """Options and parameters. What else is asked for is what schedules a learning rate."""
+
+    def __missing__(self, key: str) -> Any:
+        raise InputError(
+            f"{key}: this optimiser has no learning rate, for it chooses the length of each step "
+            f"itself; there is nothing to schedule."
+        )
+
+
+class NewtonCG(Rateless):
     r"""Newton's method with conjugate gradients in a trust region, as a PyTorch optimiser.
 
     A step minimises the quadratic model
@@ -82,6 +109,8 @@ class NewtonCG(torch.optim.Optimizer):
         Numerical Optimization, algorithms 4.1 and 7.2. doi:10.1007/978-0-387-40065-5.
     """
 
+    _own = ("_limit", "_rtol", "_first_radius", "last")
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -92,6 +121,7 @@ class NewtonCG(torch.optim.Optimizer):
         products: int | None = None,
     ) -> None:
         _arguments.check_positive(radius, "radius")
+        _arguments.check_number(damping, "damping", least=0)
         if rtol is not None:
             _arguments.check_positive(rtol, "rtol")
         self._limit = 50 if products is None else _arguments.check_integer(products, "products", least=1)
@@ -101,11 +131,6 @@ class NewtonCG(torch.optim.Optimizer):
             super().__init__(params, {"damping": damping})
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(f"params: {error}; expected model.parameters(), or a list of groups.") from error
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy, or a pickle, has: PyTorch's own optimisers keep all their options in the groups."""
-        own = {name: getattr(self, name) for name in ("_limit", "_rtol", "_first_radius", "last")}
-        return super().__getstate__() | own
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with its `damping` checked."""
@@ -174,21 +199,14 @@ class NewtonCG(torch.optim.Optimizer):
         random: _settings.RandomState,
     ) -> NewtonRecord:
         """Take the step, look at the loss there, and undo it where that is not small enough."""
-        before = [tensor.detach().clone() for tensor in point.tensors]
-
-        def put_back() -> None:
-            with _settings.grad_mode(False):
-                for tensor, old in zip(point.tensors, before, strict=True):
-                    tensor.copy_(old)
-
-        undo: _settings.Undo = [put_back]
+        undo = undoing(point.tensors)
         try:
             with _settings.grad_mode(False):
                 for tensor, change in zip(point.tensors, step, strict=True):
                     tensor.add_(change)
             value = float(_again(closure, point.tensors, random, record=False))
             # Near the minimum both decreases are rounding errors; then the step is good.
-            noise = 10 * torch.finfo(before[0].dtype).eps * abs(record.value)
+            noise = 10 * torch.finfo(point.tensors[0].dtype).eps * abs(record.value)
             ratio = (record.value - value + noise) / (record.decrease + noise) if record.decrease + noise else 1.0
             ratio = ratio if math.isfinite(value) else -math.inf
             accepted = ratio > SUFFICIENT
@@ -330,3 +348,15 @@ def _to_boundary(s: Tensor, d: Tensor, radius: float) -> float:
     gap = max(0.0, radius**2 - dots(s, s))
     root = math.sqrt(sd**2 + dd * gap)
     return gap / (sd + root) if sd > 0 else (root - sd) / dd
+
+
+def undoing(tensors: Sequence[Tensor]) -> _settings.Undo:
+    """What gives tensors their values back."""
+    before = [tensor.detach().clone() for tensor in tensors]
+
+    def put_back() -> None:
+        with _settings.grad_mode(False):
+            for tensor, old in zip(tensors, before, strict=True):
+                tensor.copy_(old)
+
+    return [put_back]

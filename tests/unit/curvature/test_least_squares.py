@@ -1,4 +1,4 @@
-"""`LevenbergMarquardt`: steps against the SVD's, curves with certified answers, refusals, and what must not change."""
+"""`LevenbergMarquardt`: steps against the SVD's, refusals, and what must not change."""
 
 import copy
 import math
@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from scipy.optimize import least_squares
 from torch import nn
 
 import hodiff
@@ -34,11 +33,12 @@ def graded(rows, columns, decades=8):
 # --- a step
 
 
-@pytest.mark.parametrize("shape", [(60, 20), (20, 60)], ids=["parameters", "samples"])
+@pytest.mark.parametrize("shape", [(60, 20), (20, 60), (300, 320)], ids=["parameters", "samples", "in blocks"])
 @pytest.mark.parametrize(
-    ("part", "tolerance"), [(1e-2, 1e-10), (1e-4, 1e-10), (1e-6, 1e-6), (1e-8, 1e-6), (1e-10, 1e-6)]
+    ("part", "tolerance"), [(1e-2, 1e-11), (1e-4, 1e-11), (1e-6, 1e-10), (1e-8, 1e-10), (1e-10, 1e-9)]
 )
 def test_a_step_is_that_of_the_svd(shape, part, tolerance):
+    """Refined once: by Cholesky alone the last three lose two to four digits more."""
     A, b = graded(*shape), torch.randn(shape[0], dtype=D, generator=generator(1))
     x = torch.zeros(shape[1], dtype=D)
     scale = float(A.square().sum(0).max())
@@ -206,57 +206,6 @@ def test_products_serve_momentum_and_the_search():
     assert all(after <= before for before, after in pairwise(losses)) and losses[-1] < 0.01 * losses[0]
 
 
-# --- curves. Data and certified values: NIST StRD, https://www.itl.nist.gov/div898/strd, a work of the US government.
-
-exp = torch.exp
-CURVES = {
-    "BoxBOD": (
-        lambda b, x: b[0] * (1 - exp(-b[1] * x)),
-        [1, 2, 3, 5, 7, 10],
-        [109, 149, 149, 191, 213, 224],
-        [(1.0, 1.0), (100.0, 0.75)],
-        [2.1380940889e02, 5.4723748542e-01],
-    ),
-    "Misra1a": (
-        lambda b, x: b[0] * (1 - exp(-b[1] * x)),
-        [77.6, 114.9, 141.1, 190.8, 239.9, 289.0, 332.8, 378.4, 434.8, 477.3, 536.8, 593.1, 689.1, 760.0],
-        [10.07, 14.73, 17.94, 23.93, 29.61, 35.18, 40.02, 44.82, 50.76, 55.05, 61.01, 66.40, 75.47, 81.78],
-        [(500.0, 0.0001), (250.0, 0.0005)],
-        [2.3894212918e02, 5.5015643181e-04],
-    ),
-    "MGH09": (
-        lambda b, x: b[0] * (x**2 + x * b[1]) / (x**2 + x * b[2] + b[3]),
-        [4, 2, 1, 0.5, 0.25, 0.167, 0.125, 0.1, 0.0833, 0.0714, 0.0625],
-        [0.1957, 0.1947, 0.1735, 0.1600, 0.0844, 0.0627, 0.0456, 0.0342, 0.0323, 0.0235, 0.0246],
-        [(25.0, 39.0, 41.5, 39.0), (0.25, 0.39, 0.415, 0.39)],
-        [1.9280693458e-01, 1.9128232873e-01, 1.2305650693e-01, 1.3606233068e-01],
-    ),
-    "Lanczos": (  # its data are the formula's
-        lambda b, x: b[0] * exp(-b[1] * x) + b[2] * exp(-b[3] * x) + b[4] * exp(-b[5] * x),
-        [0.05 * k for k in range(24)],
-        None,
-        [(1.2, 0.3, 5.6, 5.5, 6.5, 7.6), (0.5, 0.7, 3.6, 4.2, 4.0, 6.3)],
-        [0.0951, 1.0, 0.8607, 3.0, 1.5576, 5.0],
-    ),
-}
-
-
-@pytest.mark.parametrize("start", [0, 1])
-@pytest.mark.parametrize("name", CURVES)
-def test_curves_to_the_last_digits(name, start):
-    curve, x, y, starts, certified = CURVES[name]
-    x, b = tensor(*x), tensor(*starts[start])
-    y = curve(tensor(*certified), x) if y is None else tensor(*y)
-    optimizer = hodiff.LevenbergMarquardt(lambda b: curve(b, x) - y, b)
-    for _ in range(400):
-        optimizer.step()
-        if optimizer.last.converged:
-            break
-    digits = 9.5 if name != "Lanczos" else 8  # its condition number is 1e8
-    assert float(((b - tensor(*certified)) / tensor(*certified)).abs().max()) < 10**-digits
-    assert optimizer.last.converged and "rounding allows no better" in optimizer.last.message
-
-
 @pytest.mark.parametrize("search", [False, True])
 def test_damping_that_holds_a_parameter_back_is_no_minimum(search):
     """One parameter is felt 1e9 times less than the other: damped as much, it promises no decrease of the loss."""
@@ -267,72 +216,6 @@ def test_damping_that_holds_a_parameter_back_is_no_minimum(search):
         optimizer.step()
         assert not optimizer.last.converged or float((scales * b - 1).abs().max()) < 1e-5
     assert optimizer.last.converged is not search  # the search keeps some damping, and is still on its way
-
-
-def helix(x):
-    theta = torch.atan2(x[1], x[0]) / (2 * math.pi)
-    return torch.stack([10 * (x[2] - 10 * theta), 10 * (x[:2].norm() - 1), x[2]])
-
-
-T = torch.arange(1, 11, dtype=D) / 10
-MORE_GARBOW_HILLSTROM = {
-    "Rosenbrock": (lambda x: torch.stack([10 * (x[1] - x[0] ** 2), 1 - x[0]]), (-1.2, 1.0)),
-    "Freudenstein and Roth": (
-        lambda x: torch.stack(
-            [-13 + x[0] + ((5 - x[1]) * x[1] - 2) * x[1], -29 + x[0] + ((x[1] + 1) * x[1] - 14) * x[1]]
-        ),
-        (0.5, -2.0),
-    ),
-    "Powell, badly scaled": (
-        lambda x: torch.stack([1e4 * x[0] * x[1] - 1, exp(-x[0]) + exp(-x[1]) - 1.0001]),
-        (0.0, 1.0),
-    ),
-    "Brown, badly scaled": (lambda x: torch.stack([x[0] - 1e6, x[1] - 2e-6, x[0] * x[1] - 2]), (1.0, 1.0)),
-    "Beale": (
-        lambda x: torch.stack([c - x[0] * (1 - x[1] ** k) for k, c in ((1, 1.5), (2, 2.25), (3, 2.625))]),
-        (1.0, 1.0),
-    ),
-    "Jennrich and Sampson": (
-        lambda x: torch.stack([2 + 2 * i - (exp(i * x[0]) + exp(i * x[1])) for i in range(1, 11)]),
-        (0.3, 0.4),
-    ),
-    "helical valley": (helix, (-1.0, 0.0, 0.0)),
-    "Box": (lambda x: exp(-T * x[0]) - exp(-T * x[1]) - x[2] * (exp(-T) - exp(-10 * T)), (0.0, 10.0, 20.0)),
-    "Powell, singular": (
-        lambda x: torch.stack(
-            [x[0] + 10 * x[1], 5**0.5 * (x[2] - x[3]), (x[1] - 2 * x[2]) ** 2, 10**0.5 * (x[0] - x[3]) ** 2]
-        ),
-        (3.0, -1.0, 0.0, 1.0),
-    ),
-    "Wood": (
-        lambda x: torch.stack(
-            [
-                10 * (x[1] - x[0] ** 2), 1 - x[0], 90**0.5 * (x[3] - x[2] ** 2), 1 - x[2],
-                10**0.5 * (x[1] + x[3] - 2), (x[1] - x[3]) / 10**0.5,
-            ]
-        ),
-        (-3.0, -1.0, -3.0, -1.0),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MORE_GARBOW_HILLSTROM)
-def test_no_higher_than_scipy(name):
-    f, start = MORE_GARBOW_HILLSTROM[name]
-    x = tensor(*start)
-    optimizer = hodiff.LevenbergMarquardt(f, x)
-    for _ in range(300):
-        optimizer.step()
-        if optimizer.last.converged:
-            break
-    theirs = least_squares(
-        lambda x: f(torch.tensor(x)).numpy(),
-        start,
-        jac=lambda x: hodiff.jacobian(f, torch.tensor(x)).numpy(),
-        method="lm", xtol=1e-15, ftol=1e-15, gtol=1e-15,
-    )  # fmt: skip
-    cost = float(f(x).square().sum()) / 2
-    assert cost <= theirs.cost * (1 + 1e-8) + 1e-24
 
 
 # --- training
@@ -614,6 +497,20 @@ def test_single_precision_is_solved_in_double():
     assert optimizer.last.residual < 1e-3 and all(p.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("several", [False, True], ids=["(N,)", "(N, K)"])
+def test_single_precision_beside_data_of_double_precision(several):
+    """The difference is of double precision, and rounds as the network does: no sample differs from the batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 9), nn.Tanh(), nn.Linear(9, 2 if several else 1))
+    x = torch.randn(60, 2)
+    y = x.double().sin() if several else x.double().sin().prod(1, keepdim=True)
+    f = lambda m, batch: m(batch[0]) - batch[1]
+    optimizer = hodiff.LevenbergMarquardt(f, model)
+    losses = [optimizer.step((x, y)) for _ in range(30)]
+    assert losses[-1].dtype == D and losses[-1] < 1e-3 * losses[0]
+
+
 def test_a_matrix_without_full_rank():
     """Two parameters that do the same share the step; it is the shortest."""
     x = torch.zeros(2, dtype=D)
@@ -658,6 +555,18 @@ def test_a_step_into_nan_is_shortened():
     for _ in range(60):
         optimizer.step()
     assert float(x) == pytest.approx(math.exp(-10), rel=1e-12)
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_no_step_into_nan_is_taken_for_rounding(search):
+    """It promises less than what rounding changes."""
+    edge = 1 - 1e-8
+    x = tensor(edge)
+    f = lambda x: torch.cat([torch.where(x > edge, math.nan, x - 1), 0 * x + 1])
+    optimizer = hodiff.LevenbergMarquardt(f, x, search=search)
+    for _ in range(3):
+        assert float(optimizer.step()) == pytest.approx(0.5)
+        assert not optimizer.last.accepted and x == edge
 
 
 def test_the_same_random_numbers_at_every_trial():
@@ -712,9 +621,9 @@ def test_state_dict_goes_on():
 # --- bad input
 
 OPTIONS = {
-    "damping": ({"damping": 0}, r"damping: got 0, expected a number above 0"),
+    "damping": ({"damping": 0}, r"damping: got 0, expected a positive number"),
     "damping, word": ({"damping": "gain"}, r"damping: got 'gain'"),
-    "momentum": ({"momentum": 1.0}, r"momentum: got 1\.0, expected a number of at least 0, below 1"),
+    "momentum": ({"momentum": 1.0}, r"momentum: got 1\.0, expected a number of at least 0, below 1\."),
     "min_damping": ({"min_damping": -1}, r"min_damping: got -1"),
     "tries": ({"tries": 0}, r"tries: got 0"),
     "search": ({"search": "yes"}, r"search: is 'yes', expected True or False"),
@@ -799,6 +708,20 @@ def test_bad_places():
         hodiff.LevenbergMarquardt(x * 2, x)
     with pytest.raises(hodiff.InputError, match=r"param_group: LevenbergMarquardt has one"):
         hodiff.LevenbergMarquardt(residual, x).add_param_group({"params": [torch.ones(2)]})
+
+
+@pytest.mark.parametrize("made", [torch.optim.lr_scheduler.ReduceLROnPlateau, torch.optim.swa_utils.SWALR])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_schedules_of_a_rate_are_refused(made, resumed):
+    """There is none to schedule."""
+    w = torch.ones(2, requires_grad=True)
+    for optimizer in (hodiff.LevenbergMarquardt(residual, w), hodiff.NewtonCG([w])):
+        if resumed:
+            optimizer.load_state_dict(optimizer.state_dict())
+        options = (0.1,) if made is torch.optim.swa_utils.SWALR else ()
+        with pytest.raises(hodiff.InputError, match=r"lr: .* has no learning rate.*nothing to schedule"):
+            made(optimizer, *options)
+        assert "lr" not in optimizer.param_groups[0] and copy.deepcopy(optimizer).param_groups[0].get("lr") is None
 
 
 def test_parameters_that_share_memory_are_refused() -> None:
