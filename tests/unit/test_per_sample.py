@@ -173,6 +173,23 @@ def test_a_constant_of_as_many_entries_is_no_sample(routes):
     torch.testing.assert_close(found, X * 28)
 
 
+@pytest.mark.parametrize(("mixing", "calls"), [(0.0, [300, 1]), (1e-2, [300, 1, 32])])
+def test_coarse_parameters_beside_data_of_double_precision(mixing, calls):
+    """What they give rounds as they do, though it is promoted; samples that mix are still seen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 1))
+    x, y, seen = torch.randn(300, 3), torch.randn(300, dtype=D), []
+
+    def f(m, batch):
+        seen.append(len(batch[0]))
+        return (m(batch[0])[:, 0] - batch[1]) ** 2 + mixing * m(batch[0]).mean()
+
+    found = hodiff.per_sample_grad(f, model, (x, y))
+    assert seen == calls and found["0.weight"].dtype == torch.float32
+    expected = one_by_one(f, model, (x, y))
+    torch.testing.assert_close(found["0.weight"], expected["0.weight"], rtol=1e-4, atol=1e-5)
+
+
 def test_samples_that_mix_though_their_gradients_add_up(routes):
     f = lambda w, batch: batch @ w + (batch @ w).mean()
     found = hodiff.per_sample_grad(f, torch.ones(3, dtype=D), X)

@@ -1,5 +1,6 @@
 """What a console, a notebook and an editor show: records by their words, submodules by their names, a bar in time."""
 
+import html
 import subprocess
 import sys
 
@@ -31,6 +32,24 @@ SHOWN = {
 def test_a_record_is_shown_by_its_words(name):
     make, words = SHOWN[name]
     assert repr(make()).startswith(words)
+
+
+@pytest.mark.parametrize("name", [name for name in SHOWN if name != "an estimate"])
+def test_a_notebook_shows_the_same_lines_as_a_table(name):
+    shown = SHOWN[name][0]()
+    text = html.unescape(shown._repr_html_())
+    for line in str(shown).splitlines():
+        assert all(part in text for part in line.strip().split(": ", 1)), line
+    assert text.count("<tr>") == len(str(shown).splitlines())
+
+
+def test_a_notebook_shows_what_an_operator_is():
+    batch = hodiff.MatrixOperator(torch.eye(3, dtype=torch.float64).expand(2, 3, 3), batch_ndim=1)
+    for operator, size in ((hodiff.HessianOperator(lambda z: loss(z).sum(), X), "12 x 12"), (batch, "2 of 3 x 3")):
+        text = operator._repr_html_()
+        assert f"<caption>{type(operator).__name__}</caption>" in text
+        assert f"<td>size</td><td>{size}</td>" in text and "<td>float64</td>" in text
+        assert f"({size}, float64" in repr(operator)
 
 
 def test_a_table_does_not_repeat_its_headings():

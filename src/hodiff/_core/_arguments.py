@@ -104,7 +104,8 @@ class WithoutExtra(ChunkedBatchedOptions, total=False):
 def check_option(value: Any, vocabulary: Any, name: str) -> None:
     """Raise unless `value` is a word of the vocabulary, one of the `Literal`s above."""
     words = vocabulary.__args__
-    if value.__class__ is not str or value not in words:  # an array would compare by entries
+    # An array would compare by entries. (`type`: the tracer of 2.12 does not know a `__class__`.)
+    if type(value) is not str or value not in words:
         *others, final = [f'"{word}"' for word in words]
         raise InputError(f"{name}: got {value!r}, expected {', '.join(others)} or {final}.")
 
@@ -260,12 +261,14 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
-def check_number(value: Any, name: str, *, least: float = -math.inf) -> None:
-    """Raise unless `value` is a finite number of at least `least`."""
-    if value.__class__ in (float, int) and least <= value <= LARGEST:  # as nearly always
+def check_number(value: Any, name: str, *, least: float = -math.inf, below: float = math.inf) -> None:
+    """Raise unless `value` is a finite number of at least `least`, and below `below`."""
+    # As nearly always.
+    if value.__class__ in (float, int) and least <= value <= LARGEST and value < below:
         return
-    if not is_number(value) or value < least:
+    if not is_number(value) or not least <= value < below:
         bound = "" if least == -math.inf else f" of at least {least}"
+        bound += "" if below == math.inf else f", below {below:g}"
         raise InputError(f"{name}: got {shown(value)}, expected a number{bound}.")
 
 
@@ -290,7 +293,7 @@ AUX_HINT = (
 )
 
 
-_HINTS = {"function": ". Call what it returns", "NoneType": ". Does it end without a return?"}
+_HINTS = {"function": ". Call what it returns", "NoneType": ", as where it ends without a return"}
 
 
 def check_output(value: Any, name: str = "f(x)") -> Tensor:

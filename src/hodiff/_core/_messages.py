@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import threading
 import weakref
@@ -452,3 +453,26 @@ def _asked(failure: Failure) -> str:
         return ""
     finally:
         _state.explaining = False
+
+
+# --- what notebooks show --------------------------------------------------------
+
+
+class Reported:
+    """What shows itself by its words: lines in a console, and in a notebook a table of them."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return table([line.strip().partition(": ")[::2] for line in str(self).splitlines()])
+
+
+def table(rows: Sequence[Sequence[str]], caption: str = "", heads: int = 0) -> str:
+    """Rows as a table of HTML, `heads` of them as its head."""
+    body = f"<caption>{html.escape(caption)}</caption>" + "".join(
+        f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in row)}</tr>"
+        for tag, part in (("th", rows[:heads]), ("td", rows[heads:]))
+        for row in part
+    )
+    return f'<div style="overflow-x:auto"><table>{body}</table></div>'

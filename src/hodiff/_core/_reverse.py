@@ -520,14 +520,16 @@ def _copied(results: list[Tensor], memories: list[Any], taken: set[Any]) -> list
     return result
 
 
-def agree(result: Tensor, expected: Tensor, size: float) -> bool:
+def agree(result: Tensor, expected: Tensor, size: float, leaves: Sequence[Tensor] = ()) -> bool:
     """Whether two results of that size are equal up to what batches of another size, or another order, may change.
 
+    They round as the leaves do where those are coarser: float32 parameters beside float64 data.
     Not where the size is infinite: anything would agree.
     """
     if not result.numel() or not math.isfinite(size):
         return not result.numel()
-    eps, apart = torch.finfo(result.dtype).eps ** 0.5, result - expected
+    eps = max(torch.finfo(x.dtype).eps for x in (result, expected, *leaves)) ** 0.5
+    apart = result - expected
     # The first tells nearly always.
     return (
         largest(apart) <= eps * size or float(apart.abs_().sub_(expected.abs(), alpha=eps).max()) <= eps * size

@@ -506,11 +506,10 @@ def _sum(parts: list[Tensor], weights: list[Tensor]) -> Tensor:
 
 def _add_up(sums: list[Tensor], sizes: list[Tensor], expected: Tensor) -> bool:
     """Whether that is J'u, (samples, columns), up to rounding."""
-    coarse = _coarsest([expected, *sums])
     total = sums[0] if len(sums) == 1 else torch.cat(sums)
     # How large a sum would be, about, were the signs random.
     size = math.hypot(*map(float, sizes)) / max(1, expected.numel()) ** 0.5
-    return _reverse.agree(total.reshape(expected.T.shape).T.to(coarse), expected.to(coarse), size)
+    return _reverse.agree(total.reshape(expected.T.shape).T, expected, size, sums)
 
 
 def _coarsest(tensors: list[Tensor]) -> torch.dtype:

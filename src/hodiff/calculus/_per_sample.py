@@ -82,7 +82,7 @@ def per_sample_grad(
         batch instead, in chunks. Memory: the result, N times the
         parameters. Measured, a
         perceptron with 64 to 512 samples takes 1.4 to 2.1 of plain `vmap(grad)`: the comparison evaluates once more,
-        and reads the result twice.
+        and reads the result twice. So do K numbers, beside one `vmap` with K passes: 1.4 to 2.2.
 
     Examples:
         Of \((w x_i - y_i)^2\) it is \(2 x_i (w x_i - y_i)\):
@@ -239,7 +239,7 @@ def each_sample(
             part = slice(start, min(start + size, count))
             rows = [leaf[part] for leaf in batch]
             values, own = (_group if grouped else _chunk)(graph, samples, rows, losses)
-            if not _reverse.agree(values.detach(), expected[part], usual):
+            if not _reverse.agree(values.detach(), expected[part], usual, graph.leaves):
                 return False
             if grouped:
                 collect(part, _reverse.blocks(graph, [values], chunk_size=None)[0])
@@ -311,7 +311,8 @@ def _rows_add_up(graph: OutputGraph, losses: Tensor, rows: list[Tensor]) -> bool
             with _settings.autocast(line.device.type):
                 added = own @ line  # quicker than a sum
         expected = whole.permute([dim - 1 for dim in order]).reshape(-1)
-        if not _reverse.agree(added, expected, float(size) / max(1, len(expected)) ** 0.5):
+        typical = float(size) / max(1, len(expected)) ** 0.5
+        if not _reverse.agree(added, expected, typical, graph.leaves):
             return False
     return True
 

@@ -140,8 +140,7 @@ def _eigenvectors(weight: Tensor, x: Any, batch_ndim: int) -> Directions:
     if not torch.compiler.is_compiling() and bool((values >= 0).all()):
         return Directions(up)
     down = _per_sample(vectors * values.clamp(max=0).neg().sqrt().unsqueeze(-2), x, batch_ndim)
-    signs = torch.cat([values.new_ones(len(up)), -values.new_ones(len(down))])
-    return Directions(torch.cat([up, down]), signs)
+    return Directions(torch.cat([up, down]), torch.cat([values.new_ones(len(up)), -values.new_ones(len(down))]))
 
 
 def _pairs(weight: Any, x: Any, batch_ndim: int) -> Directions:
@@ -161,8 +160,7 @@ def _pairs(weight: Any, x: Any, batch_ndim: int) -> Directions:
         return Directions(_shaped(vectors, x, batch_ndim), weights)
     plus, minus = (1 + weights) * 0.5, (1 - weights) * 0.5
     each = torch.cat([plus.unsqueeze(-2) * vectors.mT, minus.unsqueeze(-2) * vectors.mT], -1)
-    signs = torch.cat([axes.new_ones(len(vectors)), -axes.new_ones(len(vectors))])
-    return Directions(_per_sample(each, x, batch_ndim), signs)
+    return Directions(_per_sample(each, x, batch_ndim), axes.new_tensor([1.0, -1.0]).repeat_interleave(len(vectors)))
 
 
 def sampled(
@@ -213,24 +211,24 @@ def _coordinates(
     axes = _pushforward.units(x, batch_ndim)
     if samples > len(axes):
         raise InputError(f"samples: got {samples}, more than the {len(axes)} coordinates there are.")
-    order = torch.randperm(len(axes), generator=generator, device=generator.device if generator else None)
-    chosen = order[:samples].to(axes.device)
+    chosen = torch.randperm(len(axes), generator=generator, device=generator.device if generator else None)[
+        :samples
+    ].to(axes.device)
     weights = axes.new_ones(len(axes)) if weight is None else weight
     return Directions(axes[chosen], weights[chosen] * len(axes), samples), 1 - samples / len(axes)
 
 
 # --- blocks of directions and samples ---------------------------------------------------------------------------------
 # Jets carry R first derivatives of every sample, so they take R times the memory of `f`. There are two ways
-# to take less.
+# to take less. What fits memory that is used again is quicker than the whole, whose large tensors
+# are fresh memory each. Only where nothing is recorded: a graph would keep it all.
 #
-# * *Blocks of samples.* Samples are independent, and what fits memory that is used again is
-#   quicker than the whole, whose large tensors are fresh memory each. But `f` is given fewer
-#   samples than the caller gave, and a function that holds data of its own for each sample, or
-#   draws random numbers, is another function then. So it is first expanded for the whole batch in
-#   one direction, and every block must agree with that; where one does not, or fails, the whole is
-#   done at once after all. Only where nothing is recorded: a graph would keep it all.
 # * *Chunks of directions.* `f` is given what it always is, and only its value is computed again for each
-#   chunk; these values must be the same.
+#   chunk; these values must be the same. Quicker, where a chunk has many.
+# * *Blocks of samples.* Samples are independent. But `f` is given fewer samples than the caller
+#   gave, and a function that holds data of its own for each sample, or draws random numbers, is
+#   another function then. So it is first expanded for the whole batch in one direction, and every
+#   block must agree with that; where one does not, or fails, the whole is done at once after all.
 
 
 BLOCK_BYTES = 2**24
@@ -238,12 +236,12 @@ BLOCK_BYTES = 2**24
 lose time by the calls of an expansion, some 2 ms each."""
 
 WHOLE_BYTES = 2**25
-"""A coefficient of the whole batch up to which blocks are not worth the rehearsal; glibc gives
-larger ones as fresh memory each time, which takes 1.2 to 1.8 times as long."""
+"""A coefficient of the whole batch, or of a chunk of directions, on a processor; glibc gives larger
+ones as fresh memory each time, which takes 1.2 to 1.8 times as long."""
 
 LEAST_BLOCK = 2  # samples: a single one could be broadcast against data that f holds for a whole batch
 LEAST_CHUNK = 8  # directions: the value is computed again for each chunk
-WORTHWHILE = 16  # directions: the rehearsal costs three vectors of R + 2
+WORTHWHILE = 16  # directions: a value, or the three vectors of a rehearsal, are little beside so many
 
 
 def second_order(call: FieldCall, directions: Directions, drift: Any = None, *, first: bool = False) -> Curves:
@@ -273,17 +271,23 @@ def _by_jets(call: FieldCall, directions: Directions, drift: Any, first: bool) -
 
 
 def _within_bounds(call: FieldCall, directions: Directions, drift: Any) -> Curves:
-    """All at once where that is small; else blocks of samples, or chunks of directions where those cannot be."""
+    """All at once where that is small; else chunks of many directions, blocks of samples, chunks of few."""
     random = RandomState(call.x.device)
     divisible = call.batch_ndim > 0 and len(call.x) >= 2 * LEAST_BLOCK
     cached = divisible and call.x.device.type == "cpu"
     whole, block = (WHOLE_BYTES, BLOCK_BYTES) if cached else (_reverse.CHUNK_BYTES, _reverse.CHUNK_BYTES)
     try:
         return by_jets(call, directions, drift, max_bytes=whole)
-    except CoefficientTooLarge:
+    except CoefficientTooLarge as error:
+        parts = -(-len(directions.vectors) * error.args[0] // whole)
         random.restore()
-    rehearsal = _rehearse(call, directions)
-    drew = random.moved()
+    size = -(-len(directions.vectors) // parts)
+    if cached and size >= WORTHWHILE:
+        curves = _by_directions(call, directions, drift, size, whole)
+        if curves is not None:
+            return curves
+        random.restore()
+    rehearsal, drew = _rehearse(call, directions), random.moved()
     random.restore()
     if divisible and not drew and rehearsal.tells():
         curves = _by_samples(call, directions, drift, block, rehearsal)
@@ -319,14 +323,16 @@ class Rehearsal(NamedTuple):
 
     def agrees(self, derivatives: list[Tensor], rows: slice) -> bool:
         """Whether orders 0, 1, ... of some samples are those of the whole batch, up to rounding."""
-        pairs = zip(derivatives, self.orders, strict=False)
-        return all(_same(part, order[rows], _rounding(order)[rows]) for part, order in pairs)
+        return all(
+            _same(part, order[rows], _rounding(order)[rows])
+            for part, order in zip(derivatives, self.orders, strict=False)
+        )
 
 
 def _rehearse(call: FieldCall, directions: Directions) -> Rehearsal:
     vectors = directions.vectors
-    count = torch.arange(1, 1 + len(vectors), dtype=torch.float32, device=vectors.device)  # squares fit no half
-    mix = torch.cos(count**2).to(vectors.dtype)
+    # Squares fit no half.
+    mix = torch.arange(1, 1 + len(vectors), dtype=torch.float32, device=vectors.device).square().cos().to(vectors)
     vector = torch.tensordot(mix, vectors, 1).unsqueeze(0)
     orders, widest = _series_along(call, vector)
     return Rehearsal(mix, vector, orders, widest)
@@ -392,25 +398,28 @@ def _rows(vectors: Tensor, rows: slice) -> Tensor:
     return vectors[:, rows] if vectors.shape[1] > 1 else vectors
 
 
-def _by_directions(call: FieldCall, directions: Directions, drift: Any, size: int) -> Curves | None:
-    """Chunk after chunk; None where `f` does not give the same value each time."""
+def _by_directions(
+    call: FieldCall, directions: Directions, drift: Any, size: int, max_bytes: float | None = None
+) -> Curves | None:
+    """Chunk after chunk; None where `f` does not give the same value each time, or a coefficient is too large."""
     vectors, weights, groups = directions
     random = RandomState(call.x.device)
     parts: list[Curves] = []
     for start in range(0, len(vectors), size):
         chunk = slice(start, start + size)
-        if parts:
-            random.restore()
         part = Directions(
             vectors[chunk], None if weights is None else weights[chunk], 1 if groups == 1 else len(vectors[chunk])
         )
-        curves = by_jets(call, part, drift if start == 0 else None)
-        if parts and not _same(*(_jet.value_of(each.value).detach() for each in (curves, parts[0]))):
+        random.restore()
+        try:
+            parts.append(by_jets(call, part, None if parts else drift, max_bytes=max_bytes))
+        except CoefficientTooLarge:
             return None
-        parts.append(curves)
-    first = torch.cat([part.first for part in parts])
-    seconds = [part.second for part in parts]
-    return Curves(parts[0].value, first, sum(seconds[1:], seconds[0]) if groups == 1 else torch.cat(seconds))
+        if not _same(*(_jet.value_of(parts[each].value).detach() for each in (-1, 0))):
+            return None
+    value, first, second = zip(*parts, strict=True)
+    total = sum(second[1:], second[0]) if groups == 1 else torch.cat(second)
+    return Curves(value[0], torch.cat(first), total)
 
 
 # --- a function along straight lines to second order: by jets, all lines at once, or by double backward ---------------
@@ -439,8 +448,9 @@ def by_reverse(call: FieldCall, directions: Directions, drift: Any, first: bool)
     with call.evaluation(passes=2) as graph:
         output = _arguments.check_output(graph.outputs)
         _arguments.check_rows(output, call.batch)
-        size = _arguments.check_chunk_size(call.chunk_size)
-        lines = _directional.by_entries(graph, output, vectors, first=first, drift=drift, chunk_size=size)
+        lines = _directional.by_entries(
+            graph, output, vectors, first=first, drift=drift, chunk_size=_arguments.check_chunk_size(call.chunk_size)
+        )
         value, second = graph.value(), lines.second
         call.note(graph)
     if weights is not None:

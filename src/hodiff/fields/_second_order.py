@@ -161,11 +161,12 @@ def laplacian(
         first derivatives, 1 sum of second ones), and memory in proportion; 2 S + 1
         for S samples. Reverse, and always for a tensor already computed: for each
         component of `f(x)` one pass for the gradient and one batched pass per chunk of directions.
-        Where nothing is recorded and one coefficient would take more than 32 MiB, `chunk_size="auto"` takes the batch
-        in blocks of 16 MiB. `f` is then evaluated once on the whole batch in one
-        direction, and every block is held against that: if `f` is not a function of each sample alone (it
-        draws random numbers, or holds data for each sample), all is done at once after all. A number
-        makes ⌈D / chunk_size⌉ evaluations of `f` at the whole batch instead, each with its own value.
+        Where nothing is recorded and one coefficient would take more than 32 MiB, `chunk_size="auto"` takes the
+        directions in chunks of no more than that, each with an evaluation of `f` at the whole batch. Where
+        such a chunk has less than 16, it takes the batch in blocks of 16 MiB: `f` is evaluated once on the whole
+        batch in one direction, and every block is held against that; if `f` is not a function of each sample
+        alone (it draws random numbers, or holds data for each sample), all is done at once after all. A
+        number makes ⌈D / chunk_size⌉ evaluations of `f` at the whole batch.
 
     Examples:
         \(\Delta \lVert x \rVert^4 = 4 (D + 2) \lVert x \rVert^2\):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _nodes, _refusals, _settings, _tree
+from hodiff._core import _arguments, _messages, _nodes, _refusals, _settings, _tree
 from hodiff._core._call import call
 from hodiff._core._lending import EvaluationContext
 from hodiff.errors import GraphError, HodiffError, InputError
@@ -212,7 +212,7 @@ class Operation:
 
 
 @dataclass(frozen=True, repr=False)
-class Report:
+class Report(_messages.Reported):
     """What Taylor mode did with a function; `str` of it is a table.
 
     Attributes:
@@ -242,8 +242,6 @@ class Report:
         if self.missing:
             lines.append(f"  stopped: {self.missing}")
         return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 class RuleCounter:

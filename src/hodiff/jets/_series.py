@@ -37,7 +37,10 @@ TILE_BYTES = 2**18
 
 
 class CoefficientTooLarge(Exception):
-    """A coefficient would take more memory than its expansion allows; fields then expand in parts."""
+    """A coefficient would take more memory than its expansion allows; fields then expand in parts.
+
+    It is raised with the bytes of one direction's.
+    """
 
 
 class _Inside(threading.local):
@@ -179,7 +182,7 @@ class Expansion:
         """Raise `CoefficientTooLarge` where the coefficients that belong to a value would pass the limit, before."""
         self.widest = max(self.widest, value.numel() * value.element_size())
         if self.max_bytes is not None and self.widest * self.directions > self.max_bytes:
-            raise CoefficientTooLarge
+            raise CoefficientTooLarge(self.widest)
 
     def collapse(self, product: Any) -> Any:
         """The sums of a top-order product over directions, `(R, *S)` to `(groups, *S)`."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core._arguments import Allowed
+from hodiff._core._messages import Reported
 from hodiff.calculus._first import grad
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ def cause(kind: Kind, line: Line | None, reason: str, fix: str) -> Cause:
 
 
 @dataclass(frozen=True, repr=False)
-class DerivativeReport:
+class DerivativeReport(Reported):
     """What `check_derivatives` found; `print` it for a table.
 
     Attributes:
@@ -283,5 +284,3 @@ class DerivativeReport:
                 *map(str, self.remarks),
             ]
         )
-
-    __repr__ = __str__

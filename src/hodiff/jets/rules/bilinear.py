@@ -209,8 +209,8 @@ def inner(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     a, b = args
     if not a.ndim or not b.ndim:
         return a * b
-    if operation(func) == "inner" and b.ndim > 1:
-        return torch.tensordot(a, b, dims=([-1], [-1]))  # pyright: ignore[reportArgumentType]
+    if operation(func) == "inner" and a.ndim > 1 and b.ndim > 1:
+        return (a.flatten(0, -2) @ b.flatten(0, -2).mT).reshape((*a.shape[:-1], *b.shape[:-1]))
     return (a * b).sum(kwargs.get("dim", -1))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hodiff._core import _reverse
+from hodiff._core import _reverse, _versions
 from hodiff.jets import _jet
 from hodiff.jets._jet import NoRule, Several, belongs, listed, operation, rule, series_of
 from hodiff.jets._series import Expansion, Series, aligned, each, entry, full, linear_combination, ndim_of, total
@@ -141,14 +141,14 @@ def generic(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         by = lambda jet: next(given) if jet.expansion is expansion else jet  # noqa: E731
         return func(*_jet.replaced(args, by), **_jet.replaced(kwargs, by))
 
-    value = at([jet.series[0] for jet in jets])
-    zeros = [jet.series[0].new_zeros(()).expand(jet.series[0].shape) for jet in jets]
+    values = [jet.series[0] for jet in jets]
+    value, zeros = at(values), [_versions.dense(v.new_zeros(()).expand(v.shape)) for v in values]
     offset = at(zeros)  # constants among the arguments: the operation is affine, and coefficients are linear
     single = isinstance(value, torch.Tensor) or _jet.is_jet(value)
     coefficients: list[Any] = []
     for k in range(1, expansion.order + 1):
         rows = rows_of((jet.series for jet in jets), k)
-        points = [entry(jet.series, k, rows) for jet in jets]
+        points = [_versions.dense(entry(jet.series, k, rows)) for jet in jets]
         coefficients.append(_batched(at, points, single) if rows else None)
     if single:
         return [value, *(None if c is None else c[0] - offset for c in coefficients)]
