@@ -1,10 +1,14 @@
 """What MkDocs runs around a build."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+
+LONGEST_TABLE = 40  # rows that a page shows at once
+_TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
 
 def on_startup(*, command: str, dirty: bool) -> None:
@@ -46,10 +50,10 @@ def on_files(files: Any, *, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Of a group of the reference what its functions' own pages do not say."""
+    """Of a group of the reference what its functions' own pages do not say; long tables are folded."""
     from docs import reference
 
-    return reference.split(page.file.src_uri, markdown)[0]
+    return _TABLE.sub(_folded, reference.split(page.file.src_uri, markdown)[0])
 
 
 def on_nav(nav: Any, *, config: Any, files: Any) -> None:
@@ -72,6 +76,14 @@ def on_post_build(*, config: Any) -> None:
     words = glossary.read_text("utf-8") if glossary.exists() else ""
     search.improve(site / "search" / "search_index.json", words)
     formulas.set_all(site)
+
+
+def _folded(table: re.Match[str]) -> str:
+    rows = table[0].count("\n") - 2  # a head, and the line below it
+    if rows < LONGEST_TABLE:
+        return table[0]
+    show = f"<details markdown>\n<summary>Show the table of {rows} rows</summary>"
+    return f"{show}\n\n{table[0]}\n</details>\n"
 
 
 def _with_functions(entry: Any, config: Any) -> Any:

@@ -17,16 +17,20 @@ _FORMULA = re.compile(
 _KEYWORD = 1000.0  # what a keyword counts for: as a word of a title does in the theme
 _ASIDE = 0.3  # a page of the reference as a whole, and the records that its functions return: rather the function
 _SHARES = {  # pages that hold a little of everything, or figures, are found after those that explain; first words first
-    "api/calculus/hessian/": 2.5,
+    "api/calculus/hessian/": 2.7,
     "api/calculus/": 2.0,
     "api/cli/": 0.1,
     "benchmarks/": 0.1,
     "changelog/": 0.1,
     "coming-from/": 0.3,
+    "explain/before-the-first-release/": 0.1,
     "explain/benchmarks/": 0.1,
     "explain/correctness/": 0.5,
     "explain/operations/": 0.1,
+    "explain/wrong-derivatives/": 0.3,
     "recipes/compiled-": 0.3,
+    "recipes/hessian-training/": 0.5,
+    "recipes/implicit-maml/": 0.4,
     "recipes/is-my-penalty-right/": 0.5,
 }
 
