@@ -15,6 +15,13 @@
   for (const node of article.querySelectorAll("table, pre, svg, img, .katex, .arithmatex, p, li"))
     if (shown(node) && node.getBoundingClientRect().right > width + 1 && !scrolls(node)) faults.add(`leaves the screen: ${name(node)}`);
 
+  if (width > 1000) {
+    const height = document.documentElement.scrollHeight;
+    if (height > 15000) faults.add(`the page is ${height} px high`);
+    for (const code of article.querySelectorAll("pre > code"))
+      if (shown(code) && code.scrollWidth > code.clientWidth + 1) faults.add(`has to be scrolled: ${name(code)}`);
+  }
+
   for (const picture of article.querySelectorAll("svg")) {
     if (!shown(picture) || picture.closest(".katex, a, button, label, .md-icon")) continue;
     const box = picture.viewBox.baseVal;

@@ -23,6 +23,8 @@ FAULTS = {
     '<table><td width="20"><code style="word-break: break-all">gradient_penalty(f)</code></table>': "cut in two",
     '<table><td width="20"><code>gradient_penalty(f, x)</code></table>': None,
     '<div class="highlight"><pre><code> \n</code></pre></div>': "an empty output box",
+    f'<pre><code style="display: block; overflow: auto">{"x" * 300}</code></pre>': "has to be scrolled",
+    '<p style="height: 15100px">x</p>': "px high",
     "<p>hodiff._core._arguments</p>": "a private name",
     "<p>hodiff.hvp, hodiff.__version__, a_b, _x</p>": None,
     '<p style="color: #999">pale</p>': "contrast",
@@ -63,3 +65,14 @@ def test_the_home_page_is_weighed_with_what_it_loads_but_for_the_search_index(he
     )
     assert re.search(r"^home: \d+ kB, and apart from them \d+ kB of search index$", *said)
     assert ("1100 kB of search index" in said[0]) is not fault
+
+
+def test_parts_are_the_whole(tmp_path):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.html").write_text(PAGE.format("<p>hodiff._core</p>"), encoding="utf-8")
+    (tmp_path / "index.html").write_text(PAGE.format("<p>hodiff._core</p>"), encoding="utf-8")
+    whole = browser_check.check_site(tmp_path)
+    parts = [browser_check.check_site(tmp_path, part=f"{number}/3") for number in (1, 2, 3)]
+    assert sorted(whole) == sorted(fault for part in parts for fault in part)
+    assert all(parts)

@@ -78,5 +78,5 @@ def test_the_tour_runs_where_only_the_wheel_is(built, tmp_path):
     assert where[0] == hodiff.__version__
     assert Path(where[1]).is_relative_to(tmp_path)
     tour = run(tmp_path / "clean" / "bin" / "hodiff", "tour", cwd=tmp_path)
-    assert "https://hodiff.github.io/hodiff/" in tour
-    assert not any(f"{folder}/" in tour.replace("https://hodiff.github.io/hodiff/", "") for folder in ("docs", "tests"))
+    assert "http" not in tour
+    assert not any(f"{folder}/" in tour for folder in ("docs", "tests"))
