@@ -1,6 +1,7 @@
 """Runs the Python fences of a Markdown page, in order, in one namespace."""
 
 import re
+import sys
 from pathlib import Path
 
 from sybil.document import Document
@@ -26,8 +27,11 @@ class PythonFenceParser(AbstractCodeBlockParser):
 def run_page(path: Path) -> int:
     """Runs the page and returns how many fences it had; a failing one raises with its own line."""
     document = Document.parse(str(path), PythonFenceParser(), SkipParser())
-    count = 0
-    for example in document.examples():
-        example.evaluate()
-        count += isinstance(example.region.evaluator, PythonEvaluator)
+    count, hook = 0, sys.excepthook
+    try:
+        for example in document.examples():
+            example.evaluate()
+            count += isinstance(example.region.evaluator, PythonEvaluator)
+    finally:
+        sys.excepthook = hook  # a process group leaves one that puts the rank before each line of a traceback
     return count
