@@ -79,7 +79,7 @@ def argmin(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""A minimum that any solver found, as a function of everything that `f` depends on besides.
+    r"""A minimum found by any solver, as a function of everything else that `f` depends on.
 
     With \(\nabla_x f(x^*, \theta) = 0\), the implicit function theorem gives
     \(\partial x^* / \partial \theta = -H^{-1}\, \partial_\theta \nabla_x f\), with the Hessian *H* at the solution.
@@ -87,7 +87,7 @@ def argmin(
     where it began.
 
     Args:
-        f: The function that was minimised, smooth at the minimum: `f(x)` returns one element. What it reaches
+        f: The function that was minimized, smooth at the minimum: `f(x)` returns one element. What it reaches
             besides (closures, arguments, other modules) is what the solution can be differentiated by.
         x_star: The minimum: a tensor, a container of tensors, a module (`f` receives the module), or
             `hodiff.select(module, ...)`. Copied; neither it nor its history is changed.
@@ -113,7 +113,7 @@ def argmin(
         polish: So many steps of Newton's method before; each squares the error of the solution. The values change.
         gradient_tol: Warn where the gradient at *x_star* is larger than this times its size at zero, as \(H x^*\)
             measures it; None: 1e-3.
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        check_independence: Whether to test that samples are independent.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -197,7 +197,7 @@ def root(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""A zero of \(F(x, \theta)\) that any solver found, as a function of everything that `F` depends on besides.
+    r"""A zero of F(x, θ) found by any solver, as a function of everything else in `F`.
 
     \(\partial x^* / \partial \theta = -J^{-1}\, \partial_\theta F\), with the Jacobian *J* at the solution; by
     restarted GMRES, on products with \(J^\top\). The conditions of a constrained minimum are such an *F*.
@@ -218,7 +218,7 @@ def root(
         scale: Of a Neumann series, as for `hodiff.solve`.
         polish: So many steps of Newton's method before, as for `argmin`.
         gradient_tol: Warn where \(F(x^*)\) is larger than this times \(J^\top x^*\); None: 1e-3.
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        check_independence: Whether to test that samples are independent.
         args: Further positional arguments for `F`.
         kwargs: Keyword arguments for `F`.
 
@@ -287,7 +287,7 @@ def fixed_point(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""A fixed point \(x^* = g(x^*, \theta)\) that any iteration found, as a function of what `g` depends on besides.
+    r"""A fixed point x = g(x, θ) found by any iteration, as a function of everything else in `g`.
 
     It is the `root` of \(x - g(x)\). The iteration itself need not converge: a Neumann series in its place diverges
     where the spectral radius of \(\partial g\) is above 1, and this does not.
@@ -308,7 +308,7 @@ def fixed_point(
         scale: Of a Neumann series, as for `hodiff.solve`.
         polish: So many steps of Newton's method before, as for `argmin`.
         gradient_tol: Warn where \(x^* - g(x^*)\) is larger than this times its size at zero; None: 1e-3.
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        check_independence: Whether to test that samples are independent.
         args: Further positional arguments for `g`.
         kwargs: Keyword arguments for `g`.
 

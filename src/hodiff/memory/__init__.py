@@ -13,16 +13,16 @@ __all__ = ["twice_differentiable"]
 def twice_differentiable() -> AbstractContextManager[None]:
     r"""A context in which attention and cross-entropy have lean second derivatives.
 
-    In it `F.scaled_dot_product_attention`, whoever calls it (`nn.MultiheadAttention`,
-    `nn.TransformerEncoderLayer`, a function that imported it by name), gives what it always gives,
-    and a graph that can be differentiated any number of times; so does `F.cross_entropy`. For a
-    loop of your own: `create_graph=True`, MAML, R1 penalties, test-time training, forward mode
-    (`torch.func.jvp`) with a graph. Inside a function that you give to hodiff it is always so.
+    Inside it `F.scaled_dot_product_attention`, whoever calls it (`nn.MultiheadAttention`,
+    `nn.TransformerEncoderLayer`, a function that imported it by name), returns its usual value,
+    with a graph that can be differentiated any number of times. So does `F.cross_entropy`. Use it
+    in your own loop: `create_graph=True`, MAML, R1 penalties, test-time training, forward mode
+    (`torch.func.jvp`) with a graph. Functions that you pass to hodiff always run like this.
 
     With \(P = \operatorname{softmax}(s Q K^\top + M)\), \(O = P V\) and a cotangent *G*, the first
     derivative is made of \(W = P \circ (G V^\top - \operatorname{rowsum}(G \circ O))\):
     \(s W K\) by *Q*, \(s W^\top Q\) by *K*, \(P^\top G\) by *V*, *W* by an additive mask *M*.
-    These are differentiated in closed form; no matrix of queries by keys is there as a whole.
+    These are differentiated in closed form, without ever storing a whole matrix of queries by keys.
 
     Shapes, dtypes and errors are PyTorch's: masks (causal, boolean, additive, rows masked in full),
     grouped queries, any leading dimensions; class weights, `ignore_index`, label smoothing,
@@ -44,7 +44,7 @@ def twice_differentiable() -> AbstractContextManager[None]:
         A context manager.
 
     Raises:
-        RuntimeError: Of PyTorch, for what it does not take.
+        RuntimeError: PyTorch does not accept the arguments.
 
     Cost:
         Attention of N tokens holds what its gradient holds, in the second pass beside it a few MiB:

@@ -20,7 +20,7 @@ from hodiff.sparse._tracer import Sets, TooMany, Tracer, exits, sorted_unique, t
 
 
 class Pattern:
-    """The places of a matrix that can hold something other than zero.
+    """The entries of a matrix that can be nonzero.
 
     Attributes:
         shape: Rows and columns of the matrix.
@@ -233,15 +233,15 @@ def sparsity_pattern(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Pattern:
-    r"""Which entries of a Hessian, or of a Jacobian, can be other than zero.
+    r"""The entries of a Hessian or Jacobian that can be nonzero.
 
     Args:
         f: A function of *x*: of one element for a Hessian, of a tensor or a container of tensors
             for a Jacobian. Or such a tensor already computed; the pattern then holds at this point
             alone.
-        x: Where, as for `grad`.
+        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
         order: 2 for the Hessian, 1 for the Jacobian.
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         args: Further positional arguments for `f`; whatever the dense tensors there hold later, the
             pattern is valid.
         kwargs: Keyword arguments for `f`, likewise.
@@ -266,7 +266,7 @@ def sparsity_pattern(
         that pass it. On the processor, wherever *x* is.
 
     Examples:
-        A chain, each of whose terms couples two neighbours:
+        A chain, each of whose terms couples two neighbors:
 
         >>> import torch, hodiff
         >>> chain = lambda x: ((x[1:] - x[:-1] ** 2) ** 2).sum()

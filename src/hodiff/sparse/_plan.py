@@ -1,4 +1,4 @@
-"""`plan_hessian`, `plan_jacobian`: pattern, colours and recovery, prepared once for many points."""
+"""`plan_hessian`, `plan_jacobian`: pattern, colors and recovery, prepared once for many points."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Plan:
     Attributes:
         pattern: Which entries it has.
         kind: How its products are shared: `"star"`, `"rows"` or `"columns"`.
-        colors: The colour of each column (or row).
-        products: How many products one evaluation takes: the number of colours.
+        colors: The color of each column (or row).
+        products: How many products one evaluation takes: the number of colors.
         place: Where each entry stands in the products.
     """
 
@@ -100,7 +100,8 @@ class Plan:
                 may not hold, since Python read values that follow from the point
                 (`pattern.values_read`), or *args* or *kwargs* hold others of what is not a dense
                 tensor (an index, a flag, a sparse matrix) than when the plan was made.
-            create_graph: Whether the entries can be differentiated again, as for `grad`.
+            create_graph: Whether the entries can be differentiated again. None: only inside the
+                function of another hodiff call.
             chunk_size: How many products one pass takes.
             args: Further positional arguments for `f`; None: as when the plan was made.
             kwargs: Keyword arguments for `f`, likewise.
@@ -172,7 +173,7 @@ class Plan:
         return values
 
     def _seeds(self, likes: Sequence[Tensor], sizes: Sequence[int], random: Tensor | None) -> list[Tensor]:
-        """The sums of unit vectors of each colour, and a random vector to compare, leaf by leaf."""
+        """The sums of unit vectors of each color, and a random vector to compare, leaf by leaf."""
         parts = [
             _coloring.seeds(colors, self.products, like)
             for colors, like in zip(self.colors.split(list(sizes)), likes, strict=True)
@@ -364,14 +365,14 @@ def plan_hessian(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """A sparse Hessian prepared for many points: pattern, colours and recovery are worked out once.
+    """A sparse Hessian prepared for many points: pattern, colors and recovery are computed once.
 
     Args:
         f: A function of *x* that returns one element, as for `hvp`.
         x: A point, as for `grad`.
         pattern: The pattern, where it is known, as for `sparse_hessian`.
         output: In which form `plan(x)` gives the matrix, as for `sparse_hessian`.
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         args: Further positional arguments for `f`; `plan(x, args=...)` may give others.
         kwargs: Keyword arguments for `f`, likewise.
 
@@ -385,10 +386,11 @@ def plan_hessian(
 
     Raises:
         InputError: As for `sparse_hessian`; or *f* is a tensor already computed.
-        GraphError: As for `hvp`.
+        GraphError: An operation has no second derivative, or the value does not depend on the
+            point.
 
     Cost:
-        The pattern and its colours, once. Each `plan(x)` is one evaluation of `f`, one reverse
+        The pattern and its colors, once. Each `plan(x)` is one evaluation of `f`, one reverse
         pass, and one batched pass for `plan.products` vectors.
 
     Examples:
@@ -415,28 +417,28 @@ def plan_jacobian(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """A sparse Jacobian prepared for many points, as `plan_hessian` for a Hessian.
+    """A sparse Jacobian prepared for many points: pattern, colors and recovery are computed once.
 
     Args:
         f: A function of *x* that returns a tensor or a container of tensors, as for `jacobian`.
         x: A point, as for `grad`.
         pattern: The pattern, where it is known, as for `sparse_jacobian`.
         output: In which form `plan(x)` gives the matrix, as for `sparse_hessian`.
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         args: Further positional arguments for `f`; `plan(x, args=...)` may give others.
         kwargs: Keyword arguments for `f`, likewise.
 
     Returns:
-        A `Plan`, of shape `(M, D)` for M outputs. Rows or columns are coloured, whichever needs
+        A `Plan`, of shape `(M, D)` for M outputs. Rows or columns are colored, whichever needs
         fewer products.
 
     Raises:
         InputError: As for `sparse_jacobian`; or *f* is a tensor already computed.
-        GraphError: As for `jacobian`.
+        GraphError: `f` does not depend on *x*, or reaches it other than through its argument.
 
     Cost:
-        The pattern and its colours, once. Each `plan(x)` is one evaluation of `f` and one batched
-        pass for `plan.products` vectors, after one more pass where columns are coloured.
+        The pattern and its colors, once. Each `plan(x)` is one evaluation of `f` and one batched
+        pass for `plan.products` vectors, after one more pass where columns are colored.
 
     Examples:
         >>> import torch, hodiff
@@ -491,7 +493,7 @@ def _outputs(request: Call, noted: list[Any]) -> int:
 
 
 def _of_jacobian(pattern: Pattern) -> tuple[Tensor, str]:
-    """Rows or columns, whichever needs fewer colours."""
+    """Rows or columns, whichever needs fewer colors."""
     lengths = [_longest(pattern.rows), _longest(pattern.columns)]  # no fewer colours of columns, of rows
     kinds: list[Any] = ["rows", "columns"] if lengths[1] <= lengths[0] else ["columns", "rows"]
     first = _coloring.color(pattern, kinds[0])
