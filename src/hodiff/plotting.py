@@ -33,15 +33,15 @@ def convergence(records: Sequence[Any], *, axes: Any = None, label: str | None =
     of `hodiff.NewtonCG` (its `last`, of each step) over all products until then.
 
     Args:
-        records: The records, one after another: `seen = []`, then `callback=seen.append`.
-        axes: Where to draw; None: new ones. Several runs can share them.
-        label: What the legend says.
+        records: The records in order: `seen = []`, then `callback=seen.append`.
+        axes: The axes to draw into; None: new ones. Several runs can share them.
+        label: The label in the legend.
 
     Returns:
         The axes.
 
     Raises:
-        InputError: There are none, or they are of a kind that does not converge.
+        InputError: There are no records, or records of a kind that does not converge.
 
     Examples:
         >>> import torch, hodiff, hodiff.plotting

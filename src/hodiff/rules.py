@@ -166,16 +166,16 @@ def _check_kind(value: Any, kinds: Any, name: str) -> None:
 class SGD(Rule):
     r"""Steps p ← p - η b with b ← μ b + (1 - τ) g, as `torch.optim.SGD`.
 
-    Unlike there with `differentiable=True`, the buffer's first value keeps its graph, so that derivatives through
-    momentum are right.
+    Unlike PyTorch with `differentiable=True`, the buffer's first value keeps its graph, so that
+    derivatives through momentum are correct.
 
     Args:
-        lr: The step \(\eta\).
-        momentum: The \(\mu\); 0 for none.
-        dampening: The \(\tau\), from the second step on.
-        weight_decay: Times the parameter, added to the gradient.
-        nesterov: Whether to look ahead: \(g + \mu\, b\) for \(b\).
-        maximize: Whether to go uphill.
+        lr: \(\eta\), the learning rate.
+        momentum: \(\mu\); 0 for none.
+        dampening: \(\tau\), from the second step on.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
+        nesterov: Whether to use Nesterov momentum, \(g + \mu\, b\) instead of \(b\).
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         >>> import torch, hodiff
@@ -222,10 +222,10 @@ class RMSprop(Rule):
         lr: The step.
         alpha: How slowly the mean moves.
         eps: Added to the denominator.
-        weight_decay: Times the parameter, added to the gradient.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
         momentum: Of the steps; 0 for none.
         centered: Whether *v* is a variance.
-        maximize: Whether to go uphill.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         >>> import torch, hodiff
@@ -266,10 +266,10 @@ class Adagrad(Rule):
     Args:
         lr: The step.
         lr_decay: It is divided by 1 + (t - 1) times this.
-        weight_decay: Times the parameter, added to the gradient.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
         initial_accumulator_value: Where the sum begins.
         eps: Added to the denominator.
-        maximize: Whether to go uphill.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         >>> import torch, hodiff
@@ -304,8 +304,8 @@ class Adadelta(Rule):
         lr: A factor of each step.
         rho: How slowly the means move.
         eps: Added below the square roots.
-        weight_decay: Times the parameter, added to the gradient.
-        maximize: Whether to go uphill.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         >>> import torch, hodiff
@@ -435,13 +435,13 @@ class Adam(_Adam):
     larger *eps* if that is too steep.
 
     Args:
-        lr: The step \(\eta\).
+        lr: \(\eta\), the learning rate.
         betas: How slowly the means of the gradient and of its square move.
         eps: Added to the denominator.
-        weight_decay: Times the parameter, added to the gradient.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
         amsgrad: Whether to divide by the largest mean square so far.
         decoupled_weight_decay: Whether the parameter decays by itself instead, as in AdamW.
-        maximize: Whether to go uphill.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         The first step has the length of *lr* in each entry:
@@ -464,12 +464,12 @@ class AdamW(_Adam):
     r"""Adam with decoupled weight decay, p ← (1 - ηλ) p - …, as `torch.optim.AdamW`.
 
     Args:
-        lr: The step \(\eta\).
+        lr: \(\eta\), the learning rate.
         betas: How slowly the means of the gradient and of its square move.
         eps: Added to the denominator.
         weight_decay: The decay \(\lambda\).
         amsgrad: Whether to divide by the largest mean square so far.
-        maximize: Whether to go uphill.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         >>> import torch, hodiff
@@ -496,10 +496,10 @@ class NAdam(_Moments):
         lr: The step.
         betas: How slowly the means of the gradient and of its square move.
         eps: Added to the denominator.
-        weight_decay: Times the parameter, added to the gradient.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
         momentum_decay: How soon the momentum grows.
         decoupled_weight_decay: Whether the parameter decays by itself instead.
-        maximize: Whether to go uphill.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         >>> import torch, hodiff
@@ -535,9 +535,9 @@ class RAdam(_Moments):
         lr: The step.
         betas: How slowly the means of the gradient and of its square move.
         eps: Added to the denominator.
-        weight_decay: Times the parameter, added to the gradient.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
         decoupled_weight_decay: Whether the parameter decays by itself instead.
-        maximize: Whether to go uphill.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         The first five steps, with the defaults, are those of momentum:
@@ -574,8 +574,8 @@ class Adamax(_Moments):
         lr: The step.
         betas: How slowly the mean of the gradient and the largest one move.
         eps: Added to the gradient's size.
-        weight_decay: Times the parameter, added to the gradient.
-        maximize: Whether to go uphill.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         >>> import torch, hodiff

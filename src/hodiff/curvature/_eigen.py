@@ -98,9 +98,9 @@ def eigsh(
         one pair of a million parameters, 49 for six; with `basis=10` and `basis=16`, 19 and 41, and
         as many products. Below `basis` columns, one product for each, and an exact answer.
 
-        With `create_graph`, two differentiable products more for each pair. A first derivative is
-        one pass; a second one takes the systems with \(H - \lambda\), all pairs side by side, by
-        MINRES: the closer the eigenvalues, the more products.
+        With `create_graph`, two more differentiable products for each pair. A first derivative is
+        one pass. A second derivative solves the systems with \(H - \lambda\) for all pairs in
+        parallel by MINRES: the closer the eigenvalues, the more products.
 
     Examples:
         >>> import torch, hodiff
@@ -270,9 +270,10 @@ def eigs(
         for each, and an exact answer.
 
     Note:
-        A small residual is a small error in the matrix. Where that is far from normal, its eigenvalues may be
-        off by much more: by the residual times their condition number, and an eigenvalue that is defective
-        with *m* vectors missing by about the residual's root of order *m* + 1.
+        A small residual means a small error in the matrix. If the matrix is far from normal, the
+        error of an eigenvalue may be much larger: the residual times its condition number, or, for
+        a defective eigenvalue with *m* missing vectors, about the root of order *m* + 1 of the
+        residual.
 
     Examples:
         A rotation by 90 degrees has the eigenvalues i and -i:
@@ -332,15 +333,16 @@ def spectral_radius(
             `create_graph`).
 
     Cost:
-        Often 20 to 100 products; memory for `basis` vectors, as for `hodiff.eigsh`. Of a stack of
-        matrices as many for all at once; who has converged costs no more, and a callback is called
-        before each restart. Up to 64 columns, all eigenvalues of each: a product for each column.
+        Often 20 to 100 products, and memory for `basis` vectors. A stack of matrices takes as many
+        products, each for all matrices that have not converged, and the callback is called before
+        each restart. Up to 64 columns, all eigenvalues are computed, with a product for each
+        column.
 
     Note:
-        As for `hodiff.eigs`, a small residual is a small error in the matrix. Of a matrix far from normal the radius
-        may be off by much more: a nilpotent one of size 100, whose radius is 0, has numbers of about 0.7 in double
-        precision, and `converged` says that its residual is small. What tells how far powers of such a matrix grow is
-        their norm.
+        A small residual means a small error in the matrix. For a matrix far from normal, the error
+        of the radius may be much larger: for a nilpotent matrix of size 100, whose radius is 0, it
+        is about 0.7 in double precision, although the residual is small. To bound the powers of
+        such a matrix, use their norm.
 
     Examples:
         >>> import torch, hodiff

@@ -296,7 +296,8 @@ class GaussNewtonOperator(PullbackOperator):
         gradient: Its gradient with respect to *where*, a by-product.
 
     Raises:
-        InputError: A loss whose sums and weights are not known; or as for `hodiff.HessianOperator`.
+        InputError: The sums and weights of the loss are not known, the data can be read only once,
+            or *where* is not real floating point.
         GraphError: The loss reaches the parameters other than through the outputs (add a
             regularizer's part to the operator: `G + 0.1`); or as for `hodiff.HessianOperator`.
 

@@ -132,13 +132,15 @@ class HessianOperator(SummedOperator[BatchGraph]):
         gradient: Its gradient, like *where*, a by-product.
 
     Raises:
-        InputError: Data that can be read only once; a bare mean of several batches; or as for `hodiff.hvp`.
-        GraphError: A changed or replaced parameter, a module switched between train() and eval() (`H.refresh()` starts
-            anew), two passes over the data that disagree; or as for `hodiff.hvp`.
-            Values are compared too, for what PyTorch does not count as a change (`p.data.mul_(2)`, NumPy): all
-            entries of a tensor of up to 1024; of a larger one some 64 and the sum of all as bits, so that
-            exchanging others of its entries remains unseen. Buffers, and what `f` reaches besides the
-            point, are not watched: they are as they were when it was evaluated.
+        InputError: The data can be read only once, or `f` returns a bare mean of several batches;
+            or as for `hodiff.hvp`.
+        GraphError: A parameter was changed or replaced, or a module was switched between train()
+            and eval() (call `H.refresh()`); two passes over the data disagree; an operation has no
+            second derivative. Values are compared too, because PyTorch does not record some changes
+            (`p.data.mul_(2)`, NumPy): all entries of a tensor of up to 1024, and of a larger one
+            some 64 and a bitwise sum of all, so that an exchange of other entries is not detected.
+            Buffers, and what `f` uses besides the point, are not watched and keep the state of the
+            evaluation.
 
     Warns:
         RandomnessWarning: `f` draws random numbers (dropout). The operator is that of one draw.

@@ -49,7 +49,8 @@ class JacobianOperator(DataOperator[Linearised], TwoSpaces):
         value: The outputs, a by-product.
 
     Raises:
-        InputError: Outputs of several batches that cannot be put together; or as for `hodiff.HessianOperator`.
+        InputError: The outputs of several batches cannot be concatenated, the data can be read only
+            once, or *where* is not real floating point.
         GraphError: The parameters have changed since the graphs were built (call `refresh()`); an
             operation has no derivative; or as for `hodiff.HessianOperator`.
 

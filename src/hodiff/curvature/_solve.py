@@ -127,20 +127,20 @@ def solve(
         HodiffWarning: The solution is detached, although the operator or *b* requires grad (see `create_graph`).
 
     Cost:
-        A product per iteration, and one for the residual; of several right-hand sides, one product
-        with all that have not converged. Memory: a few vectors for each; for GMRES, `restart` of
-        them.
+        A product per iteration, and one for the residual. With several right-hand sides, one
+        product serves all that have not converged. Memory: a few vectors for each; for GMRES,
+        `restart` vectors.
 
-        Of a stack of matrices (`batch_ndim=` of its operator) with up to 64 columns, for GMRES
-        without `restart` 256, a product for each column: the dense matrices are solved, and what
-        fails goes the way of the others. Not with `iterations`, a `preconditioner`, a `start` or
-        a `callback`. Of a single matrix with up to 256 columns, GMRES that does not end in eight
-        steps goes on likewise, where all products fit into one batched pass.
+        A stack of matrices (`batch_ndim=` of its operator) with up to 64 columns (256 for GMRES
+        without `restart`) takes a product for each column: the dense matrices are solved directly,
+        and those that fail iteratively. Not with `iterations`, a `preconditioner`, a `start` or a
+        `callback`. For a single matrix with up to 256 columns, GMRES that does not converge in
+        eight steps also solves the dense matrix, if all products fit into one batched pass.
 
-        With `create_graph`, two differentiable products more (of a Hessian an evaluation and two
-        passes each), and in the backward pass one more system with the transpose, two for a second
-        derivative, to a hundredth of the tolerance:
-        \(\bar b = A^{-\top} \bar x,\ \bar A = -\bar b\, x^\top\).
+        With `create_graph`, two more differentiable products (for a Hessian an evaluation and two
+        passes each). The backward pass solves one more system with the transpose, and two for a
+        second derivative, to a hundredth of the tolerance: \(\bar b = A^{-\top} \bar x,\ \bar A =
+        -\bar b\, x^\top\).
 
     Examples:
         >>> import torch, hodiff

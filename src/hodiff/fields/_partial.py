@@ -412,8 +412,8 @@ def parsed(index: Any, size: int) -> Index:
 class Partials(tuple[Tensor, ...]):
     r"""Some partial derivatives, as a tuple in the requested order that also knows them by name.
 
-    `u_x, u_yy = found` unpacks them, and `found[1, 1]` is \(u_{yy}\). A bare number would mean a place to one reader
-    and a coordinate to another, so `found[0]` raises.
+    `u_x, u_yy = found` unpacks them, and `found[1, 1]` is \(u_{yy}\). `found[0]` is ambiguous (a
+    position or a coordinate), so it raises.
 
     Attributes:
         indices: The multi-index of each, sorted.

@@ -30,7 +30,7 @@ class Estimate(NoNumber):
 
     Attributes:
         value: The estimate, shaped like `f(x)`.
-        stderr: Its standard error, likewise; None for a single sample, which does not tell.
+        stderr: Its standard error, with the same shape; None for a single sample.
         samples: How many random directions were used.
     """
 

@@ -150,7 +150,8 @@ def unroll(
         Under `no_grad` they are detached, and no graph is kept.
 
     Raises:
-        InputError: A rule, a number of steps or a state that does not fit; or as for `hodiff.grad`.
+        InputError: A rule, a number of steps or a state does not fit, or `f` does not return one
+            element.
         GraphError: `f` does not use its argument; a second derivative through `segments`; or as for `hodiff.grad`.
 
     Cost:

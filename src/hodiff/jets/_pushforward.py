@@ -218,9 +218,9 @@ class Report(_messages.Reported):
     Attributes:
         order: The order of the expansion.
         directions: How many directions it carried.
-        operations: What `f` used, the dearest first. Composite operations appear as what they are
-            made of.
-        missing: The operation that stopped the evaluation, in words; None when all went well.
+        operations: The operations of `f`, the most expensive first. Composite operations appear as
+            their parts.
+        missing: The operation that stopped the evaluation; None if the evaluation succeeded.
     """
 
     order: int

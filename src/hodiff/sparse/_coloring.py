@@ -30,14 +30,14 @@ def color(pattern: Any, kind: Kind = "star", *, order: Order = "best") -> Tensor
 
     Args:
         pattern: A `Pattern`, a SciPy sparse matrix, or a sparse tensor.
-        kind: `"columns"`: columns that meet in a row differ, so that a product with the sum of the
-            columns of each color holds all entries. `"rows"`: the same for rows, and products from
-            the left. `"star"`, for a symmetric matrix with a diagonal: neighbors differ, and no
-            path of four vertices has but two colors; each entry is then found in the product of
-            its column or in that of its row, and fewer colors do.
-        order: In which order vertices choose the least color that they may have: `"natural"`, or
-            `"largest"` degree first. `"best"` takes what needs the fewest colors on the first few
-            thousand columns.
+        kind: `"columns"`: columns with a common row have different colors, so that the products
+            with the sums of the columns of each color contain all entries. `"rows"`: the same for
+            rows, with products from the left. `"star"`, for a symmetric matrix with a diagonal:
+            neighbors have different colors, and no path of four vertices has only two; each entry
+            is then in the product of its column or of its row, and fewer colors are needed.
+        order: The order in which vertices take the lowest possible color: `"natural"`, or
+            `"largest"` degree first. `"best"` uses the order with the fewest colors on the first
+            few thousand columns.
 
     Returns:
         For each column (row) its color, integers from 0 on, shape `(columns,)` or `(rows,)`.
@@ -45,11 +45,11 @@ def color(pattern: Any, kind: Kind = "star", *, order: Order = "best") -> Tensor
         have a color of their own.
 
     Raises:
-        InputError: A star coloring of a pattern that is not symmetric, or no pattern.
+        InputError: *pattern* is not a pattern, or not symmetric for a star coloring.
 
     Cost:
-        On the processor, in Python: about 5 µs for each column of a matrix with a handful of
-        entries in a row.
+        On the CPU, in Python: about 5 µs for each column of a matrix with a handful of entries per
+        row.
 
     Examples:
         An arrow, whose first row and column are full, takes two products; columns alone would take

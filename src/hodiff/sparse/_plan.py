@@ -25,15 +25,15 @@ BREAK_EVEN = 600
 class Plan:
     """A sparse matrix of derivatives, ready to be evaluated at many points.
 
-    Made by `plan_hessian` and `plan_jacobian`. `plan(x)` is the matrix at *x*; `plan.values(x)` its
-    entries, those of `plan.rows` and `plan.columns`, which stay the same.
+    Returned by `plan_hessian` and `plan_jacobian`. `plan(x)` is the matrix at *x*; `plan.values(x)`
+    its entries, at the fixed positions `plan.rows` and `plan.columns`.
 
     Attributes:
-        pattern: Which entries it has.
-        kind: How its products are shared: `"star"`, `"rows"` or `"columns"`.
+        pattern: The entries of the matrix.
+        kind: How entries share products: `"star"`, `"rows"` or `"columns"`.
         colors: The color of each column (or row).
-        products: How many products one evaluation takes: the number of colors.
-        place: Where each entry stands in the products.
+        products: The number of products for one evaluation, which is the number of colors.
+        place: The position of each entry in the products.
     """
 
     def __init__(
@@ -368,24 +368,24 @@ def plan_hessian(
     """A sparse Hessian prepared for many points: pattern, colors and recovery are computed once.
 
     Args:
-        f: A function of *x* that returns one element, as for `hvp`.
-        x: A point, as for `grad`.
-        pattern: The pattern, where it is known, as for `sparse_hessian`.
-        output: In which form `plan(x)` gives the matrix, as for `sparse_hessian`.
+        f: A function of *x* that returns one element.
+        x: A point: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        pattern: The pattern, if you know it, in one of the forms of `sparse_hessian`.
+        output: The form of `plan(x)`, as for `sparse_hessian`.
         allow: `@once_differentiable` Functions to accept in a second derivative.
-        args: Further positional arguments for `f`; `plan(x, args=...)` may give others.
+        args: Further positional arguments for `f`; `plan(x, args=...)` may pass others.
         kwargs: Keyword arguments for `f`, likewise.
 
     Returns:
         A `Plan`: `plan(x)` is the matrix, of shape `(D, D)`; `plan.values(x)` its entries, in the
-        order of `plan.rows` and `plan.columns`; `plan.lower()` the same for the lower triangle. It
-        holds wherever `f` does in Python what it did at *x*. Where `f` reads values that follow
-        from *x* (`plan.pattern.values_read`), so that it may do something else, each `plan(x)` is
-        compared with one product more, and raises where an entry is missed; `check=False` spares
-        that, `check=True` asks for it in any case.
+        order of `plan.rows` and `plan.columns`; `plan.lower()` is the plan of the lower triangle.
+        The plan holds as long as `f` takes the same Python branches as at *x*. If `f` reads values
+        that depend on *x* (`plan.pattern.values_read`), each `plan(x)` is compared with one
+        additional product, and raises if an entry is missing; `check=False` omits the comparison,
+        and `check=True` always makes it.
 
     Raises:
-        InputError: As for `sparse_hessian`; or *f* is a tensor already computed.
+        InputError: *f* is a tensor already computed, or *x*, `f(x)` or the pattern does not fit.
         GraphError: An operation has no second derivative, or the value does not depend on the
             point.
 
@@ -420,12 +420,12 @@ def plan_jacobian(
     """A sparse Jacobian prepared for many points: pattern, colors and recovery are computed once.
 
     Args:
-        f: A function of *x* that returns a tensor or a container of tensors, as for `jacobian`.
-        x: A point, as for `grad`.
-        pattern: The pattern, where it is known, as for `sparse_jacobian`.
-        output: In which form `plan(x)` gives the matrix, as for `sparse_hessian`.
+        f: A function of *x* that returns a tensor or a container of tensors.
+        x: A point: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        pattern: The pattern, if you know it, in one of the forms of `sparse_hessian`.
+        output: The form of `plan(x)`, as for `sparse_hessian`.
         allow: `@once_differentiable` Functions to accept in a second derivative.
-        args: Further positional arguments for `f`; `plan(x, args=...)` may give others.
+        args: Further positional arguments for `f`; `plan(x, args=...)` may pass others.
         kwargs: Keyword arguments for `f`, likewise.
 
     Returns:
@@ -433,12 +433,12 @@ def plan_jacobian(
         fewer products.
 
     Raises:
-        InputError: As for `sparse_jacobian`; or *f* is a tensor already computed.
+        InputError: *f* is a tensor already computed, or *x*, `f(x)` or the pattern does not fit.
         GraphError: `f` does not depend on *x*, or reaches it other than through its argument.
 
     Cost:
         The pattern and its colors, once. Each `plan(x)` is one evaluation of `f` and one batched
-        pass for `plan.products` vectors, after one more pass where columns are colored.
+        pass for `plan.products` vectors, and one more pass if columns are colored.
 
     Examples:
         >>> import torch, hodiff
