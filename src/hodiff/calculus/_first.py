@@ -396,11 +396,11 @@ def jvp(
         GraphError: `f` does not depend on *x*, or reaches it other than through its argument.
 
     Cost:
-        Two reverse passes over one evaluation of `f`: the result of the first is linear in its
-        cotangent. This is correct through every layer, differentiable, and the same for a tensor
-        already computed. K vectors share the first pass and take one batched pass per chunk. If `f`
-        calls a Python `autograd.Function`, one more pass checks that its backward uses the
-        cotangent.
+        One evaluation of `f` and two reverse passes. The result of the first is linear in its
+        cotangent, and the second differentiates it. This is correct through every layer,
+        differentiable, and the same for a tensor already computed. K vectors share the first pass
+        and take one batched pass per chunk. If `f` calls a Python `autograd.Function`, one more
+        pass checks that its backward uses the cotangent.
 
     Examples:
         >>> import torch, hodiff

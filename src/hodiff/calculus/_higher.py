@@ -68,9 +68,10 @@ def nth_derivative(
         GraphError: An operation has no further derivative; `f` does not depend on *x*.
 
     Cost:
-        Order 1, and order 2 of a differentiable result: one evaluation of `f` and n reverse passes,
+        One evaluation of `f`, with two reverse passes for order 1, and by Taylor mode for higher
+        orders. In detail: order 1, and order 2 of a differentiable result, take n reverse passes,
         and n more that check at every order that `f` is elementwise (none if *x* has one entry).
-        Higher orders: one Taylor-mode evaluation on 2 n + 1 vectors, including the check; for a
+        Higher orders take one Taylor-mode evaluation on 2 n + 1 vectors, including the check; for a
         differentiable result, one on n + 1 vectors and another as the check. A tensor already
         computed, or an operation of `f` without a Taylor rule, takes 2 n reverse passes, each pair
         about 2.7 times as expensive as the one before.

@@ -77,15 +77,15 @@ def per_sample_grad(
             argument.
 
     Cost:
-        An evaluation of `f`; then `f` on chunks of samples, each with parameters of its own (`torch.vmap`), and one
-        pass for each chunk (K of K numbers). What that gives is held against the whole batch, in one pass over it: the
-        losses one by one, and a sum of the gradients in which all samples count alike. Where `f` does not run under
-        `vmap`, it is called on groups of 32 samples, with a pass for each. Where they differ (BatchNorm mixes the
-        samples), where `f` draws random numbers, or the result is to be differentiated, it is N passes over the whole
-        batch instead, in chunks. Memory: the result, N times the
-        parameters. Measured, a
-        perceptron with 64 to 512 samples takes 1.4 to 2.1 of plain `vmap(grad)`: the comparison evaluates once more,
-        and reads the result twice. So do K numbers, beside one `vmap` with K passes: 1.4 to 2.2.
+        One evaluation and one pass for each chunk of samples (K passes for K numbers), by
+        `torch.vmap` with separate parameters for each sample, and one evaluation and pass of the
+        whole batch. The latter checks the losses one by one, and a sum of the gradients. If `f`
+        does not run under `vmap`, it is called on groups of 32 samples, with a pass for each
+        sample. If the check fails (BatchNorm mixes the samples), `f` draws random numbers, or the
+        result must be differentiable, N passes over the whole batch are taken instead, in chunks.
+        Memory: the result, N times the parameters. For perceptrons with 64 to 512 samples the time
+        is 1.4 to 2.1 times that of plain `vmap(grad)`, because of the check; for K numbers it is
+        1.4 to 2.2 times that of one `vmap` with K passes.
 
     Examples:
         Of \((w x_i - y_i)^2\) it is \(2 x_i (w x_i - y_i)\):

@@ -149,9 +149,9 @@ class HessianOperator(SummedOperator[BatchGraph]):
             `process_group`, the processes' modules have different buffers.
 
     Cost:
-        Construction evaluates nothing. The first product takes one evaluation and one pass for each
-        batch. Every product takes one pass for each batch, and an evaluation and a pass more if its
-        graph is not kept. `H.cost()` states the numbers. Memory: the graphs, about twice the
+        One pass for each batch and product, and an evaluation and a pass more if its graph is not
+        kept. The first product takes one evaluation and one pass for each batch; construction
+        evaluates nothing. `H.cost()` states the numbers. Memory: the graphs, about twice the
         activations.
 
     Examples:

@@ -76,9 +76,9 @@ def partial(
         GraphError: `f` does not depend on *x*, or BatchNorm in training mode mixes samples.
 
     Cost:
-        Reverse: a pass per order, each about 2.7 times as dear as the one before. Jets: nested series,
-        one for each coordinate involved, of its multiplicity; the product of (1 + multiplicity)
-        evaluations, roughly.
+        Reverse: one pass per order, each about 2.7 times as expensive as the one before. Jets:
+        nested series, one for each coordinate involved, of the order of its multiplicity; roughly
+        the product of (1 + multiplicity) evaluations.
 
     Examples:
         >>> import torch, hodiff
@@ -158,8 +158,8 @@ def partials(
 
     Cost:
         Reverse: one pass for each distinct prefix of the sorted indices. Jets: all pure derivatives
-        together in one expansion, and one nested expansion for each mixed one that no other contains.
-        Where `"auto"` finds several outputs, `f` is evaluated once more.
+        in one expansion, and one nested expansion for each mixed derivative that no other contains.
+        If `"auto"` finds several outputs, `f` is evaluated once more.
 
     Examples:
         >>> import torch, hodiff
@@ -475,9 +475,10 @@ def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
             and is right there.
 
     Cost:
-        A reverse pass for each gradient that is met first, of *u* or of one of its derivatives: `d[0]` and `d[1]`
-        together one, `d[0, 0]` and `d[0, 1]` another; times m for several numbers at each point. All that
-        has been computed is kept as long as the view, memory and graphs included.
+        One reverse pass for each gradient, of *u* or of one of its derivatives, on first access.
+        `d[0]` and `d[1]` share one, and `d[0, 0]` and `d[0, 1]` another; for m numbers at each
+        point, m times as many. Everything that was computed is kept as long as the view, including
+        memory and graphs.
 
     Examples:
         u = x² t solves u_xx = 2 u_t / x²:

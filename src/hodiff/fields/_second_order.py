@@ -161,16 +161,17 @@ def laplacian(
             `method="jets"`, an operation has no rule.
 
     Cost:
-        Jets: one evaluation of `f` on D + 2 vectors for each one of a plain evaluation (1 value, D
-        first derivatives, 1 sum of second ones), and memory in proportion; 2 S + 1
-        for S samples. Reverse, and always for a tensor already computed: for each
-        component of `f(x)` one pass for the gradient and one batched pass per chunk of directions.
-        Where nothing is recorded and one coefficient would take more than 32 MiB, `chunk_size="auto"` takes the
-        directions in chunks of no more than that, each with an evaluation of `f` at the whole batch. Where
-        such a chunk has less than 16, it takes the batch in blocks of 16 MiB: `f` is evaluated once on the whole
-        batch in one direction, and every block is held against that; if `f` is not a function of each sample
-        alone (it draws random numbers, or holds data for each sample), all is done at once after all. A
-        number makes ⌈D / chunk_size⌉ evaluations of `f` at the whole batch.
+        Jets: one evaluation of `f` on D + 2 vectors (the value, D first derivatives and the sum of
+        second ones), and memory in proportion; 2 S + 1 vectors for S samples. Reverse mode, and
+        always for a tensor already computed: for each component of `f(x)` one pass for the gradient
+        and one batched pass per chunk of directions. If no graph is recorded and one coefficient
+        would take more than 32 MiB, `chunk_size="auto"` takes the directions in chunks of at most
+        that size, each with an evaluation of `f` at the whole batch. If such a chunk has fewer than
+        16 directions, it takes the batch in blocks of 16 MiB: `f` is evaluated once on the whole
+        batch in one direction, and every block is compared with that. If `f` is not a function of
+        each sample alone (it draws random numbers, or holds data for each sample), the whole batch
+        is computed at once instead. A number makes ⌈D / chunk_size⌉ evaluations of `f` at the whole
+        batch.
 
     Examples:
         \(\Delta \lVert x \rVert^4 = 4 (D + 2) \lVert x \rVert^2\):
@@ -395,9 +396,9 @@ def second_order_operator(
         GraphError: `f` does not depend on *x*, or BatchNorm in training mode mixes samples.
 
     Cost:
-        That of `laplacian` with R directions, R the rank of C: the drift is bent into the same curves,
-        \(x + t v_r + t^2 b / 2\), and costs nothing. A matrix costs its eigenvectors; one that requires grad,
-        D (D + 1) / 2 directions.
+        The same as `laplacian` with R directions, where R is the rank of C. The drift is part of
+        the same curves, \(x + t v_r + t^2 b / 2\), and costs nothing. A matrix also takes its
+        eigenvectors, and one that requires grad takes D (D + 1) / 2 directions.
 
     Examples:
         u = sin(x) exp(-t) solves the heat equation, u_xx - u_t = 0:

@@ -155,10 +155,11 @@ def unroll(
         GraphError: `f` does not use its argument; a second derivative through `segments`; or as for `hodiff.grad`.
 
     Cost:
-        An evaluation of `f`, a reverse pass and the rule in each step; the pass through it all takes about
-        two more of each. Memory: the graphs of all steps; with `segments="auto"`, those of \(\sqrt{k}\) steps
-        and as many copies of parameters and state, for one more evaluation of each step.
-        Buffers of modules (batch normalization) are left as they are, and each step begins from them.
+        One evaluation of `f`, one reverse pass and the rule in each step; the pass through all
+        steps takes about two more of each. Memory: the graphs of all steps; with `segments="auto"`,
+        those of \(\sqrt{k}\) steps and as many copies of parameters and state, at the cost of one
+        more evaluation of each step. Buffers of modules (batch normalization) are not changed, and
+        each step starts from them.
 
     Examples:
         Two steps on \(2 p^2\) from 1 lead to \((1 - 4 \eta)^2\), whose derivative is \(-8(1 - 4 \eta)\):
