@@ -176,7 +176,7 @@ HELD_BACK = {
     "data attribution": ("recipes/influence/",),
     "implicit MAML": ("recipes/implicit-maml/",),
     "unrolled optimization": ("api/implicit/unroll/", "recipes/maml/", "recipes/tuning/"),
-    "KKT": ("api/implicit/", "recipes/optimal-control/", "coming-from/"),
+    "KKT": ("api/implicit/", "recipes/optimal-control/", "recipes/hyperparameters/#a-quadratic-program"),
     "Ipopt": ("recipes/optimal-control/",),
     "PyTorch Lightning": ("recipes/lightning/",),
     "FSDP": ("recipes/several-processes/",),
