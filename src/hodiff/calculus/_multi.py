@@ -116,9 +116,10 @@ def multi_grad(
             the graphs of functions are always freed.
 
     Returns:
-        One result per loss, in a list or in a dict by the same names; each like `where`, with its shapes.
-        What a loss does not depend on is zeros. The results carry no graph, unless `create_graph`. With *return_used*
-        `(gradients, used)`, the second alike, with True or False in place of each tensor.
+        One result per loss, in a list or in a dict by the same names, each with the structure and
+        shapes of `where`, and zeros for what the loss does not depend on. The results carry no
+        graph, unless `create_graph` is True. With *return_used* `(gradients, used)`, where `used`
+        has True or False for each tensor.
 
     Raises:
         InputError: No losses, a loss that is not a scalar, or tensors and functions mixed; `shared` for
@@ -127,10 +128,10 @@ def multi_grad(
             freed before.
 
     Cost:
-        One pass per loss; with `shared`, one per loss through its own part and one through the trunk.
-        The peak is that of the forward with its graphs retained. `release=True` saves what retaining
-        would keep beyond the forward, and leaves nothing. Functions with `shared` keep one loss's own
-        part at a time, the largest saving.
+        One pass per loss; with `shared`, one per loss through its own part and one through the
+        trunk. The peak memory is that of the forward pass with its graphs retained. `release=True`
+        saves what retaining would keep beyond that, and leaves no graph. Functions with `shared`
+        keep only one loss's own part at a time, which saves most.
 
     Examples:
         >>> import torch, hodiff

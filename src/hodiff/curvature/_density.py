@@ -96,9 +96,9 @@ def spectral_density(
         256 MiB.
 
     Note:
-        The standard error is that over random vectors. A rule of *m* nodes is exact for polynomials of degree 2m - 1,
-        so what is narrower than about the spectrum's extent over `steps` is not resolved inside the bulk, with
-        whatever number of vectors.
+        The standard error covers the random vectors only. A rule of *m* nodes is exact for
+        polynomials of degree 2m - 1, so structure narrower than about the spectrum's extent divided
+        by `steps` is not resolved inside the bulk, however many vectors there are.
 
     Examples:
         Of two eigenvalues, one three times as frequent:
@@ -204,13 +204,13 @@ def logdet(
             `create_graph`).
 
     Cost:
-        At most `samples * steps` products, all vectors in one (with `rtol`, eight). Memory: `steps`
-        vectors for each of them, within 256 MiB. Of a stack of matrices as many for all at once,
-        each with vectors of its own. With `create_graph`, a differentiable product with each
-        vector, and in the backward pass one more, or what the steps have left of a linear system,
-        all side by side: the derivative is the mean of
-        \((A^{-1} z)^\top\, \mathrm{d}A\; z\) over the same vectors, an estimate without bias of the
-        derivative, not the derivative of the estimate.
+        At most `samples * steps` products, for all vectors at once (with `rtol`, for eight).
+        Memory: `steps` vectors for each of them, within 256 MiB. A stack of matrices takes as many
+        products, each for all matrices, which have separate vectors. With `create_graph`, a
+        differentiable product with each vector, and in the backward pass one more, or the rest of a
+        linear system, for all vectors in parallel: the derivative is the mean of \((A^{-1}
+        z)^\top\, \mathrm{d}A\; z\) over the same vectors, an unbiased estimate of the derivative,
+        not the derivative of the estimate.
 
     Examples:
         >>> import torch, hodiff

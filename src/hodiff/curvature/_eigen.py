@@ -65,7 +65,7 @@ def eigsh(
         rtol: When a pair has converged: \(\lVert A x - \lambda x \rVert \le\) `rtol` times the largest
             eigenvalue seen (in magnitude). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half
             (5e-2 in bfloat16).
-        products: The maximal number of products; None: 50 for each pair, and 1000.
+        products: The maximal number of products; None: 1000, plus 50 for each pair.
         basis: How many vectors to keep before a restart; None: as many as fit into 8 MiB, between
             `max(2 k + 10, 30)` and 300.
         generator: The source of the random start; None: the default generator of the operator's
@@ -93,10 +93,11 @@ def eigsh(
 
     Cost:
         Often 30 to 150 products. Memory, on the operator's device: `basis` vectors, some *k* more,
-        and what products with *k* vectors take, in the operator's precision (at least single; double
-        where *rtol* is below a hundred of its rounding units). Measured in units of a vector: 30 for
-        one pair of a million parameters, 49 for six; with `basis=10` and `basis=16`, 19 and 41, and
-        as many products. Below `basis` columns, one product for each, and an exact answer.
+        and the memory of products with *k* vectors, in the operator's precision (at least single;
+        double if *rtol* is below a hundred of its rounding units). For a million parameters, one
+        pair takes the memory of 30 vectors and six pairs that of 49; with `basis=10` and `basis=16`
+        it is 19 and 41, with as many products. An operator with fewer than `basis` columns takes
+        one product for each, and the result is exact.
 
         With `create_graph`, two more differentiable products for each pair. A first derivative is
         one pass. A second derivative solves the systems with \(H - \lambda\) for all pairs in
@@ -242,7 +243,7 @@ def eigs(
         rtol: When a pair has converged: \(\lVert A x - \lambda x \rVert \le\) `rtol` times the largest
             entry of the projection seen. None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half
             (5e-2 in bfloat16).
-        products: The maximal number of products; None: 50 for each pair, and 1000.
+        products: The maximal number of products; None: 1000, plus 50 for each pair.
         basis: How many vectors to keep before a restart; None: as many as fit into 8 MiB, between
             `2 k + 10` and 100.
         generator: The source of the random start; None: the default generator of the operator's
@@ -266,8 +267,8 @@ def eigs(
             `create_graph`).
 
     Cost:
-        Often 30 to 150 products; memory as for `hodiff.eigsh`. Below `basis` columns, one product
-        for each, and an exact answer.
+        Often 30 to 150 products; memory as for `hodiff.eigsh`. An operator with fewer than `basis`
+        columns takes one product for each, and the result is exact.
 
     Note:
         A small residual means a small error in the matrix. If the matrix is far from normal, the

@@ -77,8 +77,8 @@ def solve(
         operator: A symmetric operator; for GMRES, a square one.
         b: The right-hand side: like the point, or flat `(D,)`. Or several, as columns `(D, K)`
             (which a matrix always holds where the point is one tensor of one dimension), or else
-            stacked in one extra leading dimension: they are solved side by side, and who has
-            converged costs no more.
+            stacked in one extra leading dimension: they are solved in parallel, and those
+            that have converged cost no more.
         create_graph: Whether `value` can be differentiated, once and twice, with respect to *b*,
             `damping`, and everything that the operator uses: the matrix of a
             `hodiff.MatrixOperator`, what the functions of a `hodiff.HessianOperator`,

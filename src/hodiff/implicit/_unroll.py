@@ -146,7 +146,7 @@ def unroll(
 
     Returns:
         The parameters after the last step, in the structure and shapes of *where* (a dict by parameter name for
-        a module: give it to `torch.func.functional_call`); with `return_state=True`, `(parameters, state)`.
+        a module: pass it to `torch.func.functional_call`); with `return_state=True`, `(parameters, state)`.
         Under `no_grad` they are detached, and no graph is kept.
 
     Raises:

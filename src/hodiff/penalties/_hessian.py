@@ -103,8 +103,8 @@ def hessian_penalty(
             published form "works" there.
 
     Cost:
-        Per vector, exact: one evaluation of `f` and four reverse passes. Differences: two
-        evaluations each, one for all, and no pass.
+        Exact: one evaluation of `f` and four reverse passes for each vector. Differences: two
+        evaluations for each vector and one for all, and no pass.
 
     Examples:
         \(f = z_0 z_1\) has \(H_{01} = H_{10} = 1\), so a variance of 4, and of 0 if the two signs
