@@ -88,9 +88,16 @@ def _cost(document: str) -> str:
     section = re.search(r"^Cost:\n((?:    .*\n?|\n)+)", document, re.MULTILINE)
     if section is None:
         return ""
-    sentence = re.split(r"(?<=[.;:])\s", " ".join(section[1].split()))[0]
-    return "told there" if sentence.endswith(":") else sentence.rstrip(".;")
+    return re.split(r"[.;]\s", " ".join(section[1].split()) + " ")[0]
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", r"\vert ").replace(r"\\vert ", r"\Vert ")
+    """The text in a table, where a bar ends a cell: in a formula it is a command, elsewhere it is escaped."""
+    parts = re.split(r"(\\\(.*?\\\))", " ".join(text.split()))
+    formulas = [
+        part.replace("|", r"\vert ").replace(r"\\vert ", r"\Vert ")
+        for part in parts[1::2]
+    ]
+    parts[::2] = [part.replace("|", r"\|") for part in parts[::2]]
+    parts[1::2] = formulas
+    return "".join(parts)

@@ -15,10 +15,10 @@ A map of the library:
   `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`, `eigs`,
   `spectral_radius`, `spectral_density`, `logdet`, `solve` take any,
   and `nystrom` is a preconditioner
-* training with curvature: `NewtonCG`, an optimiser of a loss; `LevenbergMarquardt`, of residuals
-* through solutions: `hodiff.implicit` (`argmin`, `root`, `fixed_point`); through the steps of an optimiser: `unroll`,
+* training with curvature: `NewtonCG`, an optimizer of a loss; `LevenbergMarquardt`, of residuals
+* through solutions: `hodiff.implicit` (`argmin`, `root`, `fixed_point`); through the steps of an optimizer: `unroll`,
   by the update rules of `hodiff.rules`
-* sparse: `sparse_hessian`, `sparse_jacobian`; patterns, colours and plans in `hodiff.sparse`
+* sparse: `sparse_hessian`, `sparse_jacobian`; patterns, colors and plans in `hodiff.sparse`
 * graphs explained: `hodiff.graph` (`inspect`, `predict`, `watch`, `explain` and more); `multi_grad`, for several losses
 * memory: `twice_differentiable`, for loops of your own through attention and cross-entropy
 * verification: `check_derivatives`

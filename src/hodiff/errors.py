@@ -35,7 +35,7 @@ __all__ = [
 
 
 class HodiffError(Exception):
-    """Base class of everything that hodiff raises on purpose.
+    """Base class of hodiff's errors.
 
     Examples:
         >>> import hodiff
@@ -86,7 +86,7 @@ class Facts(NamedTuple):
 
 
 class GraphError(HodiffError, RuntimeError):
-    """The autograd graph is missing, freed, cut, or cannot be differentiated once more.
+    """The autograd graph is missing, freed or cut, or cannot be differentiated again.
 
     Examples:
         >>> import torch, hodiff
@@ -141,8 +141,8 @@ class HodiffWarning(UserWarning):
 class CustomFunctionWarning(HodiffWarning):
     """A second derivative passes through a Python `torch.autograd.Function`.
 
-    Its value is whatever the Function's `backward` makes it, which PyTorch cannot verify.
-    Given once per Function class. `hodiff.check_derivatives` verifies it numerically.
+    The Function's `backward` determines its value, which PyTorch cannot verify. The warning is
+    given once per Function class. `hodiff.check_derivatives` verifies the derivative numerically.
 
     Examples:
         >>> import hodiff
@@ -152,7 +152,7 @@ class CustomFunctionWarning(HodiffWarning):
 
 
 class BatchMixingWarning(HodiffWarning):
-    """`batch_ndim` was given, and an operation in `f` mixes the samples of a batch.
+    """An operation in `f` mixes the samples of a batch, although `batch_ndim` says that they are independent.
 
     Examples:
         >>> import hodiff
@@ -162,7 +162,7 @@ class BatchMixingWarning(HodiffWarning):
 
 
 class ConvergenceWarning(HodiffWarning):
-    """An eigenpair, an estimate or a solution did not reach its tolerance; the record says how far it got.
+    """An eigenpair, an estimate or a solution did not reach its tolerance; the record states its accuracy.
 
     Examples:
         >>> import hodiff
@@ -172,7 +172,7 @@ class ConvergenceWarning(HodiffWarning):
 
 
 class RandomnessWarning(HodiffWarning):
-    """The function of an operator draws random numbers (dropout): the operator is that of one draw, held fixed.
+    """The function of an operator draws random numbers (dropout); the operator is that of one fixed draw.
 
     Examples:
         >>> import hodiff

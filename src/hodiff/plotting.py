@@ -1,6 +1,6 @@
 """Pictures of what takes several records; a single one draws itself: `record.plot()`.
 
-Needs matplotlib (`pip install 'hodiff[plot]'`). Colours are those of the style in force, so that a picture is
+Needs matplotlib (`pip install 'hodiff[plot]'`). Colors are those of the style in force, so that a picture is
 light or dark as the page around it (`matplotlib.style.use("dark_background")`).
 """
 
@@ -26,22 +26,22 @@ __all__ = ["convergence"]
 
 
 def convergence(records: Sequence[Any], *, axes: Any = None, label: str | None = None) -> Any:
-    """Draw how an estimate or a solution came about, over the products that it took.
+    """Draw how an estimate or a solution converged, over the products that it took.
 
     Residuals (of `hodiff.solve`, `hodiff.eigsh`, `hodiff.eigs`, `hodiff.spectral_radius`) are drawn on a
     logarithmic scale; a trace's or a log-determinant's running mean with a band of two standard errors; the losses
     of `hodiff.NewtonCG` (its `last`, of each step) over all products until then.
 
     Args:
-        records: The records, one after another: `seen = []`, then `callback=seen.append`.
-        axes: Where to draw; None: new ones. Several runs can share them.
-        label: What the legend says.
+        records: The records in order: `seen = []`, then `callback=seen.append`.
+        axes: The axes to draw into; None: new ones. Several runs can share them.
+        label: The label in the legend.
 
     Returns:
         The axes.
 
     Raises:
-        InputError: There are none, or they are of a kind that does not converge.
+        InputError: There are no records, or records of a kind that does not converge.
 
     Examples:
         >>> import torch, hodiff, hodiff.plotting

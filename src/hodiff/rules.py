@@ -1,4 +1,4 @@
-"""Update rules of optimisers as pure functions, for `hodiff.unroll`: equal to `torch.optim`, differentiable by all.
+"""Update rules of optimizers as pure functions, for `hodiff.unroll`: equal to `torch.optim`, differentiable by all.
 
 A rule maps parameters, gradients, its state and the number of the step (from 1) to new parameters and a new
 state: `rule(params, grads, state, step) -> (params, state)`. Parameters are like the point; the state of the
@@ -164,18 +164,18 @@ def _check_kind(value: Any, kinds: Any, name: str) -> None:
 @final
 @dataclass(frozen=True)
 class SGD(Rule):
-    r"""Steps \(p \leftarrow p - \eta\, b\) with \(b \leftarrow \mu\, b + (1 - \tau)\, g\), as `torch.optim.SGD`.
+    r"""Steps p ← p - η b with b ← μ b + (1 - τ) g, as `torch.optim.SGD`.
 
-    Unlike there with `differentiable=True`, the buffer's first value keeps its graph, so that derivatives through
-    momentum are right.
+    Unlike PyTorch with `differentiable=True`, the buffer's first value keeps its graph, so that
+    derivatives through momentum are correct.
 
     Args:
-        lr: The step \(\eta\).
-        momentum: The \(\mu\); 0 for none.
-        dampening: The \(\tau\), from the second step on.
-        weight_decay: Times the parameter, added to the gradient.
-        nesterov: Whether to look ahead: \(g + \mu\, b\) for \(b\).
-        maximize: Whether to go uphill.
+        lr: \(\eta\), the learning rate.
+        momentum: \(\mu\); 0 for none.
+        dampening: \(\tau\), from the second step on.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
+        nesterov: Whether to use Nesterov momentum, \(g + \mu\, b\) instead of \(b\).
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         >>> import torch, hodiff
@@ -216,16 +216,16 @@ class SGD(Rule):
 @final
 @dataclass(frozen=True)
 class RMSprop(Rule):
-    r"""Steps \(g / (\sqrt{v} + \epsilon)\), with *v* the running mean of \(g^2\), as `torch.optim.RMSprop`.
+    r"""Steps η g / (√v + ε), with v the running mean of g², as `torch.optim.RMSprop`.
 
     Args:
         lr: The step.
         alpha: How slowly the mean moves.
         eps: Added to the denominator.
-        weight_decay: Times the parameter, added to the gradient.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
         momentum: Of the steps; 0 for none.
         centered: Whether *v* is a variance.
-        maximize: Whether to go uphill.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         >>> import torch, hodiff
@@ -261,15 +261,15 @@ class RMSprop(Rule):
 @final
 @dataclass(frozen=True)
 class Adagrad(Rule):
-    r"""Steps \(g / (\sqrt{v} + \epsilon)\), with *v* the sum of all \(g^2\), as `torch.optim.Adagrad`.
+    r"""Steps η g / (√v + ε), with v the sum of all g², as `torch.optim.Adagrad`.
 
     Args:
         lr: The step.
         lr_decay: It is divided by 1 + (t - 1) times this.
-        weight_decay: Times the parameter, added to the gradient.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
         initial_accumulator_value: Where the sum begins.
         eps: Added to the denominator.
-        maximize: Whether to go uphill.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         >>> import torch, hodiff
@@ -298,14 +298,14 @@ class Adagrad(Rule):
 @final
 @dataclass(frozen=True)
 class Adadelta(Rule):
-    r"""Steps in proportion to the mean size of earlier ones, as `torch.optim.Adadelta`.
+    r"""Steps in proportion to the mean size of earlier steps, as `torch.optim.Adadelta`.
 
     Args:
         lr: A factor of each step.
         rho: How slowly the means move.
         eps: Added below the square roots.
-        weight_decay: Times the parameter, added to the gradient.
-        maximize: Whether to go uphill.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         >>> import torch, hodiff
@@ -357,7 +357,7 @@ def mixed(x: Tensor, y: Tensor, a: Any) -> Tensor:
 
 
 def root(v: Tensor) -> Tensor:
-    """The square root, with derivative 0 at 0.
+    """A zero of F(x, θ) found by any solver, as a function of everything else that `F` depends on.
 
     `sqrt` has an infinite one there, which times a zero is NaN: one parameter whose gradients were exactly zero
     (below a layer that begins at zero) would make every derivative through Adam NaN. There v = (1 - b) g², so
@@ -428,20 +428,20 @@ class _Adam(_Moments):
 @final
 @dataclass(frozen=True)
 class Adam(_Adam):
-    r"""Adam, \(p \leftarrow p - \eta\, \hat m / (\sqrt{\hat v} + \epsilon)\), as `torch.optim.Adam`.
+    r"""Adam, p ← p - η m̂ / (√v̂ + ε), as `torch.optim.Adam`.
 
     Where a parameter's gradients were all exactly zero, derivatives are finite and true: the
     derivative of one step by that gradient is \(\eta / \epsilon\), 1e5 with the defaults. Choose a
     larger *eps* if that is too steep.
 
     Args:
-        lr: The step \(\eta\).
+        lr: \(\eta\), the learning rate.
         betas: How slowly the means of the gradient and of its square move.
         eps: Added to the denominator.
-        weight_decay: Times the parameter, added to the gradient.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
         amsgrad: Whether to divide by the largest mean square so far.
         decoupled_weight_decay: Whether the parameter decays by itself instead, as in AdamW.
-        maximize: Whether to go uphill.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         The first step has the length of *lr* in each entry:
@@ -461,15 +461,15 @@ class Adam(_Adam):
 @final
 @dataclass(frozen=True)
 class AdamW(_Adam):
-    r"""Adam, with a decay \(p \leftarrow (1 - \eta\lambda)\, p - \dots\) beside it, as `torch.optim.AdamW`.
+    r"""Adam with decoupled weight decay, p ← (1 - ηλ) p - …, as `torch.optim.AdamW`.
 
     Args:
-        lr: The step \(\eta\).
+        lr: \(\eta\), the learning rate.
         betas: How slowly the means of the gradient and of its square move.
         eps: Added to the denominator.
         weight_decay: The decay \(\lambda\).
         amsgrad: Whether to divide by the largest mean square so far.
-        maximize: Whether to go uphill.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         >>> import torch, hodiff
@@ -488,7 +488,7 @@ class AdamW(_Adam):
 @final
 @dataclass(frozen=True)
 class NAdam(_Moments):
-    r"""Adam with Nesterov's momentum, whose coefficient grows with the steps, as `torch.optim.NAdam`.
+    r"""Adam with Nesterov momentum, whose coefficient grows with the steps, as `torch.optim.NAdam`.
 
     PyTorch holds the product of those coefficients in its default dtype; here it is a double.
 
@@ -496,10 +496,10 @@ class NAdam(_Moments):
         lr: The step.
         betas: How slowly the means of the gradient and of its square move.
         eps: Added to the denominator.
-        weight_decay: Times the parameter, added to the gradient.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
         momentum_decay: How soon the momentum grows.
         decoupled_weight_decay: Whether the parameter decays by itself instead.
-        maximize: Whether to go uphill.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         >>> import torch, hodiff
@@ -529,15 +529,15 @@ class NAdam(_Moments):
 @final
 @dataclass(frozen=True)
 class RAdam(_Moments):
-    r"""Adam that waits until the mean square is known well enough to divide by it, as `torch.optim.RAdam`.
+    r"""Adam that divides by the mean square only once it is known well enough, as `torch.optim.RAdam`.
 
     Args:
         lr: The step.
         betas: How slowly the means of the gradient and of its square move.
         eps: Added to the denominator.
-        weight_decay: Times the parameter, added to the gradient.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
         decoupled_weight_decay: Whether the parameter decays by itself instead.
-        maximize: Whether to go uphill.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         The first five steps, with the defaults, are those of momentum:
@@ -568,14 +568,14 @@ class RAdam(_Moments):
 @final
 @dataclass(frozen=True)
 class Adamax(_Moments):
-    r"""Adam with the largest decayed gradient in place of the mean square, as `torch.optim.Adamax`.
+    r"""Adam with the largest decayed gradient instead of the mean square, as `torch.optim.Adamax`.
 
     Args:
         lr: The step.
         betas: How slowly the mean of the gradient and the largest one move.
         eps: Added to the gradient's size.
-        weight_decay: Times the parameter, added to the gradient.
-        maximize: Whether to go uphill.
+        weight_decay: Multiplies the parameter, and is added to the gradient.
+        maximize: Whether to maximize instead of minimize.
 
     Examples:
         >>> import torch, hodiff

@@ -23,10 +23,11 @@ SIGNS = {
 HEAD = """\
 # Every operation, every order
 
-PyTorch's own database of operations, and a few with a history that it lacks: each operation with some of its samples,
-in double precision on a CPU, differentiated once, twice and three times, by hodiff's routes and by plain PyTorch's.
-Order k is compared with central differences (extrapolated) of order k - 1 along random directions, once that was found
-right; all tensors of a sample vary together, weights included. This page is written from the results.
+This page covers PyTorch's own database of operations, and a few known problem cases that it lacks. Each operation,
+with some of its samples, is differentiated once, twice and three times by hodiff's routes and by plain PyTorch's, in
+double precision on a CPU. Once order k - 1 is found correct, order k is compared with its extrapolated central
+differences along random directions. All tensors of a sample vary together, weights included. A program writes this
+page from the results.
 
 """
 
@@ -40,7 +41,7 @@ python -m tests.torch_ops build/2.13.0.jsonl --only linalg.det
 python -m tests.torch_ops build/2.13.0.jsonl --publish
 ```
 
-The test suite runs a fixed share, and compares it with what is published here.
+The test suite runs a fixed share and compares it with this page.
 
 """
 
@@ -71,8 +72,8 @@ def _counts(runs: dict[str, Any]) -> str:
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + (
         "\n\nThe numbers after *by* count comparisons: one sample by one route. *Unsure*: the sample lies at a kink, "
-        "or the differences are too rough to tell. *Other errors* of hodiff's routes are PyTorch's as well, in the "
-        "backward pass of a result that the caller makes himself (transposed convolutions with `output_padding`, "
+        "or the differences are too inaccurate. *Other errors* of hodiff's routes are also PyTorch's, in the "
+        "backward pass of a result that the caller differentiates (transposed convolutions with `output_padding`, "
         "`to_sparse`). "
         f"{_defined(runs)}\n\n"
     )
@@ -88,8 +89,8 @@ def _defined(runs: dict[str, Any]) -> str:
                     why[verdict.removeprefix("defined: ").partition(" (in ")[0]] |= {name}
     told = "; ".join(f"{_names(sorted(names))}: {reason}" for reason, names in sorted(why.items()))
     return (
-        "Not counted, since PyTorch's gradient is not a derivative of its values, by definition or by rounding, and "
-        f"hodiff passes it on: {told}."
+        "Some operations are not counted, because PyTorch's gradient is not a derivative of its values, by definition "
+        f"or by rounding, and hodiff passes it on: {told}."
     )
 
 

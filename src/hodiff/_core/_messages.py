@@ -364,11 +364,10 @@ def note_memory(error: BaseException) -> None:
 
 
 LESS_MEMORY = (
-    "hodiff: less memory is taken by blocks that run again in each pass, of hvp, cross_hvp and the "
-    'operators of curvature: checkpoint="layers.*" names them, or smaller ones, and '
-    "checkpoint=True means those that the model checkpoints itself; by memory_budget=0, which "
-    "keeps no graph of an operator; by chunk_size=1 of several vectors. H.cost().peak_bytes tells what "
-    "each takes."
+    'hodiff: to use less memory, pass checkpoint="layers.*" (hvp, cross_hvp, curvature operators), so '
+    "that these modules run again in each pass, or checkpoint=True for those that the model checkpoints "
+    "itself; memory_budget=0, so that an operator keeps no graph; or chunk_size=1 for several vectors. "
+    "H.cost().peak_bytes states the peak of an operator."
 )
 
 

@@ -115,7 +115,7 @@ def _even(x: Tensor, coefficients: list[float]) -> Tensor:
 
 
 def prod(input: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """`torch.prod` by multiplying pairs of neighbours."""
+    """`torch.prod` by multiplying pairs of neighbors."""
     if dim is not None and not isinstance(dim, int):
         return torch.prod(input, dim, keepdim, dtype=dtype)
     x = input if dtype is None else input.to(dtype)

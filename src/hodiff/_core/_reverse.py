@@ -50,7 +50,7 @@ def vjp(
     inputs: Sequence[Tensor] | None = None,
     missed: set[int] | None = None,
 ) -> list[Tensor]:
-    """One pass from `outputs` to the leaves (or to `inputs`); what does not depend on them gives zeros.
+    """A vector-Jacobian product, Jᵀu with J = ∂f/∂x.
 
     The numbers of those that the engine had nothing for are added to `missed`.
 
@@ -127,7 +127,7 @@ def writable(graph: OutputGraph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
 def jvp(
     graph: OutputGraph, outputs: list[Tensor], tangents: list[Tensor], count: int | None, *, chunk_size: int | None
 ) -> list[Tensor]:
-    """J v by two passes: u -> J'u is linear, and its derivative by u in the direction v is J v."""
+    """A Jacobian-vector product, J v with J = ∂f/∂x: a directional derivative."""
     # Ones, though any u would do: the backward of logcumsumexp takes the logarithm of u.
     cotangents = [torch.ones_like(output, requires_grad=True) for output in outputs]
     pulled = transposed_product(graph, outputs, cotangents)

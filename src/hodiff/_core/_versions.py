@@ -57,7 +57,7 @@ _run = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run
 def grad(
     outputs: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Tensor | None], *, keep: bool, build: bool
 ) -> Sequence[Tensor | None]:
-    """One reverse pass: the gradients by `inputs`, None for one that does not matter."""
+    """The gradient of a scalar function, ∇f(x)."""
     outputs, inputs = tuple(outputs), tuple(inputs)
     ones: list[Tensor] = []
     for output, cotangent in zip(outputs, cotangents, strict=True):  # ones for samples' scalars, too

@@ -187,7 +187,7 @@ def _chosen(selection: Selection, assembly: Assembly) -> list[tuple[str, Tensor]
 
 
 class Selection(Mapping[str, Tensor]):
-    """Some parameters of a module by name; made by `hodiff.select`.
+    """Some parameters of a module by name, as returned by `hodiff.select`.
 
     A mapping from name to parameter. It reads the module each time, so that inside `f` it shows the
     tensors being differentiated.
@@ -227,15 +227,15 @@ class Selection(Mapping[str, Tensor]):
 
 
 def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ()) -> Selection:
-    """Some trainable parameters of a module, as a place to differentiate in.
+    """Select some trainable parameters of a module by name, to differentiate with respect to them.
 
-    A pattern is matched, case-sensitively, by `fnmatch` against full dotted parameter names. The
-    name of a submodule selects every parameter below it. No pattern at all means every parameter.
+    `fnmatch` matches patterns, case-sensitively, against full dotted parameter names. The name of a
+    submodule selects every parameter below it. Without a pattern, every parameter is selected.
 
     Args:
         module: The module whose parameters are chosen.
         *patterns: Parameter or submodule names, with `*`, `?` and `[...]`.
-        exclude: A pattern, or several, whose matches are left out.
+        exclude: One or several patterns whose matches are omitted.
 
     Returns:
         A mapping from name to parameter, in the module's order; a tied parameter appears once, under

@@ -58,31 +58,32 @@ def grad(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The gradient of a scalar function, \(\nabla f(x)\).
+    r"""The gradient of a scalar function, ∇f(x).
 
     Args:
         f: A function of *x* that returns one element (of any shape), or such a tensor already
-            computed from *x*, whose graph is then left as it was.
+            computed from *x*, whose graph is left intact.
         x: Where: a tensor, a nested container of tensors, a module (its trainable parameters; `f`
             receives the module), or `hodiff.select(module, ...)`.
-        has_aux: Whether `f` returns `(loss, extra)`, of which the loss alone is differentiated.
-        batch_ndim: So many leading dimensions of *x* index independent samples; `f` returns one
-            element for each, `(N,)` or `(N, 1)`, and so does the gradient hold one for each.
-        create_graph: Whether the result can be differentiated again, by everything that required
-            grad and entered: *x* and what `f` closes over. None means True inside the `f` of
-            another hodiff call (with grad mode on), else False.
-        check_independence: Whether to test, for one more evaluation and three passes, that samples are
-            independent, as `batch_ndim` supposes; a `BatchMixingWarning` says if they are not, and by how much.
-        strict: What a part of *x* gives that the result does not depend on. None: zeros, and an error where that is
-            all of it. True: an error. False: zeros, all of it too (isolated atoms).
-        allow: `autograd.Function`s, or their names, that may be `@once_differentiable` where a
-            second derivative follows.
+        has_aux: Whether `f` returns `(loss, extra)`, of which only the loss is differentiated.
+        batch_ndim: How many leading dimensions of *x* index independent samples. `f` returns one
+            element for each, `(N,)` or `(N, 1)`, and the gradient has one entry for each.
+        create_graph: Whether the result can be differentiated again, with respect to *x* and
+            everything that `f` closes over. None: True inside the `f` of another hodiff call (with
+            grad mode on), else False.
+        check_independence: Whether to test that samples are independent, as `batch_ndim` assumes,
+            at the cost of one evaluation and three passes. A `BatchMixingWarning` says if they are
+            not, and by how much.
+        strict: What to return for a tensor of *x* that the result does not depend on. None: zeros,
+            and an error if it depends on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions, as classes or names, to accept in a second
+            derivative.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
         The gradient, with the structure, shapes, dtypes and device of *x*; for a module a dict by
-        parameter name. With *has_aux* `(that, extra)`.
+        parameter name. With *has_aux* `(gradient, extra)`.
 
     Raises:
         InputError: *x* is not real floating point, or `f` does not return one element (per sample).
@@ -90,8 +91,8 @@ def grad(
             differentiable result passes an operation without a second derivative.
 
     Cost:
-        One evaluation of `f` and one reverse pass. The graph is freed by that pass, unless
-        `create_graph` or *f* is a tensor.
+        One evaluation of `f` and one reverse pass, which frees the graph, unless `create_graph` is
+        True or *f* is a tensor.
 
     Examples:
         >>> import torch, hodiff
@@ -143,18 +144,20 @@ def value_and_grad(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The value and the gradient of a scalar function, \(f(x)\) and \(\nabla f(x)\), from one evaluation.
+    r"""The value and the gradient of a scalar function, f(x) and ∇f(x), from one evaluation.
 
     Args:
-        f: As for `grad`; with `has_aux` it returns `(loss, extra)`, and only the loss is differentiated.
-        x: Where, as for `grad`.
-        has_aux: Whether `f` returns something beside the loss.
-        batch_ndim: Leading dimensions of *x* that index independent samples, as for `grad`.
-        create_graph: Whether gradient, value and extra keep their graph, as for `grad`.
-        check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: What a part of *x* gives that the value does not depend on. None: zeros, and an error where that is
-            all of it. True: an error. False: zeros, all of it too (isolated atoms).
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        f: A function of *x* that returns one element, or such a tensor already computed from *x*.
+            With `has_aux` it returns `(loss, extra)`, and only the loss is differentiated.
+        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        has_aux: Whether `f` returns `(loss, extra)`.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether gradient, value and extra can be differentiated again. None: only
+            inside the function of another hodiff call.
+        check_independence: Whether to test that samples are independent.
+        strict: What to return for a tensor of *x* that the value does not depend on. None: zeros,
+            and an error if it depends on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -163,8 +166,9 @@ def value_and_grad(
         that `f` gave it; the gradient is shaped like *x*. Without `create_graph` all tensors are detached.
 
     Raises:
-        InputError: As for `grad`, and when `has_aux` finds no pair.
-        GraphError: As for `grad`.
+        InputError: *x* is not real floating point, `f` does not return one element (per sample), or
+            `has_aux` finds no pair.
+        GraphError: `f` does not depend on *x*, or reaches it other than through its argument.
 
     Cost:
         One evaluation of `f` and one reverse pass.
@@ -202,18 +206,19 @@ def vjp(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""A vector-Jacobian product, \(J^\top u\) with \(J = \partial f / \partial x\).
+    r"""A vector-Jacobian product, Jᵀu with J = ∂f/∂x.
 
     Args:
         f: A function of *x* that returns a tensor or a container of tensors, or such tensors already
             computed from *x*.
-        x: Where, as for `grad`.
-        u: A vector like `f(x)`, or K of them with one extra leading dimension on every leaf; or in another
-            spelling, as for `hvp`.
-        create_graph: Whether the result can be differentiated again, as for `grad`.
-        strict: What a part of *x* gives that `f(x)` does not depend on. None: zeros, and an error where that is
-            all of it. True: an error. False: zeros, all of it too (isolated atoms).
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        u: A vector like `f(x)`, or K of them with one extra leading dimension on every leaf; or in
+            another form that `hvp` accepts.
+        create_graph: Whether the result can be differentiated again. None: only inside the function
+            of another hodiff call.
+        strict: What to return for a tensor of *x* that `f(x)` does not depend on. None: zeros, and
+            an error if it depends on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         chunk_size: How many vectors one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -223,7 +228,7 @@ def vjp(
 
     Raises:
         InputError: *u* does not resemble `f(x)`.
-        GraphError: As for `grad`.
+        GraphError: `f` does not depend on *x*, or reaches it other than through its argument.
 
     Cost:
         One evaluation of `f` and one reverse pass; for K vectors, a batched pass per chunk.
@@ -274,20 +279,22 @@ def jacobian(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The Jacobian \(J_{ij} = \partial f_i / \partial x_j\), dense.
+    r"""The Jacobian Jᵢⱼ = ∂fᵢ/∂xⱼ, dense.
 
     Args:
         f: A function of *x* that returns a tensor or a container of tensors, or such tensors already
             computed from *x*.
-        x: Where, as for `grad`.
-        matrix: Whether to give one `(M, D)` matrix instead of blocks: rows in the order of `f(x)`, columns in that of
-            *x*. For outputs `(N, C)` of a model, `.unflatten(0, (N, C))` makes it `(N, C, D)`.
-        batch_ndim: So many leading dimensions, of *x* and of `f(x)` alike, index independent samples.
-        create_graph: Whether the result can be differentiated again, as for `grad`.
-        check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: What a part of *x* gives that `f(x)` does not depend on. None: zeros, and an error where that is
-            all of it. True: an error. False: zeros, all of it too (isolated atoms).
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        matrix: Whether to return one `(M, D)` matrix instead of blocks, with rows in the order of
+            `f(x)` and columns in that of *x*. For outputs `(N, C)` of a model, `.unflatten(0, (N,
+            C))` makes it `(N, C, D)`.
+        batch_ndim: How many leading dimensions of both *x* and `f(x)` index independent samples.
+        create_graph: Whether the result can be differentiated again. None: only inside the function
+            of another hodiff call.
+        check_independence: Whether to test that samples are independent.
+        strict: What to return for a tensor of *x* that `f(x)` does not depend on. None: zeros, and
+            an error if it depends on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         chunk_size: How many rows (or columns) one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -299,7 +306,7 @@ def jacobian(
 
     Raises:
         InputError: `f(x)` is not made of real floating point tensors, or lacks the batch dimensions.
-        GraphError: As for `grad`.
+        GraphError: `f` does not depend on *x*, or reaches it other than through its argument.
 
     Cost:
         One evaluation of `f`, and one batched reverse pass per chunk of rows. Where `f(x)` has many
@@ -364,18 +371,19 @@ def jvp(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""A Jacobian-vector product, \(J v\) with \(J = \partial f / \partial x\): a directional derivative.
+    r"""A Jacobian-vector product, J v with J = ∂f/∂x: a directional derivative.
 
     Args:
         f: A function of *x* that returns a tensor or a container of tensors, or such tensors already
             computed from *x*.
-        x: Where, as for `grad`.
+        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
         v: A vector like *x* (a dict by parameter name for a module), or K of them with one extra
-            leading dimension on every leaf; or in another spelling, as for `hvp`.
-        create_graph: Whether the result can be differentiated again, as for `grad`.
-        strict: What a part of *x* gives that `f(x)` does not depend on. None: zeros, and an error where that is
-            all of it. True: an error. False: zeros, all of it too (isolated atoms).
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+            leading dimension on every leaf; or in another form that `hvp` accepts.
+        create_graph: Whether the result can be differentiated again. None: only inside the function
+            of another hodiff call.
+        strict: What to return for a tensor of *x* that `f(x)` does not depend on. None: zeros, and
+            an error if it depends on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         chunk_size: How many vectors one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -385,13 +393,14 @@ def jvp(
 
     Raises:
         InputError: *v* does not resemble *x*.
-        GraphError: As for `grad`.
+        GraphError: `f` does not depend on *x*, or reaches it other than through its argument.
 
     Cost:
-        Two reverse passes over one evaluation of `f`: the product is linear in the cotangent of the
-        first. This is right through every layer, differentiable, and the same for a tensor already
-        computed. K vectors share the first pass and take one batched pass per chunk. Where `f` calls a
-        Python `autograd.Function`, one pass more checks that its backward passes the cotangent on.
+        One evaluation of `f` and two reverse passes. The result of the first is linear in its
+        cotangent, and the second differentiates it. This is correct through every layer,
+        differentiable, and the same for a tensor already computed. K vectors share the first pass
+        and take one batched pass per chunk. If `f` calls a Python `autograd.Function`, one more
+        pass checks that its backward uses the cotangent.
 
     Examples:
         >>> import torch, hodiff

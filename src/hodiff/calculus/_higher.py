@@ -44,17 +44,18 @@ def nth_derivative(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    r"""The n-th derivative of an elementwise function, \(f^{(n)}(x)\).
+    r"""The n-th derivative of an elementwise function, f⁽ⁿ⁾(x).
 
     Each entry of *x* is one real variable, and `f(x)` has the shape of *x*: entry i of `f(x)` may
-    depend on entry i of *x* alone. (What mixes entries is the business of `hessian` and `jacobian`.)
+    depend only on entry i of *x*. (For functions that mix entries use `hessian` and `jacobian`.)
 
     Args:
         f: An elementwise function of *x*, or such a tensor already computed from *x*.
         x: A tensor.
         n: The order, at least 0.
-        create_graph: Whether the result can be differentiated again, as for `grad`.
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        create_graph: Whether the result can be differentiated again. None: only inside the function
+            of another hodiff call.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -67,12 +68,13 @@ def nth_derivative(
         GraphError: An operation has no further derivative; `f` does not depend on *x*.
 
     Cost:
-        Order 1, and 2 where the result is differentiable: one evaluation of `f` and n reverse passes,
-        and n more that check at every order that `f` is elementwise (none where *x* has one entry).
-        Above, one evaluation in Taylor mode on 2 n + 1 vectors, the check included; on n + 1, and
-        another one as the check, where the result is differentiable. A tensor already computed, or an operation of
-        `f` without a Taylor rule, takes 2 n reverse passes, each pair about 2.7 times as dear as the one
-        before: the graph grows.
+        One evaluation of `f`, with two reverse passes for order 1, and by Taylor mode for higher
+        orders. In detail: order 1, and order 2 of a differentiable result, take n reverse passes,
+        and n more that check at every order that `f` is elementwise (none if *x* has one entry).
+        Higher orders take one Taylor-mode evaluation on 2 n + 1 vectors, including the check; for a
+        differentiable result, one on n + 1 vectors and another as the check. A tensor already
+        computed, or an operation of `f` without a Taylor rule, takes 2 n reverse passes, each pair
+        about 2.7 times as expensive as the one before.
 
     Examples:
         \(z = (x^2)^2\) has \(z' = 4x^3\) and \(z'' = 12x^2\):
@@ -94,14 +96,15 @@ def derivatives(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, ...]:
-    r"""All derivatives of an elementwise function up to order n: \(f(x), f'(x), \dots, f^{(n)}(x)\).
+    r"""All derivatives of an elementwise function up to order n: f(x), f′(x), …, f⁽ⁿ⁾(x).
 
     Args:
         f: An elementwise function of *x* (see `nth_derivative`), or such a tensor already computed.
         x: A tensor.
         n: The highest order, at least 0.
-        create_graph: Whether the results can be differentiated again, as for `grad`.
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        create_graph: Whether the results can be differentiated again. None: only inside the
+            function of another hodiff call.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -109,11 +112,11 @@ def derivatives(
         n + 1 tensors shaped like *x*.
 
     Raises:
-        InputError: As for `nth_derivative`.
-        GraphError: As for `nth_derivative`.
+        InputError: *n* is out of range, or `f` is not elementwise.
+        GraphError: An operation has no further derivative, or `f` does not depend on *x*.
 
     Cost:
-        That of `nth_derivative`: the lower orders are by-products.
+        The same as `nth_derivative`; the lower orders are by-products.
 
     Examples:
         >>> import torch, hodiff

@@ -91,32 +91,35 @@ def multi_grad(
     strict: bool | None = None,
     release: bool = False,
 ) -> Any:
-    r"""Each loss's own gradient, \(\partial L_i / \partial x\) for all i.
+    r"""Each loss's own gradient, ∂Lᵢ/∂x for all i.
 
-    For losses on one graph, of any topology: heads on a trunk, losses at different layers, skips, a
-    parameter used by several. The results are those of one pass per loss with the graph retained.
+    The losses may share one graph of any structure: heads on a trunk, losses at different layers,
+    skip connections, a parameter used by several. The results equal those of one pass per loss with
+    the graph retained.
 
     Args:
-        losses: Scalars (one element each) computed from `where`, whose graphs are the caller's and stay;
-            or functions of `where`, evaluated here one after the other, so that one loss's graph is
+        losses: Scalars (one element each) computed from `where`, whose graphs are left intact; or
+            functions of `where`, evaluated one after the other, so that only one loss's graph is
             alive at a time. A sequence, or a mapping by name.
         where: A tensor, a container of tensors, a module (its trainable parameters), or `select`ed ones.
         shared: A function of `where`: the trunk, computed once. The losses are then functions of
             `(where, shared(where))`.
-        create_graph: Whether the results can be differentiated again. None means True inside the `f` of
-            another hodiff call (with grad mode on), else False.
-        return_used: Whether to say too which tensors of *where* each loss depends on, as far as its graph shows:
-            zeros alone do not tell a gradient that vanishes from one that does not exist.
-        strict: What a part of *where* gives that one of the losses does not depend on. None: zeros, and an error where
-            that is all of it. True: an error. False: zeros, all of it too: a loss that nothing of *where* matters to.
-        release: Free each graph as it is used, as `backward()` would: what a loss saved goes as soon as
-            no further loss needs it, and a later use raises, in our words. For losses that are tensors;
-            the graphs of functions are freed in any case.
+        create_graph: Whether the results can be differentiated again. None: only inside the
+            function of another hodiff call.
+        return_used: Whether to also return which tensors of *where* each loss depends on, as far as
+            its graph shows. This distinguishes a gradient that vanishes from one that does not
+            exist.
+        strict: What to return for a tensor of *where* that a loss does not depend on. None: zeros,
+            and an error if the loss depends on none. True: always an error. False: always zeros.
+        release: Free each graph as it is used, as `backward()` would: what a loss saved is freed as
+            soon as no further loss needs it, and a later use raises. For losses that are tensors;
+            the graphs of functions are always freed.
 
     Returns:
-        One result per loss, in a list or in a dict by the same names; each like `where`, with its shapes.
-        What a loss does not depend on is zeros. The results carry no graph, unless `create_graph`. With *return_used*
-        `(gradients, used)`, the second alike, with True or False in place of each tensor.
+        One result per loss, in a list or in a dict by the same names, each with the structure and
+        shapes of `where`, and zeros for what the loss does not depend on. The results carry no
+        graph, unless `create_graph` is True. With *return_used* `(gradients, used)`, where `used`
+        has True or False for each tensor.
 
     Raises:
         InputError: No losses, a loss that is not a scalar, or tensors and functions mixed; `shared` for
@@ -125,10 +128,10 @@ def multi_grad(
             freed before.
 
     Cost:
-        One pass per loss; with `shared`, one per loss through its own part and one through the trunk.
-        The peak is that of the forward with its graphs retained. `release=True` saves what retaining
-        would keep beyond the forward, and leaves nothing. Functions with `shared` keep one loss's own
-        part at a time, the largest saving.
+        One pass per loss; with `shared`, one per loss through its own part and one through the
+        trunk. The peak memory is that of the forward pass with its graphs retained. `release=True`
+        saves what retaining would keep beyond that, and leaves no graph. Functions with `shared`
+        keep only one loss's own part at a time, which saves most.
 
     Examples:
         >>> import torch, hodiff

@@ -44,21 +44,23 @@ def per_sample_grad(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The gradient of each sample's own loss, \(\nabla_\theta \ell_i(\theta)\) for all i: one row for each sample.
+    r"""The gradient of each sample's own loss, ∇ℓᵢ(θ) for all i: one row for each sample.
 
-    For influence, gradient clipping with privacy, gradient noise, the empirical Fisher matrix (its diagonal is the mean
-    of the squares).
+    Used for influence functions, private gradient clipping, gradient noise, and the empirical
+    Fisher matrix (its diagonal is the mean of the squares).
 
     Args:
-        f: A function of *where* and *batch* that returns one loss for each sample, `(N,)` or `(N, 1)`:
-            `lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")`. Or several numbers
-            for each, `(N, K)`: the residuals of a system of equations.
-        where: Where, as for `grad`: usually a module.
+        f: A function of *where* and *batch* that returns one loss for each sample, `(N,)` or `(N,
+            1)`, such as `lambda model, batch: F.cross_entropy(model(batch[0]), batch[1],
+            reduction="none")`. Or several numbers for each, `(N, K)`, such as the residuals of a
+            system of equations.
+        where: Where: usually a module; any tensor or container of tensors.
         batch: A tensor, or a container of them, with the samples in the leading dimension.
-        create_graph: Whether the result can be differentiated again, as for `grad`.
-        strict: What a part of *where* gives that the losses do not depend on. None: zeros, and an error where that is
-            all of it. True: an error. False: zeros, all of it too (isolated atoms).
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        create_graph: Whether the result can be differentiated again. None: only inside the function
+            of another hodiff call.
+        strict: What to return for a tensor of *where* that the losses do not depend on. None:
+            zeros, and an error if they depend on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         chunk_size: How many samples one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`, after the batch.
         kwargs: Keyword arguments for `f`.
@@ -68,21 +70,22 @@ def per_sample_grad(
         numbers; for a module a dict by parameter name.
 
     Raises:
-        InputError: `f` does not return losses for each sample (a mean over the batch has no per-sample gradient), or
-            `(N, N)` by broadcasting `(N, 1)` with `(N,)`, samples crossed with samples; a tensor in
-            place of the function (for losses already computed: `jacobian(losses, where)`).
-        GraphError: As for `grad`.
+        InputError: `f` does not return a loss for each sample (a mean over the batch has no
+            per-sample gradient), or returns `(N, N)` by broadcasting `(N, 1)` with `(N,)`; or *f*
+            is a tensor (for losses already computed use `jacobian(losses, where)`).
+        GraphError: The losses do not depend on *where*, or reach it other than through the
+            argument.
 
     Cost:
-        An evaluation of `f`; then `f` on chunks of samples, each with parameters of its own (`torch.vmap`), and one
-        pass for each chunk (K of K numbers). What that gives is held against the whole batch, in one pass over it: the
-        losses one by one, and a sum of the gradients in which all samples count alike. Where `f` does not run under
-        `vmap`, it is called on groups of 32 samples, with a pass for each. Where they differ (BatchNorm mixes the
-        samples), where `f` draws random numbers, or the result is to be differentiated, it is N passes over the whole
-        batch instead, in chunks. Memory: the result, N times the
-        parameters. Measured, a
-        perceptron with 64 to 512 samples takes 1.4 to 2.1 of plain `vmap(grad)`: the comparison evaluates once more,
-        and reads the result twice. So do K numbers, beside one `vmap` with K passes: 1.4 to 2.2.
+        One evaluation and one pass for each chunk of samples (K passes for K numbers), by
+        `torch.vmap` with separate parameters for each sample, and one evaluation and pass of the
+        whole batch. The latter checks the losses one by one, and a sum of the gradients. If `f`
+        does not run under `vmap`, it is called on groups of 32 samples, with a pass for each
+        sample. If the check fails (BatchNorm mixes the samples), `f` draws random numbers, or the
+        result must be differentiable, N passes over the whole batch are taken instead, in chunks.
+        Memory: the result, N times the parameters. For perceptrons with 64 to 512 samples the time
+        is 1.4 to 2.1 times that of plain `vmap(grad)`, because of the check; for K numbers it is
+        1.4 to 2.2 times that of one `vmap` with K passes.
 
     Examples:
         Of \((w x_i - y_i)^2\) it is \(2 x_i (w x_i - y_i)\):

@@ -58,47 +58,51 @@ def hvp(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""A Hessian-vector product, \(H v\) with \(H = \nabla^2 f(x)\), without forming the Hessian.
+    r"""A Hessian-vector product, H v with H = ∇²f(x), without forming the Hessian.
 
     Args:
         f: A function of *x* that returns one element (of any shape), or such a tensor already
-            computed from *x*, whose graph is then left as it was.
+            computed from *x*, whose graph is left intact.
         x: Where: a tensor, a nested container of tensors, a module (its trainable parameters; `f`
             receives the module), or `hodiff.select(module, ...)`.
         v: A vector like *x* (a dict by parameter name for a module), or K vectors with one extra
-            leading dimension on every leaf; or a list of the leaves in the order of *x*; or flat `(D,)`, or columns
-            `(D, K)`. Where *x* is one tensor of one dimension, `(D, D)` could be rows or columns and is refused: give
-            `[V]` for rows, or `[V.T]` for columns. NumPy arrays and lists of numbers are converted.
-        has_aux: Whether `f` returns `(loss, extra)`, as for `grad`.
-        batch_ndim: So many leading dimensions of *x* index independent samples, as for `grad`; each
-            sample has its own Hessian and its own part of *v*.
-        create_graph: Whether the product can be differentiated again, as for `grad`. That is a third
-            derivative: given a function, layer, batch and instance norm are then computed from their
-            definition, since PyTorch's own third derivative of them is wrong.
-        checkpoint: What of `f` keeps only what enters it, and runs again in each pass:
-            `"layers.*"`, the modules of *x* (or of `f`, where that is one) with such names, the
-            outermost; True, what `f` itself runs under `torch.utils.checkpoint.checkpoint` (that
-            alone saves nothing in a second derivative).
-        check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: What a part of *x* gives that the value does not depend on. None: zeros, and an error where that is
-            all of it. True: an error. False: zeros, all of it too (isolated atoms).
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
-        chunk_size: How many of K vectors one pass takes; `"auto"` bounds its memory.
+            leading dimension on every leaf; or a list of the leaves in the order of *x*; or flat
+            `(D,)`, or columns `(D, K)`. If *x* is one tensor of one dimension, `(D, D)` could be
+            rows or columns and is refused: pass `[V]` for rows, or `[V.T]` for columns. NumPy
+            arrays and lists of numbers are converted.
+        has_aux: Whether `f` returns `(loss, extra)`, of which only the loss is differentiated.
+        batch_ndim: How many leading dimensions of *x* index independent samples. Each sample has
+            its own Hessian and its own part of *v*.
+        create_graph: Whether the product can be differentiated again. None: only inside the
+            function of another hodiff call. This is a third derivative: layer, batch and instance
+            norm are then computed from their definition, because PyTorch's own third derivative of
+            them is wrong.
+        checkpoint: Modules that keep only their input and run again in each pass. `"layers.*"`: the
+            outermost modules of *x* (or of `f`, if that is a module) whose names match. True: what
+            `f` itself runs under `torch.utils.checkpoint.checkpoint` (which alone saves nothing in
+            a second derivative).
+        check_independence: Whether to test that samples are independent.
+        strict: What to return for a tensor of *x* that the value does not depend on. None: zeros,
+            and an error if it depends on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
+        chunk_size: How many of the K vectors one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The product, in the spelling of *v*, with its structure and shapes. With *has_aux* `(that, extra)`.
+        The product, with the form, structure and shapes of *v*. With *has_aux* `(product, extra)`.
 
     Raises:
-        InputError: *v* does not resemble *x*; or as for `grad`.
-        GraphError: An operation has no second derivative (it is named, with a way out); or as for `grad`.
+        InputError: *v* does not resemble *x*, *x* is not real floating point, or `f` does not
+            return one element (per sample).
+        GraphError: An operation has no second derivative (it is named, with a way out); `f` does
+            not depend on *x*, or reaches it other than through its argument.
 
     Cost:
-        One evaluation of `f` and two reverse passes, about three gradients; for K vectors the second
-        pass is batched, chunk by chunk. Memory: about twice that of a gradient.
-        With *checkpoint* a block runs four times: about one and a half of the time, in the memory
-        of one block and of what enters the others, less than a gradient keeps.
+        One evaluation of `f` and two reverse passes, about three gradients; for K vectors the
+        second pass is batched, chunk by chunk. Memory: about twice that of a gradient. With
+        *checkpoint* a block runs four times, which takes about one and a half times as long, in the
+        memory of one block and of the inputs of the others: less than a gradient needs.
 
     Examples:
         The Hessian of \(\tfrac12 x^\top A x\) is \(A\):
@@ -162,28 +166,30 @@ def hessian_diagonal(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The diagonal of the Hessian, \(\partial^2 f / \partial x_i^2\), exact.
+    r"""The diagonal of the Hessian, ∂²f/∂xᵢ², exact.
 
     Args:
-        f: A function of *x* that returns one element, or such a tensor already computed, as for `grad`.
-        x: Where, as for `grad`.
-        has_aux: Whether `f` returns `(loss, extra)`, as for `grad`.
-        batch_ndim: Leading dimensions of *x* that index independent samples.
-        create_graph: Whether the result can be differentiated again, as for `hvp`.
-        check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: What a part of *x* gives that the value does not depend on. None: zeros, and an error where that is
-            all of it. True: an error. False: zeros, all of it too (isolated atoms).
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        f: A function of *x* that returns one element, or such a tensor already computed from *x*.
+        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        has_aux: Whether `f` returns `(loss, extra)`, of which only the loss is differentiated.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether the result can be differentiated again. None: only inside the function
+            of another hodiff call.
+        check_independence: Whether to test that samples are independent.
+        strict: What to return for a tensor of *x* that the value does not depend on. None: zeros,
+            and an error if it depends on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The diagonal, shaped like *x* (a dict by parameter name for a module). With *has_aux* `(that, extra)`.
+        The diagonal, shaped like *x* (a dict by parameter name for a module). With *has_aux* `(result, extra)`.
 
     Raises:
-        InputError: As for `grad`.
-        GraphError: As for `hvp`.
+        InputError: *x* is not real floating point, or `f` does not return one element (per sample).
+        GraphError: An operation has no second derivative, or the value does not depend on the
+            point.
 
     Cost:
         As many passes as `hessian`, D rows in chunks, but only one chunk of rows in memory. For an
@@ -247,25 +253,29 @@ def cross_hvp(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""A product with the mixed second derivatives, \(\nabla_x (\partial f / \partial y \cdot v)\), without the block.
+    r"""A product with the mixed second derivatives, ∇ₓ(∂f/∂y · v), without the block.
 
-    It is what a hypergradient is made of: how the gradient by *y* (weights), along *v*, changes with *x*
-    (architecture, hyperparameters). The usual difference of two gradients is an approximation of it.
+    Hypergradients consist of such products: how the gradient with respect to *y* (weights), along
+    *v*, changes with *x* (architecture, hyperparameters). The usual difference of two gradients
+    approximates it.
 
     Args:
         f: A function of *x* and *y* that returns one element, or such a tensor already computed.
-        x: The point that the result is shaped like, as for `grad`.
-        y: The point that *v* is shaped like, as for `grad`.
+        x: The point that the result is shaped like: a tensor, a container of tensors, a module, or
+            `hodiff.select(module, ...)`.
+        y: The point that *v* is shaped like, in the same forms.
         v: A vector like *y* (a dict by parameter name for a module), or K vectors with one extra
-            leading dimension on every leaf; or in another spelling, as for `hvp`.
-        batch_ndim: Leading dimensions, of *x* and *y* alike, that index independent samples.
-        create_graph: Whether the product can be differentiated again, as for `hvp`.
-        checkpoint: Which parts of `f` run again in each pass, as for `hvp`.
-        check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: What a part of *x* or *y* gives that the value does not depend on. None: zeros, and an error where that
-            is all of it. True: an error. False: zeros, all of it too (isolated atoms).
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
-        chunk_size: How many of K vectors one pass takes; `"auto"` bounds its memory.
+            leading dimension on every leaf; or in another form that `hvp` accepts.
+        batch_ndim: How many leading dimensions of both *x* and *y* index independent samples.
+        create_graph: Whether the product can be differentiated again. None: only inside the
+            function of another hodiff call.
+        checkpoint: Modules of `f` that keep only their input and run again in each pass, as for
+            `hvp`.
+        check_independence: Whether to test that samples are independent.
+        strict: What to return for a tensor of *x* or *y* that the value does not depend on. None:
+            zeros, and an error if it depends on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
+        chunk_size: How many of the K vectors one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`, after *x* and *y*.
         kwargs: Keyword arguments for `f`.
 
@@ -274,12 +284,15 @@ def cross_hvp(
         columns for columns.
 
     Raises:
-        InputError: *v* does not resemble *y*; or as for `grad`.
-        GraphError: As for `hvp`.
+        InputError: *v* does not resemble *y*, a point is not real floating point, or `f` does not
+            return one element (per sample).
+        GraphError: An operation has no second derivative, or the value does not depend on the
+            point.
 
     Cost:
-        One evaluation of `f` and two reverse passes, as for `hvp`. The difference of two gradients by *x* alone is
-        quicker where *x* is small beside *y*: by 1.4 to 1.6 for architectures, at four digits.
+        One evaluation of `f` and two reverse passes. If *x* is small compared with *y*, a
+        difference of two gradients with respect to *x* is faster, by 1.4 to 1.6 for architectures,
+        but has only four digits.
 
     Examples:
         For \(x^\top A y\) it is \(A v\):
@@ -396,19 +409,22 @@ def hessian(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The Hessian \(H_{ij} = \partial^2 f / \partial x_i \partial x_j\), dense.
+    r"""The Hessian Hᵢⱼ = ∂²f/∂xᵢ∂xⱼ, dense.
 
     Args:
-        f: A function of *x* that returns one element, or such a tensor already computed, as for `grad`.
-        x: Where, as for `grad`.
-        matrix: Whether to give one `(D, D)` matrix, in the order of *x*, instead of nested blocks.
-        has_aux: Whether `f` returns `(loss, extra)`, as for `grad`.
-        batch_ndim: Leading dimensions of *x* that index independent samples; one Hessian for each.
-        create_graph: Whether the result can be differentiated again, as for `hvp`.
-        check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: What a part of *x* gives that the value does not depend on. None: zeros, and an error where that is
-            all of it. True: an error. False: zeros, all of it too (isolated atoms).
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        f: A function of *x* that returns one element, or such a tensor already computed from *x*.
+        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        matrix: Whether to return one `(D, D)` matrix, in the order of *x*, instead of nested
+            blocks.
+        has_aux: Whether `f` returns `(loss, extra)`, of which only the loss is differentiated.
+        batch_ndim: How many leading dimensions of *x* index independent samples, each with its own
+            Hessian.
+        create_graph: Whether the result can be differentiated again. None: only inside the function
+            of another hodiff call.
+        check_independence: Whether to test that samples are independent.
+        strict: What to return for a tensor of *x* that the value does not depend on. None: zeros,
+            and an error if it depends on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -416,11 +432,12 @@ def hessian(
     Returns:
         For a tensor `(*x.shape, *x.shape)`; for containers, the structure of *x* filled with
         structures of *x*; for a module `{name: {name: block}}`. With `matrix=True` a `(D, D)` tensor.
-        Under `batch_ndim=1`: `(N, *event, *event)`, or `(N, D, D)`. With *has_aux* `(that, extra)`.
+        Under `batch_ndim=1`: `(N, *event, *event)`, or `(N, D, D)`. With *has_aux* `(result, extra)`.
 
     Raises:
-        InputError: As for `grad`.
-        GraphError: As for `hvp`.
+        InputError: *x* is not real floating point, or `f` does not return one element (per sample).
+        GraphError: An operation has no second derivative, or the value does not depend on the
+            point.
 
     Cost:
         One evaluation of `f`, one reverse pass for the gradient, and one batched pass per chunk of
@@ -512,18 +529,18 @@ def value_grad_and_hessian(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any, Any]:
-    r"""Value, gradient and Hessian of a scalar function, from one evaluation: what a Newton step needs.
+    r"""Value, gradient and Hessian of a scalar function from one evaluation, as a Newton step needs them.
 
     Args:
-        f: A function of *x* that returns one element, or such a tensor already computed, as for `grad`.
-        x: Where, as for `grad`.
-        matrix: Whether the Hessian is one `(D, D)` matrix, as for `hessian`.
-        batch_ndim: Leading dimensions of *x* that index independent samples.
+        f: A function of *x* that returns one element, or such a tensor already computed from *x*.
+        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        matrix: Whether the Hessian is one `(D, D)` matrix instead of nested blocks.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
         create_graph: Whether all three results can be differentiated again.
-        check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: What a part of *x* gives that the value does not depend on. None: zeros, and an error where that is
-            all of it. True: an error. False: zeros, all of it too (isolated atoms).
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        check_independence: Whether to test that samples are independent.
+        strict: What to return for a tensor of *x* that the value does not depend on. None: zeros,
+            and an error if it depends on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -533,11 +550,12 @@ def value_grad_and_hessian(
         Hessian as for `hessian`.
 
     Raises:
-        InputError: As for `grad`.
-        GraphError: As for `hvp`.
+        InputError: *x* is not real floating point, or `f` does not return one element (per sample).
+        GraphError: An operation has no second derivative, or the value does not depend on the
+            point.
 
     Cost:
-        That of `hessian`; value and gradient are by-products.
+        The same as `hessian`; value and gradient are by-products.
 
     Examples:
         One Newton step finds the minimum of a quadratic:
@@ -630,18 +648,20 @@ def cross_hessian(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The mixed second derivatives \(\partial^2 f / \partial x_i \partial y_j\): one block of the joint Hessian.
+    r"""The mixed second derivatives ∂²f/∂xᵢ∂yⱼ: one block of the joint Hessian.
 
     Args:
         f: A function of *x* and *y* that returns one element, or such a tensor already computed.
-        x: The first point, as for `grad`.
-        y: The second point, as for `grad`.
-        batch_ndim: Leading dimensions, of *x* and *y* alike, that index independent samples.
-        create_graph: Whether the result can be differentiated again, as for `hvp`.
-        check_independence: Whether to test that samples are independent, as for `grad`.
-        strict: What a part of *x* or *y* gives that the value does not depend on. None: zeros, and an error where that
-            is all of it. True: an error. False: zeros, all of it too (isolated atoms).
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        x: The first point: a tensor, a container of tensors, a module, or `hodiff.select(module,
+            ...)`.
+        y: The second point, in the same forms.
+        batch_ndim: How many leading dimensions of both *x* and *y* index independent samples.
+        create_graph: Whether the result can be differentiated again. None: only inside the function
+            of another hodiff call.
+        check_independence: Whether to test that samples are independent.
+        strict: What to return for a tensor of *x* or *y* that the value does not depend on. None:
+            zeros, and an error if it depends on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`, after *x* and *y*.
         kwargs: Keyword arguments for `f`.
@@ -651,8 +671,10 @@ def cross_hessian(
         structure of *x* filled with structures of *y*.
 
     Raises:
-        InputError: As for `grad`.
-        GraphError: As for `hvp`.
+        InputError: A point is not real floating point, or `f` does not return one element (per
+            sample).
+        GraphError: An operation has no second derivative, or the value does not depend on the
+            point.
 
     Cost:
         One evaluation of `f`, one reverse pass, and one batched pass per chunk of the smaller

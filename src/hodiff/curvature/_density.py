@@ -52,29 +52,31 @@ def spectral_density(
     callback: Callback | None = None,
     progress: bool | None = None,
 ) -> DensityRecord:
-    r"""The density of an operator's eigenvalues, \(\rho(t) = \tfrac1D \sum_i g_\sigma(t - \lambda_i)\).
+    r"""The density of an operator's eigenvalues, ρ(t) = 1/D · Σᵢ g(t - λᵢ) with a narrow Gaussian g.
 
-    Each random vector gives, by a Lanczos process of `steps` products, the nodes and weights of a Gauss rule for the
-    measure that it sees; their mean is the density, each node drawn as a Gaussian \(g_\sigma\) of width \(\sigma\).
-    Isolated eigenvalues at both ends are found sharply, where they have a weight of their own to be seen by: one
-    of *D* has \(1/D\).
+    For each random vector, a Lanczos process of `steps` products gives the nodes and weights of a
+    Gauss quadrature rule. The density is their mean, with each node drawn as a Gaussian
+    \(g_\sigma\) of width \(\sigma\). Isolated eigenvalues at both ends are resolved sharply if
+    their weight is visible: one of *D* has \(1/D\).
 
     Args:
         operator: A symmetric operator.
-        samples: How many random vectors to draw. Where their products are as many as the operator has columns, or
-            more, all eigenvalues are computed instead.
-        probes: The law of their entries: `"rademacher"` (1 and -1) or `"gaussian"`.
-        vectors: Random vectors of your own, one or several, spelled as for `A @ v` (several flat
-            ones are columns `(D, K)`), whose entries are independent, of mean 0 and variance 1;
-            then nothing is drawn. Several that are all the same, up to sign, count as one.
-        create_graph: The result is detached. None warns where that makes a constant of something that requires grad;
-            False says that a constant is meant; True is refused, and names the way to the derivative.
-        steps: How many products each vector takes: the nodes of its rule.
-        width: The \(\sigma\), in units of the eigenvalues; None: a fiftieth of the spectrum's extent.
+        samples: How many random vectors to draw. If they take at least as many products as the
+            operator has columns, all eigenvalues are computed instead.
+        probes: The distribution of their entries: `"rademacher"` (1 and -1) or `"gaussian"`.
+        vectors: Your own random vectors, one or several, in a form that `A @ v` accepts (several
+            flat ones are columns `(D, K)`), with independent entries of mean 0 and variance 1; then
+            none is drawn. Vectors that are all equal up to sign count as one.
+        create_graph: The result is detached. None warns if that makes a constant of something that
+            requires grad; False accepts it silently; True raises, and the error says how to get the
+            derivative.
+        steps: The number of products for each vector, which is the number of nodes of its rule.
+        width: \(\sigma\), in units of the eigenvalues; None: a fiftieth of the spectrum's extent.
         points: How many points the grid has; it reaches four widths beyond the outermost nodes.
-        generator: Where the vectors are drawn from; None is the default generator of the operator's device.
-        callback: A function that is given the record as it stands, after some of the vectors.
-        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
+        generator: The source of the random vectors; None: the default generator of the operator's
+            device.
+        callback: A function that receives the current record, after some of the vectors.
+        progress: Whether to show a progress bar. None: in a terminal, after two seconds.
 
     Returns:
         A record: `value`, the density on `grid`, and its standard error `stderr`, each of shape `(points,)` (`stderr`
@@ -86,16 +88,17 @@ def spectral_density(
         InputError: The operator is not symmetric.
 
     Warns:
-        HodiffWarning: It is detached, although the operator or *vectors* require grad (see `create_graph`).
+        HodiffWarning: The result is detached, although the operator or *vectors* require grad (see
+            `create_graph`).
 
     Cost:
         `samples * steps` products, up to eight vectors in one. Memory: `steps` vectors for each of them, within
         256 MiB.
 
     Note:
-        The standard error is that over random vectors. A rule of *m* nodes is exact for polynomials of degree 2m - 1,
-        so what is narrower than about the spectrum's extent over `steps` is not resolved inside the bulk, with
-        whatever number of vectors.
+        The standard error covers the random vectors only. A rule of *m* nodes is exact for
+        polynomials of degree 2m - 1, so structure narrower than about the spectrum's extent divided
+        by `steps` is not resolved inside the bulk, however many vectors there are.
 
     Examples:
         Of two eigenvalues, one three times as frequent:
@@ -155,29 +158,33 @@ def logdet(
     callback: Callback | None = None,
     progress: bool | None = None,
 ) -> TraceRecord:
-    r"""The log-determinant of a positive definite operator, \(\log\det(A + \mu I) = \operatorname{tr}\log(A + \mu I)\).
+    r"""The log-determinant of a positive definite operator, log det(A + μI) = tr log(A + μI).
 
-    By stochastic Lanczos quadrature, as `hodiff.spectral_density`.
+    Computed by stochastic Lanczos quadrature, like `hodiff.spectral_density`.
 
     Args:
         operator: A symmetric operator.
-        shift: The \(\mu\) that is added: a prior's precision, a damping.
-        samples: How many random vectors to draw. Where their products are as many as the operator has columns, or
-            more, all eigenvalues are computed instead.
-        probes: The law of their entries: `"rademacher"` (1 and -1) or `"gaussian"`, whose errors are larger.
-        vectors: Random vectors of your own, one or several, spelled as for `A @ v` (several flat
-            ones are columns `(D, K)`), whose entries are independent, of mean 0 and variance 1;
-            then nothing is drawn. Several that are all the same, up to sign, count as one.
-        create_graph: Whether `value` can be differentiated, once and twice, in `shift` and all that the operator is
-            made of, as for `hodiff.solve`: an evidence to maximise. None: only inside the function of another hodiff
-            call; elsewhere it warns of a constant that is made of something that requires grad, and False says that a
-            constant is meant.
-        steps: How many products each vector takes at most; fewer, where these know the solution of
-            \((A + \mu I)\, x = z\) to the tolerance of `hodiff.solve`.
-        rtol: Stop as soon as the standard error is below `rtol * |value|` (looked at every 8 vectors). None: spend all.
-        generator: Where the vectors are drawn from; None is the default generator of the operator's device.
-        callback: A function that is given the record as it stands, after some of the vectors.
-        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
+        shift: \(\mu\), added to the operator: a prior's precision or a damping.
+        samples: How many random vectors to draw. If they take at least as many products as the
+            operator has columns, all eigenvalues are computed instead.
+        probes: The distribution of their entries: `"rademacher"` (1 and -1) or `"gaussian"`, whose
+            errors are larger.
+        vectors: Your own random vectors, one or several, in a form that `A @ v` accepts (several
+            flat ones are columns `(D, K)`), with independent entries of mean 0 and variance 1; then
+            none is drawn. Vectors that are all equal up to sign count as one.
+        create_graph: Whether `value` can be differentiated, once and twice, with respect to `shift`
+            and everything that the operator uses, as for `hodiff.solve`: for example an evidence to
+            maximize. None: only inside the function of another hodiff call; elsewhere a warning
+            says if something that requires grad becomes a constant, and False accepts that
+            silently.
+        steps: The maximal number of products for each vector. Fewer are taken if they solve \((A +
+            \mu I)\, x = z\) to the tolerance of `hodiff.solve`.
+        rtol: Stop as soon as the standard error is below `rtol * |value|` (checked every 8
+            vectors). None: use all samples.
+        generator: The source of the random vectors; None: the default generator of the operator's
+            device.
+        callback: A function that receives the current record, after some of the vectors.
+        progress: Whether to show a progress bar. None: in a terminal, after two seconds.
 
     Returns:
         A record: `value` and `stderr`, tensors of shape `()`, of a stack of matrices of the batch's
@@ -191,18 +198,19 @@ def logdet(
             up to rounding.
 
     Warns:
-        ConvergenceWarning: `rtol` was asked for and not reached; or the error of the rules is larger than the spread
-            over random vectors, so that more steps are needed, not more vectors.
-        HodiffWarning: It is detached, although the operator or *vectors* require grad (see `create_graph`).
+        ConvergenceWarning: `rtol` was not reached; or the error of the rules is larger than the
+            spread over random vectors, so that more steps are needed, not more vectors.
+        HodiffWarning: The result is detached, although the operator or *vectors* require grad (see
+            `create_graph`).
 
     Cost:
-        At most `samples * steps` products, all vectors in one (with `rtol`, eight). Memory: `steps`
-        vectors for each of them, within 256 MiB. Of a stack of matrices as many for all at once,
-        each with vectors of its own. With `create_graph`, a differentiable product with each
-        vector, and in the backward pass one more, or what the steps have left of a linear system,
-        all side by side: the derivative is the mean of
-        \((A^{-1} z)^\top\, \mathrm{d}A\; z\) over the same vectors, an estimate without bias of the
-        derivative, not the derivative of the estimate.
+        At most `samples * steps` products, for all vectors at once (with `rtol`, for eight).
+        Memory: `steps` vectors for each of them, within 256 MiB. A stack of matrices takes as many
+        products, each for all matrices, which have separate vectors. With `create_graph`, a
+        differentiable product with each vector, and in the backward pass one more, or the rest of a
+        linear system, for all vectors in parallel: the derivative is the mean of \((A^{-1}
+        z)^\top\, \mathrm{d}A\; z\) over the same vectors, an unbiased estimate of the derivative,
+        not the derivative of the estimate.
 
     Examples:
         >>> import torch, hodiff

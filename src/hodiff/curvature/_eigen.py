@@ -47,31 +47,32 @@ def eigsh(
     callback: Callback | None = None,
     progress: bool | None = None,
 ) -> EigenRecord:
-    r"""Some eigenvalues of a symmetric operator and their vectors, \(A x = \lambda x\), by restarted Lanczos iteration.
+    r"""Some eigenvalues of a symmetric operator and their vectors, A x = λ x, by restarted Lanczos iteration.
 
-    The basis is kept orthogonal throughout, so that no eigenvalue appears more often than it
-    occurs. When all *k* have converged, the search goes on from a random vector orthogonal to them,
-    until nothing better shows: a Krylov space holds only one vector of each eigenspace, and
-    multiplicities are found that way.
+    The basis is kept orthogonal, so that no eigenvalue appears more often than it occurs. When all
+    *k* have converged, the search continues from a random vector orthogonal to them until it finds
+    nothing better. A Krylov space contains only one vector of each eigenspace, so this finds
+    multiple eigenvalues.
 
     Args:
         operator: A symmetric operator.
-        k: How many eigenpairs.
+        k: The number of eigenpairs.
         which: The `"largest"`, the `"smallest"` (most negative), or those of largest `"magnitude"`.
-        create_graph: Whether `value` can be differentiated, as in `hodiff.trace`: a loss to train with. The derivative
-            is that of \(x^\top H x\) with the eigenvector held fixed (Hellmann and Feynman); a second
-            one adds \(dx = -(H - \lambda)^{-1} dH\, x\), orthogonal to *x*, and a third is refused.
-            For `"largest"` and `"smallest"`; `vectors` are detached.
+        create_graph: Whether `value` can be differentiated, for example as a loss. The first
+            derivative is that of \(x^\top H x\) with the eigenvector held fixed (Hellmann-Feynman);
+            the second adds \(dx = -(H - \lambda)^{-1} dH\, x\), orthogonal to *x*; a third is
+            refused. For `"largest"` and `"smallest"`; `vectors` are detached.
         rtol: When a pair has converged: \(\lVert A x - \lambda x \rVert \le\) `rtol` times the largest
             eigenvalue seen (in magnitude). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half
             (5e-2 in bfloat16).
-        products: How many products to spend at most; None: 50 for each pair, and 1000.
+        products: The maximal number of products; None: 1000, plus 50 for each pair.
         basis: How many vectors to keep before a restart; None: as many as fit into 8 MiB, between
             `max(2 k + 10, 30)` and 300.
-        generator: Where the start is drawn from; None is the default generator of the operator's
+        generator: The source of the random start; None: the default generator of the operator's
             device.
-        callback: A function that is given the record as it stands, every five products of the first search.
-        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
+        callback: A function that receives the current record, every five products of the first
+            search.
+        progress: Whether to show a progress bar. None: in a terminal, after two seconds.
 
     Returns:
         A record: `value`, of shape `(k,)`, in the order asked for; `vectors`, orthonormal columns of
@@ -80,28 +81,27 @@ def eigsh(
 
     Raises:
         InputError: The operator is not symmetric, or has fewer than *k* columns.
-        GraphError: With `create_graph`, an eigenvalue so close to another that it has no derivative of its own, or
-            none that the tolerance can tell; the message gives the gap. A third derivative.
+        GraphError: With `create_graph`, an eigenvalue is too close to another to have a derivative,
+            or to be distinguished within the tolerance; the message states the gap. Also for a
+            third derivative.
 
     Warns:
-        ConvergenceWarning: The products ran out. The record then holds the best pairs found, with their
-            residuals.
-        HodiffWarning: It is detached, although the operator requires grad (see `create_graph`).
+        ConvergenceWarning: The maximal number of products was reached. The record then holds the
+            best pairs found, with their residuals.
+        HodiffWarning: The result is detached, although the operator requires grad (see
+            `create_graph`).
 
     Cost:
         Often 30 to 150 products. Memory, on the operator's device: `basis` vectors, some *k* more,
-        and what products with *k* vectors take, in the operator's precision (at least single; double
-        where *rtol* is below a hundred of its rounding units). Measured in units of a vector: 30 for
-        one pair of a million parameters, 49 for six; with `basis=10` and `basis=16`, 19 and 41, and
-        as many products. Below `basis` columns, one product for each, and an exact answer.
+        and the memory of products with *k* vectors, in the operator's precision (at least single;
+        double if *rtol* is below a hundred of its rounding units). For a million parameters, one
+        pair takes the memory of 30 vectors and six pairs that of 49; with `basis=10` and `basis=16`
+        it is 19 and 41, with as many products. An operator with fewer than `basis` columns takes
+        one product for each, and the result is exact.
 
-        With `create_graph`, two differentiable products more for each pair. A first derivative is
-        one pass; a second one takes the systems with \(H - \lambda\), all pairs side by side, by
-        MINRES: the closer the eigenvalues, the more products.
-
-        With `create_graph`, two differentiable products more for each pair. A first derivative is
-        one pass; a second one takes the systems with \(H - \lambda\), all pairs side by side, by
-        MINRES: the closer the eigenvalues, the more products.
+        With `create_graph`, two more differentiable products for each pair. A first derivative is
+        one pass. A second derivative solves the systems with \(H - \lambda\) for all pairs in
+        parallel by MINRES: the closer the eigenvalues, the more products.
 
     Examples:
         >>> import torch, hodiff
@@ -229,25 +229,28 @@ def eigs(
 ) -> EigenRecord:
     r"""Some eigenvalues of an operator that need not be symmetric, and their vectors, by restarted Arnoldi iteration.
 
-    The basis is restarted by Schur vectors, which are orthonormal however far from orthogonal the eigenvectors
-    are; what has converged is locked, and the search goes on beside it, as in `hodiff.eigsh`.
+    The basis is restarted with Schur vectors, which are orthonormal even if the eigenvectors are
+    far from orthogonal. Converged vectors are locked, and the search continues, as in
+    `hodiff.eigsh`.
 
     Args:
         operator: A square operator.
-        k: How many eigenpairs.
+        k: The number of eigenpairs.
         which: Those of largest `"magnitude"`, or of `"largest"` or `"smallest"` real part.
-        create_graph: The result is detached. None warns where that makes a constant of something that requires grad;
-            False says that a constant is meant; True is refused, and names the way to the derivative.
+        create_graph: The result is detached. None warns if that makes a constant of something that
+            requires grad; False accepts it silently; True raises, and the error says how to get the
+            derivative.
         rtol: When a pair has converged: \(\lVert A x - \lambda x \rVert \le\) `rtol` times the largest
             entry of the projection seen. None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half
             (5e-2 in bfloat16).
-        products: How many products to spend at most; None: 50 for each pair, and 1000.
+        products: The maximal number of products; None: 1000, plus 50 for each pair.
         basis: How many vectors to keep before a restart; None: as many as fit into 8 MiB, between
             `2 k + 10` and 100.
-        generator: Where the start is drawn from; None is the default generator of the operator's
+        generator: The source of the random start; None: the default generator of the operator's
             device.
-        callback: A function that is given the record as it stands, every five products of the first search.
-        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
+        callback: A function that receives the current record, every five products of the first
+            search.
+        progress: Whether to show a progress bar. None: in a terminal, after two seconds.
 
     Returns:
         A record: `value`, complex, of shape `(k,)`, in the order asked for; `vectors`, complex columns of shape
@@ -258,18 +261,20 @@ def eigs(
         InputError: The operator is not square, or has fewer than *k* columns.
 
     Warns:
-        ConvergenceWarning: The products ran out. The record then holds the best pairs found, with their
-            residuals.
-        HodiffWarning: It is detached, although the operator requires grad (see `create_graph`).
+        ConvergenceWarning: The maximal number of products was reached. The record then holds the
+            best pairs found, with their residuals.
+        HodiffWarning: The result is detached, although the operator requires grad (see
+            `create_graph`).
 
     Cost:
-        Often 30 to 150 products; memory as for `hodiff.eigsh`. Below `basis` columns, one product
-        for each, and an exact answer.
+        Often 30 to 150 products; memory as for `hodiff.eigsh`. An operator with fewer than `basis`
+        columns takes one product for each, and the result is exact.
 
     Note:
-        A small residual is a small error in the matrix. Where that is far from normal, its eigenvalues may be
-        off by much more: by the residual times their condition number, and an eigenvalue that is defective
-        with *m* vectors missing by about the residual's root of order *m* + 1.
+        A small residual means a small error in the matrix. If the matrix is far from normal, the
+        error of an eigenvalue may be much larger: the residual times its condition number, or, for
+        a defective eigenvalue with *m* missing vectors, about the root of order *m* + 1 of the
+        residual.
 
     Examples:
         A rotation by 90 degrees has the eigenvalues i and -i:
@@ -299,19 +304,22 @@ def spectral_radius(
     callback: Callback | None = None,
     progress: bool | None = None,
 ) -> RadiusRecord:
-    r"""The largest magnitude of an eigenvalue, \(\rho(A) = \max |\lambda|\): below 1, powers of \(A\) die out.
+    r"""The spectral radius, ρ(A) = max |λ|: if it is below 1, powers of A vanish.
 
     Args:
-        operator: A square operator: the Jacobian of a map whose iteration is to converge, for example.
-        create_graph: The result is detached. None warns where that makes a constant of something that requires grad;
-            False says that a constant is meant; True is refused, and names the way to the derivative.
-        rtol: As for `hodiff.eigs`.
-        products: How many products to spend at most; None: 1050.
+        operator: A square operator, for example the Jacobian of an iterated map.
+        create_graph: The result is detached. None warns if that makes a constant of something that
+            requires grad; False accepts it silently; True raises, and the error says how to get the
+            derivative.
+        rtol: When the eigenvalue has converged, relative to the largest entry of the projection;
+            None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half (5e-2 in bfloat16).
+        products: The maximal number of products; None: 1050.
         basis: How many vectors to keep before a restart, as for `hodiff.eigs`.
-        generator: Where the start is drawn from; None is the default generator of the operator's
+        generator: The source of the random start; None: the default generator of the operator's
             device.
-        callback: A function that is given the record as it stands, every five products of the first search.
-        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
+        callback: A function that receives the current record, every five products of the first
+            search.
+        progress: Whether to show a progress bar. None: in a terminal, after two seconds.
 
     Returns:
         A record: `value` and `residual`, tensors of shape `()`, of a stack of matrices of the
@@ -321,19 +329,21 @@ def spectral_radius(
         InputError: The operator is not square.
 
     Warns:
-        ConvergenceWarning: The products ran out.
-        HodiffWarning: It is detached, although the operator requires grad (see `create_graph`).
+        ConvergenceWarning: The maximal number of products was reached.
+        HodiffWarning: The result is detached, although the operator requires grad (see
+            `create_graph`).
 
     Cost:
-        Often 20 to 100 products; memory for `basis` vectors, as for `hodiff.eigsh`. Of a stack of
-        matrices as many for all at once; who has converged costs no more, and a callback is called
-        before each restart. Up to 64 columns, all eigenvalues of each: a product for each column.
+        Often 20 to 100 products, and memory for `basis` vectors. A stack of matrices takes as many
+        products, each for all matrices that have not converged, and the callback is called before
+        each restart. Up to 64 columns, all eigenvalues are computed, with a product for each
+        column.
 
     Note:
-        As for `hodiff.eigs`, a small residual is a small error in the matrix. Of a matrix far from normal the radius
-        may be off by much more: a nilpotent one of size 100, whose radius is 0, has numbers of about 0.7 in double
-        precision, and `converged` says that its residual is small. What tells how far powers of such a matrix grow is
-        their norm.
+        A small residual means a small error in the matrix. For a matrix far from normal, the error
+        of the radius may be much larger: for a nilpotent matrix of size 100, whose radius is 0, it
+        is about 0.7 in double precision, although the residual is small. To bound the powers of
+        such a matrix, use their norm.
 
     Examples:
         >>> import torch, hodiff

@@ -88,7 +88,7 @@ def linearise(graph: OutputGraph, outputs: Leaves, at: list[Tensor]) -> tuple[Le
 
 @dataclass(frozen=True, eq=False)
 class CurvedOutputs(Linearised):
-    """A batch's outputs, linearised, and the matrix B over them."""
+    """A batch's outputs, linearized, and the matrix B over them."""
 
     curvature: Curvature
 
@@ -153,7 +153,7 @@ class PullbackBuilder(Builder[CurvedOutputs]):
     lazily: bool
 
     def build(self, where: Where, batch: Any, number: int) -> CurvedOutputs:
-        """Evaluate one batch and linearise it."""
+        """Evaluate one batch and linearize it."""
         predict: Any = self.predict
         if self.checkpoint is not False:
             predict = _kernels.in_blocks(predict, where, self.checkpoint)
@@ -256,53 +256,57 @@ def _is_loss(value: Any) -> bool:
 
 @final
 class GaussNewtonOperator(PullbackOperator):
-    r"""The generalised Gauss-Newton matrix \(G = \sum_b J_b^\top H_b J_b \,/\, \sum_b w_b\) as an operator.
+    r"""The generalized Gauss-Newton matrix G = Σ JᵀHJ / Σ w, summed over batches, as an operator.
 
-    \(J_b\) is the Jacobian of the network's outputs on a batch, \(H_b\) the Hessian of the loss (its sum
-    over the batch) by these outputs. For a convex loss *G* is positive semi-definite; it is the
-    Hessian where the network is linear or fits its targets exactly.
+    \(J_b\) is the Jacobian of the network's outputs on a batch, and \(H_b\) the Hessian of the loss
+    (its sum over the batch) with respect to these outputs. For a convex loss *G* is positive
+    semi-definite. It equals the Hessian if the network is linear or fits its targets exactly.
 
-    What counts as the outputs is part of the definition. Of a Gaussian at log σ = 0 and a residual
-    of 2, outputs (m, log σ) give the matrix [[1, -4], [-4, 8]]; the redundant (m, log σ, σ) of the
-    same function, whose quadratic term takes σ, give [[1, -4], [-4, 12]], since σ = exp(log σ) then
-    belongs to the network, which is linearised.
+    The matrix depends on the choice of outputs. For a Gaussian at log σ = 0 and a residual of 2,
+    the outputs (m, log σ) give [[1, -4], [-4, 8]]. The redundant outputs (m, log σ, σ) of the same
+    function, whose quadratic term uses σ, give [[1, -4], [-4, 12]], because σ = exp(log σ) then
+    belongs to the network, which is linearized.
 
     Args:
         predict: `predict(where, batch)` returns the outputs, a tensor or a container of tensors.
-        loss: `loss(outputs, batch)` returns `(sum, weight)`, the sum over the batch and what it is
-            divided by, as for `hodiff.HessianOperator` (**never a mean beside a weight**); its Hessian is taken
-            exactly. Or an `nn.CrossEntropyLoss`, `nn.MSELoss`, `nn.BCEWithLogitsLoss`, `nn.PoissonNLLLoss` or
-            `nn.GaussianNLLLoss` (of outputs mean and variance), whose Hessian is written out; the targets are then
-            `batch[1]`, and class weights, ignored positions and label smoothing are accounted for, over all
-            batches together.
-        where: As for `hodiff.HessianOperator`.
-        data: A re-iterable of batches.
-        batch_weight: As for `hodiff.HessianOperator`, for a loss that returns a bare mean.
-        reduction: `"mean"` or `"sum"`, as for `hodiff.HessianOperator`. A loss module whose own
-            reduction is `"sum"` gives the sum in any case.
-        checkpoint: What of `predict` keeps only what enters it, and runs again in each pass, as
-            for `hodiff.hvp`. J v is then taken by forward mode, without a graph.
-        memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
-        chunk_size: How many of several vectors one pass takes.
-        progress: Whether to show a bar over the batches.
-        process_group: The processes that share the data, as for `hodiff.HessianOperator`.
-        allow: `@once_differentiable` Functions to accept.
+        loss: `loss(outputs, batch)` returns `(sum, weight)`, the sum over the batch and its divisor
+            (**never a mean with a weight**). Its Hessian is exact. Or an `nn.CrossEntropyLoss`,
+            `nn.MSELoss`, `nn.BCEWithLogitsLoss`, `nn.PoissonNLLLoss` or `nn.GaussianNLLLoss` (of
+            outputs mean and variance), whose Hessian is known in closed form. The targets are then
+            `batch[1]`, and class weights, ignored positions and label smoothing are accounted for
+            over all batches.
+        where: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        data: Batches, as an iterable that can be iterated repeatedly.
+        batch_weight: For a loss that returns a bare mean: a function of the batch that returns how
+            much the mean counts, or `"equal"`.
+        reduction: `"mean"`: the sums of all batches divided by their weights. `"sum"`: not divided,
+            which is also the case for a loss module whose own reduction is `"sum"`.
+        checkpoint: Modules of `predict` that keep only their input and run again in each pass, such
+            as `"layers.*"`, or True for what `predict` itself checkpoints. Forward mode then
+            computes J v, without a graph.
+        memory_budget: How much memory the graphs may hold: bytes (an int, 0 to keep none), or a
+            fraction of the free memory (a float).
+        chunk_size: How many vectors one pass takes.
+        progress: Whether to show a progress bar over the batches.
+        process_group: The processes that share the data; None: this process has all of it.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
 
     Attributes:
         value: The value of the loss, a by-product.
-        gradient: Its gradient by *where*, a by-product.
+        gradient: Its gradient with respect to *where*, a by-product.
 
     Raises:
-        InputError: A loss whose sums and weights are not known; or as for `hodiff.HessianOperator`.
-        GraphError: The loss reaches the parameters other than through the outputs (add a regulariser's
-            part to the operator: `G + 0.1`); or as for `hodiff.HessianOperator`.
+        InputError: The sums and weights of the loss are not known, the data can be read only once,
+            or *where* is not real floating point.
+        GraphError: The loss reaches the parameters other than through the outputs (add a
+            regularizer's part to the operator: `G + 0.1`); or as for `hodiff.HessianOperator`.
 
     Cost:
-        The first product evaluates `predict` once per batch, and takes one pass to linearise it. Every
-        product takes two passes per batch (J v and J' u); a loss that is not written out one more,
-        through the loss alone. Memory as for `hodiff.HessianOperator`.
-        With *checkpoint* and `memory_budget=0` it is about that of a gradient with activation
-        checkpoints, in the time of the plain route; the gradient is a pass more.
+        The first product evaluates `predict` once per batch, and takes one pass to linearize it.
+        Every product takes two passes per batch (J v and J' u), and one more through the loss alone
+        if its Hessian is not known in closed form. The graphs take about twice the memory of the
+        activations. With *checkpoint* and `memory_budget=0` the memory is about that of a gradient
+        with activation checkpoints, and the time is that without checkpoints.
 
     Examples:
         For least squares it is the Hessian, 2 X'X / n:
@@ -415,55 +419,60 @@ class FisherBuilder(PullbackBuilder):
 
 @final
 class FisherOperator(PullbackOperator):
-    r"""The Fisher information matrix \(F = \sum_i \mathbb{E}\, g_i g_i^\top \,/\, \sum_b w_b\) as an operator.
+    r"""The Fisher information matrix F = Σᵢ E[gᵢ gᵢᵀ] / Σ w as an operator.
 
-    \(g_i\) is the gradient of the loss of sample *i*, a negative log-likelihood. `kind` says over what the
-    expectation is taken:
+    \(g_i\) is the gradient of the loss of sample *i*, a negative log-likelihood. `kind` is the
+    distribution of the labels in the expectation:
 
     * `"exact"`: over labels drawn from the model's own distribution, in closed form. For cross-entropy and
       squared error it equals the Gauss-Newton matrix.
-    * `"mc"`: the same by `samples` labels drawn for each position, once; an unbiased estimate.
-    * `"empirical"`: no expectation, the labels of the data. It is not an estimate of the Fisher
-      information, and differs from it at any distance from a perfect fit; some methods want it. A
-      sample is one entry of the outputs' leading dimension.
+    * `"mc"`: the same, estimated without bias from `samples` labels for each position, drawn once.
+    * `"empirical"`: the labels of the data, without an expectation. It is not an estimate of the
+    Fisher information, and differs from it except at a perfect fit. A sample is one entry of the
+    outputs' leading dimension.
 
     Args:
         predict: `predict(where, batch)` returns the outputs.
-        loss: One of the losses of `torch.nn` that `hodiff.GaussNewtonOperator` names, with targets `batch[1]`;
-            for `"empirical"` also a function `loss(outputs, batch)` that returns `(sum, weight)`, as for
-            `hodiff.HessianOperator` (**never a mean beside a weight**).
-        where: As for `hodiff.HessianOperator`.
-        data: A re-iterable of batches.
+        loss: One of the losses of `torch.nn` that `hodiff.GaussNewtonOperator` lists, with targets
+            `batch[1]`; for `"empirical"` also a function `loss(outputs, batch)` that returns `(sum,
+            weight)` (**never a mean with a weight**).
+        where: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        data: Batches, as an iterable that can be iterated repeatedly.
         kind: `"exact"`, `"mc"` or `"empirical"`.
         samples: How many labels `"mc"` draws for each position.
-        reduction: `"mean"` or `"sum"`, as for `hodiff.GaussNewtonOperator`.
-        generator: Where `"mc"` draws from; None is the default generator of its device. Of several processes
-            each draws labels of its own, whose seeds come from there, also where all have the same.
-        batch_weight: As for `hodiff.GaussNewtonOperator`.
-        checkpoint: What of `predict` runs again, as for `hodiff.GaussNewtonOperator`.
-        memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
-        chunk_size: How many of several vectors one pass takes.
-        progress: Whether to show a bar over the batches.
-        process_group: The processes that share the data, as for `hodiff.HessianOperator`.
-        allow: `@once_differentiable` Functions to accept.
+        reduction: `"mean"`: the sums of all batches divided by their weights. `"sum"`: not divided.
+        generator: The source of the labels of `"mc"`; None: the default generator of its device.
+            With several processes, each draws its own labels from seeds of this generator, even if
+            all processes have the same one.
+        batch_weight: For a loss that returns a bare mean: how much the mean of a batch counts.
+        checkpoint: Modules of `predict` that keep only their input and run again in each pass, such
+            as `"layers.*"`, or True for what `predict` itself checkpoints.
+        memory_budget: How much memory the graphs may hold: bytes (an int, 0 to keep none), or a
+            fraction of the free memory (a float).
+        chunk_size: How many vectors one pass takes.
+        progress: Whether to show a progress bar over the batches.
+        process_group: The processes that share the data; None: this process has all of it.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
 
     Attributes:
         value: The value of the loss, a by-product.
-        gradient: Its gradient by *where*, a by-product.
+        gradient: Its gradient with respect to *where*, a by-product.
 
-    A likelihood of your own: the Fisher information is the Hessian of the Kullback-Leibler divergence from the model
-    as it is, so `hodiff.GaussNewtonOperator(predict, loss, ...)` with a `loss(outputs, batch)` that returns
-    `(kl(outputs detached, outputs).sum(), weight)` is it, exactly.
+    For your own likelihood: the Fisher information is the Hessian of the Kullback-Leibler
+    divergence from the current model, so `hodiff.GaussNewtonOperator(predict, loss, ...)` with a
+    `loss(outputs, batch)` that returns `(kl(outputs detached, outputs).sum(), weight)` equals it
+    exactly.
 
     Raises:
         InputError: A loss that is not a likelihood for `"exact"` or `"mc"`: any function, class weights,
             label smoothing, probabilities as targets. (Use `hodiff.GaussNewtonOperator` there.)
-        GraphError: As for `hodiff.HessianOperator`.
+        GraphError: The parameters have changed since the graphs were built (call `refresh()`); an
+            operation has no derivative; or as for `hodiff.HessianOperator`.
 
     Cost:
-        As for `hodiff.GaussNewtonOperator`: two passes per product and batch. `"mc"` keeps the batches of
-        the first pass, unless `data` is a sequence, so that its labels stay the same. The exact diagonal of
-        `"mc"` and `"empirical"` takes one pass for each score where these are fewer than the parameters.
+        Two passes per product and batch. `"mc"` keeps the batches of the first pass, unless `data`
+        is a sequence, so that its labels stay the same. The exact diagonal of `"mc"` and
+        `"empirical"` takes one pass for each score, if these are fewer than the parameters.
 
     Examples:
         Of a linear model with squared error, a Gaussian of variance 1/2: 2 X'X / n.

@@ -82,45 +82,48 @@ class HessianBuilder(Builder[BatchGraph]):
 
 @final
 class HessianOperator(SummedOperator[BatchGraph]):
-    r"""The Hessian \(H = \nabla^2 f(x)\) as an operator, without the matrix.
+    r"""The Hessian H = ∇²f(x) as an operator, without the matrix.
 
-    With `data`, of a mean over all batches: \(f(x) = \sum_b s_b(x) \,/\, \sum_b w_b\), where the function
-    returns \((s_b, w_b)\), the sum over the batch and what it is divided by. So averages are exact for
-    ragged, masked and class-weighted batches.
+    With `data`, \(f\) is a mean over all batches, \(f(x) = \sum_b s_b(x) \,/\, \sum_b w_b\), where
+    the function returns \((s_b, w_b)\), the sum over the batch and its weight. Averages are exact
+    for ragged, masked and class-weighted batches.
 
-    The gradient's graph of each batch is built at the first product and kept, so that every further
-    product costs one reverse pass. What does not fit into `memory_budget` is evaluated again at each
-    product: all batches, unless `data` is a list (or another sequence), whose order is fixed.
+    The first product builds the gradient's graph of each batch and keeps it, so that every further
+    product costs one reverse pass. If the graphs do not fit into `memory_budget`, batches are
+    evaluated again for each product: all of them, unless `data` is a list (or another sequence),
+    whose order is fixed.
 
     Args:
         f: A function of *where* that returns one element; with `data`, `f(where, batch)` returns
             `(sum, weight)`. **The first is the sum over the batch, never its mean**, and the weights of all batches
             are added up: for the mean over samples `(sum, number of samples)`. Or, without `data`,
             such a tensor already computed, whose graph stays.
-        where: A tensor, a container of tensors, a module, or `hodiff.select(module, ...)`, as for `hodiff.grad`.
-        data: A re-iterable of batches: a list, a DataLoader. Tensors in a batch are moved to the
-            device of *where*.
-        reduction: `"mean"`, the sums of all batches divided by their weights; or `"sum"`, by
-            nothing, whatever the weights are: the sum over all data.
-        batch_ndim: So many leading dimensions of *where* index independent samples, as for
-            `hodiff.grad`: `f` returns one element for each, and each has a Hessian of its own. A
-            vector is like *where*, or flat `(*batch, D)`; products are for all at once, and
-            `hodiff.solve`, `hodiff.trace`, `hodiff.diagonal`, `hodiff.logdet` have a result for
-            each. Not for modules, whose parameters are not samples.
-        batch_weight: For a function that returns a bare mean of its batch: a function of the batch that
-            says how much the mean counts (its number of samples), or `"equal"`. Not needed for one batch.
-        checkpoint: What of `f` keeps only what enters it, and runs again in each pass, as for
-            `hodiff.hvp`: `"layers.*"`, modules by name; True, what `f` checkpoints itself.
-        memory_budget: What the graphs may hold: bytes (an int, 0 to keep none), or a fraction of the
-            memory that is free (a float).
-        chunk_size: How many of several vectors one pass takes; `"auto"` bounds its memory.
-        progress: Whether to show a bar over the batches.
-        process_group: The processes that share the data (`torch.distributed.group.WORLD`, which is None before
-            `init_process_group()`): each gives its own batches, ragged or none, and gets the product of all.
-            None: this process has all of them. Of several processes, each uses the group in one thread.
-        strict: What a part of *where* gives that the value does not depend on. None: zeros, and an error where that is
-            all of it. True: an error. False: zeros, all of it too (isolated atoms).
-        allow: `@once_differentiable` Functions to accept, as for `hodiff.grad`.
+        where: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        data: Batches, as an iterable that can be iterated repeatedly: a list, a DataLoader. Tensors
+            in a batch are moved to the device of *where*.
+        reduction: `"mean"`: the sums of all batches divided by their weights. `"sum"`: the sum over
+            all data, not divided, whatever the weights are.
+        batch_ndim: How many leading dimensions of *where* index independent samples: `f` returns
+            one element for each, and each has its own Hessian. A vector is like *where*, or flat
+            `(*batch, D)`. A product multiplies all samples at once, and `hodiff.solve`,
+            `hodiff.trace`, `hodiff.diagonal` and `hodiff.logdet` return a result for each. Not for
+            modules, whose parameters are not samples.
+        batch_weight: For a function that returns a bare mean of its batch: a function of the batch
+            that returns how much the mean counts (its number of samples), or `"equal"`. Not needed
+            for a single batch.
+        checkpoint: Modules of `f` that keep only their input and run again in each pass, such as
+            `"layers.*"`, or True for what `f` itself checkpoints.
+        memory_budget: How much memory the graphs may hold: bytes (an int, 0 to keep none), or a
+            fraction of the free memory (a float).
+        chunk_size: How many vectors one pass takes; `"auto"` bounds its memory.
+        progress: Whether to show a progress bar over the batches.
+        process_group: The processes that share the data (`torch.distributed.group.WORLD`, which is
+            None before `init_process_group()`). Each passes its own batches, ragged or none, and
+            gets the product of all. None: this process has all the data. Each of several processes
+            uses the group in one thread.
+        strict: What to return for a tensor of *where* that the value does not depend on. None:
+            zeros, and an error if it depends on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         args: Further positional arguments for `f`, after the batch.
         kwargs: Keyword arguments for `f`.
 
@@ -129,23 +132,27 @@ class HessianOperator(SummedOperator[BatchGraph]):
         gradient: Its gradient, like *where*, a by-product.
 
     Raises:
-        InputError: Data that can be read only once; a bare mean of several batches; or as for `hodiff.hvp`.
-        GraphError: A changed or replaced parameter, a module switched between train() and eval() (`H.refresh()` starts
-            anew), two passes over the data that disagree; or as for `hodiff.hvp`.
-            Values are compared too, for what PyTorch does not count as a change (`p.data.mul_(2)`, NumPy): all
-            entries of a tensor of up to 1024; of a larger one some 64 and the sum of all as bits, so that
-            exchanging others of its entries remains unseen. Buffers, and what `f` reaches besides the
-            point, are not watched: they are as they were when it was evaluated.
+        InputError: The data can be read only once, or `f` returns a bare mean of several batches;
+            or as for `hodiff.hvp`.
+        GraphError: A parameter was changed or replaced, or a module was switched between train()
+            and eval() (call `H.refresh()`); two passes over the data disagree; an operation has no
+            second derivative. Values are compared too, because PyTorch does not record some changes
+            (`p.data.mul_(2)`, NumPy): all entries of a tensor of up to 1024, and of a larger one
+            some 64 and a bitwise sum of all, so that an exchange of other entries is not detected.
+            Buffers, and what `f` uses besides the point, are not watched and keep the state of the
+            evaluation.
 
     Warns:
-        RandomnessWarning: `f` draws random numbers (dropout). Its operator is that of one draw.
-        HodiffWarning: A mean beside a weight above 1, or a sum over samples beside 1 with several batches, where the
-            last operation of `f` shows it; with `process_group`, the processes' modules have different buffers.
+        RandomnessWarning: `f` draws random numbers (dropout). The operator is that of one draw.
+        HodiffWarning: A mean is returned with a weight above 1, or a sum over samples with the
+            weight 1 and several batches, if the last operation of `f` shows it; with
+            `process_group`, the processes' modules have different buffers.
 
     Cost:
-        Construction evaluates nothing. The first product: one evaluation and one pass for each batch.
-        Every product: one pass for each batch, and where its graph is not kept, an evaluation and a
-        pass more. `H.cost()` says it in numbers. Memory: the graphs, about twice the activations.
+        One pass for each batch and product, and an evaluation and a pass more if its graph is not
+        kept. The first product takes one evaluation and one pass for each batch; construction
+        evaluates nothing. `H.cost()` states the numbers. Memory: the graphs, about twice the
+        activations.
 
     Examples:
         The Hessian of a sum of squares is 2 X'X:

@@ -1,4 +1,4 @@
-"""`JacobianOperator`: products with a Jacobian and its transpose, from linearised outputs."""
+"""`JacobianOperator`: products with a Jacobian and its transpose, from linearized outputs."""
 
 from __future__ import annotations
 
@@ -24,38 +24,40 @@ from hodiff.errors import InputError
 
 @final
 class JacobianOperator(DataOperator[Linearised], TwoSpaces):
-    r"""The Jacobian \(J = \partial f / \partial x\) of a network's outputs as an operator; `J.T` for its transpose.
+    r"""The Jacobian J = ∂f/∂x of a network's outputs as an operator; `J.T` is its transpose.
 
-    With several batches the outputs are those of all batches, one after the other along their
-    leading dimension.
+    With several batches, the outputs of all batches are concatenated along their leading dimension.
 
     Args:
         predict: `predict(where)`, or with `data` `predict(where, batch)`, returns the outputs: a tensor
             or a container of tensors.
-        where: As for `hodiff.HessianOperator`.
-        data: A re-iterable of batches; unless it is a sequence, those of the first pass are kept, so
-            that rows keep their places.
-        batch_ndim: So many leading dimensions of *where*, and of all outputs, index independent
-            samples, as for `hodiff.jacobian`: each has a Jacobian of its own. A vector is like
-            *where*, or flat `(*batch, D)`; products are for all at once, and `hodiff.solve`,
-            `hodiff.trace`, `hodiff.diagonal`, `hodiff.spectral_radius` have a result for each. Not
-            for modules, whose parameters are not samples.
-        memory_budget: What the graphs may hold, as for `hodiff.HessianOperator`.
-        chunk_size: How many of several vectors one pass takes.
-        progress: Whether to show a bar over the batches.
-        allow: `@once_differentiable` Functions to accept.
+        where: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        data: Batches, as an iterable that can be iterated repeatedly. Unless it is a sequence, the
+            batches of the first pass are kept, so that rows keep their order.
+        batch_ndim: How many leading dimensions of *where*, and of all outputs, index independent
+            samples: each has its own Jacobian. A vector is like *where*, or flat `(*batch, D)`. A
+            product multiplies all samples at once, and `hodiff.solve`, `hodiff.trace`,
+            `hodiff.diagonal` and `hodiff.spectral_radius` return a result for each. Not for
+            modules, whose parameters are not samples.
+        memory_budget: How much memory the graphs may hold: bytes (an int, 0 to keep none), or a
+            fraction of the free memory (a float).
+        chunk_size: How many vectors one pass takes.
+        progress: Whether to show a progress bar over the batches.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
 
     Attributes:
         value: The outputs, a by-product.
 
     Raises:
-        InputError: Outputs of several batches that cannot be put together; or as for `hodiff.HessianOperator`.
-        GraphError: As for `hodiff.HessianOperator`.
+        InputError: The outputs of several batches cannot be concatenated, the data can be read only
+            once, or *where* is not real floating point.
+        GraphError: The parameters have changed since the graphs were built (call `refresh()`); an
+            operation has no derivative; or as for `hodiff.HessianOperator`.
 
     Cost:
         The first product, and `J.shape`, evaluate `predict` once per batch and take one pass to
-        linearise it (two, where a Python `autograd.Function` is met). A product with `J` or `J.T` takes
-        one pass per batch.
+        linearize it (two with a Python `autograd.Function`). A product with `J` or `J.T` takes one
+        pass per batch.
 
     Examples:
         >>> import torch, hodiff
@@ -238,7 +240,7 @@ def _check_samples(outputs: Leaves, batch: torch.Size) -> None:
 @final
 @dataclass(frozen=True)
 class JacobianBuilder(Builder[Linearised]):
-    """Evaluates and linearises one batch, and notes its outputs.
+    """Evaluates and linearizes one batch, and notes its outputs.
 
     Attributes:
         predict: `predict(where)` or `predict(where, batch)`.

@@ -21,15 +21,16 @@ LARGEST_VIEW = 2**36
 
 @final
 class MatrixOperator(LinearOperator):
-    r"""A matrix as an operator: for sums with others, as a preconditioner, and in tests.
+    r"""A matrix as an operator, for sums with other operators or as a preconditioner.
 
     Args:
         A: A matrix of shape `(M, D)`, or a vector of shape `(D,)` for a diagonal one.
-        symmetric: Whether it is its own transpose, up to a few ulps of its norm; by default this is looked at.
-        batch_ndim: So many leading dimensions of *A* are a stack of matrices, side by side:
-            `(*batch, M, D)`. A vector is then `(*batch, D)`, several are `(K, *batch, D)`, or
-            columns `(*batch, D, K)`; `hodiff.solve`, `hodiff.trace`, `hodiff.diagonal`,
-            `hodiff.logdet` and `hodiff.spectral_radius` have a result for each.
+        symmetric: Whether the matrix is symmetric, up to a few ulps of its norm; by default this is
+            checked.
+        batch_ndim: How many leading dimensions of *A* index the matrices of a stack, `(*batch, M,
+            D)`. A vector is then `(*batch, D)`, several are `(K, *batch, D)`, or columns `(*batch,
+            D, K)`. `hodiff.solve`, `hodiff.trace`, `hodiff.diagonal`, `hodiff.logdet` and
+            `hodiff.spectral_radius` return a result for each.
 
     Raises:
         InputError: *A* is not a real floating point matrix or vector, is an expanded view of more than 64 GiB, or
@@ -175,22 +176,24 @@ def nystrom(
     *,
     generator: torch.Generator | None = None,
 ) -> LinearOperator:
-    r"""A preconditioner for \(A + \mu I\): exact on the largest eigenvalues, a multiple of the identity beside them.
+    r"""A preconditioner for A + μI: exact for the largest eigenvalues, constant for the others.
 
-    From \(r\) random vectors \(\Omega\) comes Nyström's approximation
-    \(A \approx A\Omega\,(\Omega^\top A \Omega)^{-1} \Omega^\top A = U \Lambda U^\top\), and from that
-    \(P^{-1} = U(\Lambda + \mu)^{-1}U^\top + (\lambda_r + \mu)^{-1}(I - UU^\top)\). Where *r* exceeds about twice the
-    number of eigenvalues above \(\mu\), conjugate gradients take a few steps, whatever the condition of *A*.
+    The Nyström approximation from \(r\) random vectors \(\Omega\) is \(A \approx
+    A\Omega\,(\Omega^\top A \Omega)^{-1} \Omega^\top A = U \Lambda U^\top\), and \(P^{-1} =
+    U(\Lambda + \mu)^{-1}U^\top + (\lambda_r + \mu)^{-1}(I - UU^\top)\). If *r* exceeds about twice
+    the number of eigenvalues above \(\mu\), conjugate gradients need few steps, whatever the
+    condition of *A*.
 
     Args:
         operator: A symmetric positive semidefinite operator.
-        rank: The \(r\): how many random vectors.
-        shift: The \(\mu\), positive: the `damping` that `hodiff.solve` is given.
-        generator: Where the vectors are drawn from; None is the default generator of the operator's device.
+        rank: \(r\), the number of random vectors.
+        shift: \(\mu\), positive: the `damping` of `hodiff.solve`.
+        generator: The source of the random vectors; None: the default generator of the operator's
+            device.
 
     Returns:
-        An operator, symmetric and positive definite, of the same shape, to be given as
-        `hodiff.solve(A, b, damping=shift, preconditioner=...)`, again and again.
+        A symmetric and positive definite operator of the same shape, to be passed as
+        `hodiff.solve(A, b, damping=shift, preconditioner=...)` any number of times.
 
     Raises:
         InputError: The operator is not symmetric or found not to be semidefinite, `rank` exceeds its columns, or

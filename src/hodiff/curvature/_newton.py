@@ -30,7 +30,7 @@ GOOD = 0.75
 
 
 class Rateless(torch.optim.Optimizer):
-    """An optimiser that chooses the length of its steps: who schedules a learning rate is told."""
+    """An optimizer that chooses the length of its steps: who schedules a learning rate is told."""
 
     # What a copy, or a pickle, has: PyTorch's own optimisers keep all their options in the groups.
     _own: tuple[str, ...]
@@ -57,42 +57,47 @@ class _Group(dict[str, Any]):
 
 
 class NewtonCG(Rateless):
-    r"""Newton's method with conjugate gradients in a trust region, as a PyTorch optimiser.
+    r"""Newton's method with conjugate gradients in a trust region, as a PyTorch optimizer.
 
-    A step minimises the quadratic model
-    \(m(s) = g^\top s + \tfrac12 s^\top (H + \lambda I)\, s\) roughly, over \(\lVert s \rVert \le \Delta\),
-    by products with the Hessian \(H\). Along negative curvature it goes to the boundary, so it leaves
-    saddle points. The loss is then evaluated at the new parameters: where less than a ten-thousandth of
-    what the model promised came true (or the loss is not finite there) the step is **undone**, bit for
-    bit. The radius \(\Delta\) shrinks to a quarter of the step where the model was poor, and doubles
-    where it was good and bound the step.
+    A step approximately minimizes the quadratic model \(m(s) = g^\top s + \tfrac12 s^\top (H +
+    \lambda I)\, s\) over \(\lVert s \rVert \le \Delta\), by products with the Hessian \(H\). Along
+    negative curvature it goes to the boundary, so it leaves saddle points. The loss is then
+    evaluated at the new parameters. If it falls by less than a ten-thousandth of the predicted
+    decrease, or is not finite, the step is **undone**, bit for bit. The radius \(\Delta\) shrinks
+    to a quarter of the step if the model was poor, and doubles if the model was good and the radius
+    limited the step.
 
-    The closure returns the loss and does **not** call `backward()`; no `.grad` is written. It is called
-    twice a step, and must mean the same mini-batch both times; random numbers (dropout) are the same by
-    themselves, and what its second call does to buffers (BatchNorm statistics) is undone. A third call writes out
-    what has a wrong second derivative in PyTorch, where the loss has it (`weight_norm`).
+    The closure returns the loss and does **not** call `backward()`; no `.grad` is written. It is
+    called twice per step, and must use the same mini-batch both times. Both calls draw the same
+    random numbers (dropout), and what the second call does to buffers (BatchNorm statistics) is
+    undone. If the loss contains an operation whose second derivative is wrong in PyTorch
+    (`weight_norm`), a third call computes it from its definition.
 
     Args:
-        params: The parameters, or groups of them, as for any optimiser. A group may have its own `damping`.
-        radius: The first \(\Delta\).
-        damping: \(\lambda\), Levenberg's and Marquardt's: added to the model's curvature. 0 trusts the radius alone.
+        params: The parameters, or groups of them, as for any optimizer. A group may have its own
+            `damping`.
+        radius: The initial \(\Delta\).
+        damping: \(\lambda\), the Levenberg-Marquardt damping added to the model's curvature. With
+            0, only the radius limits the step.
         rtol: Conjugate gradients stop at \(\lVert g + (H + \lambda I) s \rVert \le\) `rtol` \(\lVert g \rVert\);
             None: \(\min(\tfrac12, \sqrt{\lVert g \rVert / \lVert g_1 \rVert})\) with the first step's gradient
             \(g_1\), for which convergence is superlinear, whatever the loss is measured in.
-        products: How many products a step may spend; None: 50.
+        products: The maximal number of products in a step; None: 50.
 
     Attributes:
         last: What the last step did, a record: `value` (the loss before), `decrease`, `ratio`, `accepted`,
             `radius` (the next one), `products`, `end`. None before the first.
 
     Raises:
-        InputError: The closure is missing, its loss is not finite at the parameters as they are, or not one element.
-        GraphError: The loss does not depend on the parameters, or has no second derivative; its graph has been freed,
-            for the closure called `backward()`.
+        InputError: The closure is missing, or its loss is not finite at the current parameters or
+            not one element.
+        GraphError: The loss does not depend on the parameters, or has no second derivative; or its
+            graph is freed, because the closure called `backward()`.
 
     Cost:
-        A step: two calls of the closure (the second without a graph), one gradient, and a reverse pass
-        for each product. Memory: the graph of the loss and of its gradient, and some seven vectors.
+        A step: two calls of the closure (the second without a graph), one gradient, and a reverse
+        pass for each product. Memory: the graph of the loss and of its gradient, and about seven
+        vectors.
 
     Examples:
         A quadratic loss is at its minimum after one step, if the radius allows:
@@ -306,7 +311,7 @@ class TrustRegionStep(NamedTuple):
 def steihaug(
     product: Callable[[Tensor], Tensor], gradient: Tensor, radius: float, tolerance: float, products: int
 ) -> TrustRegionStep:
-    """Minimise g's + s'As/2 over |s| <= radius, roughly: conjugate gradients from zero, in flat vectors.
+    """Minimize g's + s'As/2 over |s| <= radius, roughly: conjugate gradients from zero, in flat vectors.
 
     They stop inside once |g + As| <= tolerance, and where they meet negative curvature, or the
     radius, they go on along that direction to the boundary (Steihaug 1983). The model falls, and

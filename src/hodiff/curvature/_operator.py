@@ -34,21 +34,22 @@ Scalar = float | Tensor
 
 
 class LinearOperator(ABC):
-    r"""A matrix \(A\) of shape `(M, D)` that is known by its products \(A v\) alone.
+    r"""A matrix A of shape `(M, D)`, represented by its products A v.
 
-    A vector is given, and comes back, in one of these spellings: with the structure of the point (a
-    dict by parameter name for a module); as a list of the leaves in their order; `K` of either, stacked
-    in one extra leading dimension on every leaf; flat, of shape `(D,)`; or as the columns of a `(D, K)`
-    matrix. Where the point is one tensor of one dimension, a matrix always holds columns. On the left,
-    `V @ A`, several vectors are rows. A NumPy array, or a list of numbers, is converted to the
-    operator's dtype and device, and a tensor comes back.
+    A vector has one of these forms, and the product has the same: the structure of the point (a
+    dict by parameter name for a module); a list of the leaves in their order; `K` of either,
+    stacked in one extra leading dimension on every leaf; flat, of shape `(D,)`; or the columns of a
+    `(D, K)` matrix. If the point is one tensor of one dimension, a matrix always holds columns. On
+    the left, `V @ A`, several vectors are rows. NumPy arrays and lists of numbers are converted to
+    the operator's dtype and device, and the product is a tensor.
 
-    Products are detached, as are `dense()`, `value`, `gradient` and what estimators return, but for `hodiff.trace`,
-    `hodiff.diagonal`, `hodiff.logdet`, `hodiff.eigsh` and `hodiff.solve` with `create_graph=True`. Where that makes a
-    constant of something that requires grad (a vector, the matrix of a `MatrixOperator`, a point that was computed from
-    something), a `HodiffWarning` says so, once for each line that calls, and names the way to the derivative; inside
-    the function of another hodiff call it is an error. The parameters of a module as the point do not count, nor does
-    a tensor that is a leaf; and what a function closes over is not seen.
+    Products are detached, as are `dense()`, `value`, `gradient` and the results of estimators,
+    except for `hodiff.trace`, `hodiff.diagonal`, `hodiff.logdet`, `hodiff.eigsh` and `hodiff.solve`
+    with `create_graph=True`. If that makes a constant of something that requires grad (a vector,
+    the matrix of a `MatrixOperator`, a computed point), a `HodiffWarning` says so once for each
+    calling line, and says how to get the derivative. Inside the function of another hodiff call it
+    is an error. There is no warning for leaves, such as the parameters of a module as the point,
+    nor for what a function closes over.
 
     | written | means |
     |---|---|
@@ -59,8 +60,8 @@ class LinearOperator(ABC):
     | `A.block("layer1.*")` | the rows and columns of some leaves |
 
     Cost:
-        A product costs what its class says. Several vectors are taken in chunks whose temporaries
-        stay within some 32 MiB, and written into the result as they come.
+        The class of the operator states the cost of a product. Several vectors are multiplied in
+        chunks whose temporaries take about 32 MiB at most.
 
     Examples:
         >>> import torch, hodiff
@@ -314,7 +315,7 @@ class LinearOperator(ABC):
         return self._product(some, len(some[0]))
 
     def _times(self, flat: Tensor) -> Tensor:
-        """The product with one flat vector of the operator's own, whose spelling need not be recognised."""
+        """The product with one flat vector of the operator's own, whose spelling need not be recognized."""
         with self._raise_on_all_ranks():
             return self._range.join(self._product(self._domain.split(flat), None), None)
 

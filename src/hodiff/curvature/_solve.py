@@ -67,46 +67,47 @@ def solve(
     callback: Callback | None = None,
     progress: bool | None = None,
 ) -> SolveRecord[V]:
-    r"""The solution of the linear system \((A + \lambda I)\, x = b\).
+    r"""The solution of the linear system (A + λI) x = b.
 
-    Conjugate gradients are for positive definite operators. They stop where they meet a direction
-    *d* with \(d^\top (A + \lambda I)\, d \le 0\), up to rounding, say so, and return the best solution
-    until then. MINRES is for symmetric indefinite operators, GMRES for those that are not symmetric.
+    Conjugate gradients need a positive definite operator. If they meet a direction *d* with
+    \(d^\top (A + \lambda I)\, d \le 0\), up to rounding, they stop, report it, and return the best
+    solution so far. Use MINRES for symmetric indefinite operators, and GMRES for unsymmetric ones.
 
     Args:
         operator: A symmetric operator; for GMRES, a square one.
         b: The right-hand side: like the point, or flat `(D,)`. Or several, as columns `(D, K)`
             (which a matrix always holds where the point is one tensor of one dimension), or else
-            stacked in one extra leading dimension: they are solved side by side, and who has
-            converged costs no more.
-        create_graph: Whether `value` can be differentiated, once and twice, in *b*, `damping`, and all that the
-            operator is made of: the matrix of a `hodiff.MatrixOperator`, what the functions of a
-            `hodiff.HessianOperator`, `hodiff.GaussNewtonOperator` or `hodiff.JacobianOperator` use;
-            also of their blocks, sums, products, multiples and transposes. None: only inside the
-            function of another hodiff call, as often as that takes; elsewhere it warns of a
-            constant that is made of something that requires grad, and False says that a constant
-            is meant.
+            stacked in one extra leading dimension: they are solved in parallel, and those
+            that have converged cost no more.
+        create_graph: Whether `value` can be differentiated, once and twice, with respect to *b*,
+            `damping`, and everything that the operator uses: the matrix of a
+            `hodiff.MatrixOperator`, what the functions of a `hodiff.HessianOperator`,
+            `hodiff.GaussNewtonOperator` or `hodiff.JacobianOperator` use; also through their
+            blocks, sums, products, multiples and transposes. None: only inside the function of
+            another hodiff call, as often as that takes; elsewhere a warning says if something that
+            requires grad becomes a constant, and False accepts that silently.
         method: `"cg"`, `"minres"` or `"gmres"`; or `"neumann"`, the first terms of the series
-            \(\sum_j (I - A / s)^j\, b / s\), inexact on purpose: it goes with `iterations`, and needs all eigenvalues
-            of \(A / s\) within the unit circle around 1.
-        damping: The \(\lambda\) that is added.
-        preconditioner: An operator close to the inverse of \(A + \lambda I\): `hodiff.nystrom(A, rank, damping)`,
-            or `hodiff.MatrixOperator(1 / (d + damping))` with a diagonal *d*. Positive definite, except for GMRES,
-            where it stands on the right.
-        start: Where to begin, as many as *b*; None is zero.
-        restart: For GMRES, how many vectors to keep before it begins anew; None: as many as fit into 8 MiB,
-            between 30 and 300. For each right-hand side.
-        iterations: Take exactly so many steps, of one product each, whatever they reach: a step of TRPO, an inner
-            solver of fixed length. Fewer only where nothing but rounding is left of the residual. Of a Neumann series,
-            0 is its first term, \(b / s\). With `create_graph` the backward pass takes as many; its derivative is then
-            as inexact as the solution.
-        scale: The \(s\) of a Neumann series: at least half the largest eigenvalue, as LiSSA's scale.
+            \(\sum_j (I - A / s)^j\, b / s\), which is deliberately inexact: it needs `iterations`,
+            and all eigenvalues of \(A / s\) within the unit circle around 1.
+        damping: \(\lambda\), added to the operator.
+        preconditioner: An operator close to the inverse of \(A + \lambda I\), such as
+            `hodiff.nystrom(A, rank, damping)`, or `hodiff.MatrixOperator(1 / (d + damping))` with a
+            diagonal *d*. Positive definite, except for GMRES, which applies it from the right.
+        start: The first iterate, shaped like *b*; None: zero.
+        restart: For GMRES, how many vectors to keep for each right-hand side before a restart;
+            None: as many as fit into 8 MiB, between 30 and 300.
+        iterations: Take exactly this many steps, of one product each, without a tolerance: for a
+            TRPO step or an inner solver of fixed length. Fewer only if the residual is down to
+            rounding. For a Neumann series, 0 gives the first term, \(b / s\). With `create_graph`,
+            the backward pass takes as many steps, and the derivative is as inexact as the solution.
+        scale: \(s\) of a Neumann series: at least half the largest eigenvalue (LiSSA's scale).
         rtol: The solution has converged when \(\lVert b - (A + \lambda I) x \rVert \le\) `rtol`
             \(\lVert b \rVert\). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half (5e-2 in bfloat16).
-        products: How many products to spend at most on each right-hand side; None: `10 D + 10`, at
+        products: The maximal number of products for each right-hand side; None: `10 D + 10`, at
             most 1000.
-        callback: A function that is given the record as it stands after each step: its `value` is the iterate.
-        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
+        callback: A function that receives the current record after each step; its `value` is the
+            iterate.
+        progress: Whether to show a progress bar. None: in a terminal, after two seconds.
 
     Returns:
         A record: `value` in the structure and shape of *b*; `residual`, relative and true, from a
@@ -120,26 +121,26 @@ def solve(
             `iterations` go with `rtol` or `products`, or a solution is too small or too large for its dtype.
 
     Warns:
-        ConvergenceWarning: The solution has not converged; the message says why, and what to do. With
-            `iterations`: only where the steps could not be taken.
-            In a backward pass it names the line of this call.
+        ConvergenceWarning: The solution has not converged; the message says why, and what to do.
+            With `iterations`: only if the steps could not be taken. In a backward pass the warning
+            names the line of this call.
         HodiffWarning: The solution is detached, although the operator or *b* requires grad (see `create_graph`).
 
     Cost:
-        A product per iteration, and one for the residual; of several right-hand sides, one product
-        with all that have not converged. Memory: a few vectors for each; for GMRES, `restart` of
-        them.
+        A product per iteration, and one for the residual. With several right-hand sides, one
+        product serves all that have not converged. Memory: a few vectors for each; for GMRES,
+        `restart` vectors.
 
-        Of a stack of matrices (`batch_ndim=` of its operator) with up to 64 columns, for GMRES
-        without `restart` 256, a product for each column: the dense matrices are solved, and what
-        fails goes the way of the others. Not with `iterations`, a `preconditioner`, a `start` or
-        a `callback`. Of a single matrix with up to 256 columns, GMRES that does not end in eight
-        steps goes on likewise, where all products fit into one batched pass.
+        A stack of matrices (`batch_ndim=` of its operator) with up to 64 columns (256 for GMRES
+        without `restart`) takes a product for each column: the dense matrices are solved directly,
+        and those that fail iteratively. Not with `iterations`, a `preconditioner`, a `start` or a
+        `callback`. For a single matrix with up to 256 columns, GMRES that does not converge in
+        eight steps also solves the dense matrix, if all products fit into one batched pass.
 
-        With `create_graph`, two differentiable products more (of a Hessian an evaluation and two
-        passes each), and in the backward pass one more system with the transpose, two for a second
-        derivative, to a hundredth of the tolerance:
-        \(\bar b = A^{-\top} \bar x,\ \bar A = -\bar b\, x^\top\).
+        With `create_graph`, two more differentiable products (for a Hessian an evaluation and two
+        passes each). The backward pass solves one more system with the transpose, and two for a
+        second derivative, to a hundredth of the tolerance: \(\bar b = A^{-\top} \bar x,\ \bar A =
+        -\bar b\, x^\top\).
 
     Examples:
         >>> import torch, hodiff

@@ -49,33 +49,35 @@ def trace(
     callback: Callback | None = None,
     progress: bool | None = None,
 ) -> TraceRecord:
-    r"""The trace of an operator, \(\operatorname{tr} A = \mathbb{E}\, z^\top A z\) over random *z*.
+    r"""The trace of an operator, tr A = E[zᵀA z] over random z.
 
     Args:
         operator: A square operator.
-        blocks: Names or patterns of leaves, as for `A.block`: the traces of these diagonal blocks too, from the same
-            products. They see the noise of what lies beside the block, which `trace(A.block(name))`, with products
-            of its own, does not. For `"hutchinson"`.
-        samples: How many random vectors to draw. Where as many products as the operator has columns, or
-            fewer, give the trace exactly, they do.
-        probes: The law of their entries: `"rademacher"` (1 and -1) or `"gaussian"`.
-        vectors: Random vectors of your own, one or several, spelled as for `A @ v` (several flat
-            ones are columns `(D, K)`), whose entries are independent, of mean 0 and variance 1;
-            then nothing is drawn. Several that are all the same, up to sign, count as one.
-        create_graph: Whether `value` can be differentiated, in the parameters, in *vectors* and all that the operator's
-            function uses: a loss to train with, by `"hutchinson"`, of operators as in `hodiff.solve`.
-            With one vector of your own it is \(v^\top H v\). None: only inside the function of another
-            hodiff call.
-        method: `"hutchinson"`, the mean of \(z^\top A z\); `"hutch++"`, which takes half of the vectors for
-            a sketch of the largest eigenvalues, takes their part exactly, and estimates the rest; `"xtrace"`, which
-            makes each vector in turn the one that estimates what a sketch by all others leaves; or
-            `"xnystrace"`, the same for positive semidefinite operators at half the price. The last three are better
-            where the spectrum decays, and the last two are the best there.
-        rtol: Stop as soon as the standard error is below `rtol * |value|` (looked at every 8 vectors,
-            after the first 16; by the last two methods at the end). None: spend all.
-        generator: Where the vectors are drawn from; None is the default generator of the operator's device.
-        callback: A function that is given the record as it stands, every 8 vectors.
-        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
+        blocks: Names or patterns of leaves, as for `A.block`: also return the traces of these
+            diagonal blocks, from the same products. Their estimates contain noise from outside the
+            block; `trace(A.block(name))`, with its own products, does not. For `"hutchinson"`.
+        samples: How many random vectors to draw. If they take at least as many products as the
+            exact trace, it is computed exactly.
+        probes: The distribution of their entries: `"rademacher"` (1 and -1) or `"gaussian"`.
+        vectors: Your own random vectors, one or several, in a form that `A @ v` accepts (several
+            flat ones are columns `(D, K)`), with independent entries of mean 0 and variance 1; then
+            none is drawn. Vectors that are all equal up to sign count as one.
+        create_graph: Whether `value` can be differentiated, for example as a loss, with respect to
+            the parameters, *vectors* and everything that the operator's function uses. For
+            `"hutchinson"` and the operators that `hodiff.solve` names. With one vector of your own
+            it is \(v^\top H v\). None: only inside the function of another hodiff call.
+        method: `"hutchinson"`, the mean of \(z^\top A z\); `"hutch++"`, which uses half of the
+            vectors for a sketch of the largest eigenvalues, computes their part exactly, and
+            estimates the rest; `"xtrace"`, in which each vector in turn estimates what a sketch of
+            all others leaves; or `"xnystrace"`, the same for positive semidefinite operators at
+            half the cost. The last three are better if the spectrum decays, and the last two are
+            the best then.
+        rtol: Stop as soon as the standard error is below `rtol * |value|` (checked every 8 vectors,
+            after the first 16; with the last two methods at the end). None: use all samples.
+        generator: The source of the random vectors; None: the default generator of the operator's
+            device.
+        callback: A function that receives the current record, every 8 vectors.
+        progress: Whether to show a progress bar. None: in a terminal, after two seconds.
 
     Returns:
         A record: `value` and `stderr`, tensors of shape `()` in single precision at least (`stderr` is None where one
@@ -86,21 +88,24 @@ def trace(
         InputError: The operator is not square, or found not to be semidefinite by `"xnystrace"`; or an unknown method.
 
     Warns:
-        ConvergenceWarning: `rtol` was asked for and not reached.
-        HodiffWarning: It is detached, although the operator or *vectors* require grad (see `create_graph`).
+        ConvergenceWarning: `rtol` was not reached.
+        HodiffWarning: The result is detached, although the operator or *vectors* require grad (see
+            `create_graph`).
         HodiffWarning: The result is not finite.
 
     Cost:
-        A product for each vector, two for `"xtrace"` and for each vector of the sketch of `"hutch++"`; memory for a
-        few vectors, for all methods but the first for `samples`, in double precision for the last two.
+        A product for each vector; two for `"xtrace"` and for each vector of the sketch of
+        `"hutch++"`. `"hutchinson"` needs memory for a few vectors, the other methods for `samples`
+        vectors, the last two in double precision.
 
-        With `create_graph`, an evaluation and a pass more, and the graphs of all products at once. Third derivatives
-        follow: layer, batch and instance norm are then computed from their definition, as by `hodiff.hvp`.
+        With `create_graph`, one more evaluation and pass, and the graphs of all products at once.
+        Third derivatives may follow, so layer, batch and instance norm are computed from their
+        definition.
 
     Note:
-        Standard errors are themselves estimates, from few vectors rough ones. Those of the last two methods, whose
-        estimates are alike, lie between two bounds; measured over spectra of many kinds they are 1.0 to 1.4 of the
-        true ones, and up to 1.9 where hardly anything is left beside the sketch.
+        Standard errors are themselves estimates, and rough ones if there are few vectors. For the
+        last two methods they are 1.0 to 1.4 times the true ones, measured over many kinds of
+        spectra, and up to 1.9 times if the sketch leaves hardly anything.
 
     Examples:
         Rademacher probes find the trace of a diagonal matrix without error:
@@ -277,28 +282,30 @@ def diagonal(
     callback: Callback | None = None,
     progress: bool | None = None,
 ) -> DiagonalRecord:
-    r"""The diagonal of an operator: \(\mathbb{E}\, z \circ A z\) over random *z*, or exact.
+    r"""The diagonal of an operator: E[z ∘ A z] over random z, or exact.
 
     Args:
         operator: A square operator.
-        method: `"estimate"`, the mean of \(z \circ A z\); `"xdiag"`, which takes the part of a sketch exactly, and
-            makes each vector in turn the one that estimates the rest: better where the spectrum decays; or `"exact"`:
-            one product for each column, or fewer passes where the operator knows of a way (`hodiff.FisherOperator`).
-        samples: How many random vectors to draw. With as many as the operator has columns, or
-            more, the diagonal is computed exactly.
-        rtol: Stop an estimate as soon as the norm of the standard errors is below `rtol` times that of
-            the diagonal (looked at every 8 vectors, after the first 16). None: spend all.
-        probes: The law of their entries: `"rademacher"` (1 and -1) or `"gaussian"`, whose errors are
-            larger.
-        vectors: Random vectors of your own, one or several, spelled as for `A @ v` (several flat
-            ones are columns `(D, K)`), whose entries are independent, of mean 0 and variance 1;
-            then nothing is drawn. Several that are all the same, up to sign, count as one.
-        create_graph: Whether `value` can be differentiated, as in `hodiff.trace`; by `"estimate"` or `"exact"`. None:
-            only inside the function of another hodiff call; elsewhere it warns of a constant that is made of something
-            that requires grad, and False says that a constant is meant.
-        generator: Where the vectors are drawn from; None is the default generator of the operator's device.
-        callback: A function that is given the record as it stands, every 8 vectors.
-        progress: Whether to show a bar over the products. None: where a terminal waits for more than two seconds.
+        method: `"estimate"`, the mean of \(z \circ A z\); `"xdiag"`, which computes the part of a
+            sketch exactly and estimates the rest with each vector in turn, and is better if the
+            spectrum decays; or `"exact"`, one product for each column, or fewer passes for some
+            operators (`hodiff.FisherOperator`).
+        samples: How many random vectors to draw. If they are at least as many as the columns, the
+            diagonal is computed exactly.
+        rtol: Stop an estimate as soon as the norm of the standard errors is below `rtol` times that
+            of the diagonal (checked every 8 vectors, after the first 16). None: use all samples.
+        probes: The distribution of their entries: `"rademacher"` (1 and -1) or `"gaussian"`, whose
+            errors are larger.
+        vectors: Your own random vectors, one or several, in a form that `A @ v` accepts (several
+            flat ones are columns `(D, K)`), with independent entries of mean 0 and variance 1; then
+            none is drawn. Vectors that are all equal up to sign count as one.
+        create_graph: Whether `value` can be differentiated, with `"estimate"` or `"exact"`. None:
+            only inside the function of another hodiff call; elsewhere a warning says if something
+            that requires grad becomes a constant, and False accepts that silently.
+        generator: The source of the random vectors; None: the default generator of the operator's
+            device.
+        callback: A function that receives the current record, every 8 vectors.
+        progress: Whether to show a progress bar. None: in a terminal, after two seconds.
 
     Returns:
         A record: `value` and `stderr`, with the structure and shapes of the point (`stderr` is None where one vector
@@ -309,8 +316,9 @@ def diagonal(
         InputError: The operator is not square, XDiag's probes are not signs, or an unknown method.
 
     Warns:
-        ConvergenceWarning: `rtol` was asked for and not reached.
-        HodiffWarning: It is detached, although the operator or *vectors* require grad (see `create_graph`).
+        ConvergenceWarning: `rtol` was not reached.
+        HodiffWarning: The result is detached, although the operator or *vectors* require grad (see
+            `create_graph`).
         HodiffWarning: The result is not finite.
 
     Cost:

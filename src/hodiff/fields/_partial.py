@@ -52,32 +52,33 @@ def partial(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""One partial derivative: `partial(f, x, (0, 0, 1))` is \(\partial^3 f / \partial x_0^2 \partial x_1\), u_xxy.
+    r"""One partial derivative: `partial(f, x, (0, 0, 1))` is ∂³f/∂x₀²∂x₁, u_xxy.
 
     Args:
-        f: A function of *x*, as for `laplacian`.
+        f: A function of *x* that returns one or several numbers for each sample, from that sample
+            alone; or such a tensor already computed from *x*.
         x: The points, `(*batch, D)`.
         index: The coordinates to differentiate by, in any order, one for each derivative.
-        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
-        batch_ndim: Leading dimensions of *x* that index independent samples.
-        create_graph: Whether the result can be differentiated again, as for `laplacian`.
-        method: `"jets"`, `"reverse"`, or `"auto"`: reverse for a few outputs up to a total order of 3, jets beyond,
-            and for as many outputs as make up for the mixed derivatives (two, where there are none).
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        has_aux: Whether `f` returns `(value, extra)`.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether the result can be differentiated again. None: if grad mode is on.
+        method: `"jets"`, `"reverse"`, or `"auto"`, which chooses the faster: reverse mode for few
+            outputs up to a total order of 3, and jets for higher orders or more outputs.
+        check_independence: Whether to test that samples are independent.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor with the shape of `f(x)`; with *has_aux* `(that, extra)`.
+        A tensor with the shape of `f(x)`; with *has_aux* `(result, extra)`.
 
     Raises:
         InputError: *index* is empty, or names a coordinate that *x* does not have.
-        GraphError: As for `laplacian`.
+        GraphError: `f` does not depend on *x*, or BatchNorm in training mode mixes samples.
 
     Cost:
-        Reverse: a pass per order, each about 2.7 times as dear as the one before. Jets: nested series,
-        one for each coordinate involved, of its multiplicity; the product of (1 + multiplicity)
-        evaluations, roughly.
+        Reverse: one pass per order, each about 2.7 times as expensive as the one before. Jets:
+        nested series, one for each coordinate involved, of the order of its multiplicity; roughly
+        the product of (1 + multiplicity) evaluations.
 
     Examples:
         >>> import torch, hodiff
@@ -135,29 +136,30 @@ def partials(
     r"""Several partial derivatives that share their work.
 
     Args:
-        f: A function of *x*, as for `laplacian`.
+        f: A function of *x* that returns one or several numbers for each sample, from that sample
+            alone; or such a tensor already computed from *x*.
         x: The points, `(*batch, D)`.
-        indices: The derivatives, each as for `partial`; `()` is the value.
-        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
-        batch_ndim: Leading dimensions of *x* that index independent samples.
-        create_graph: Whether the results can be differentiated again, as for `laplacian`.
-        method: As for `partial`, by the highest order asked for.
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        indices: The derivatives, each as a tuple of coordinates; `()` is the value.
+        has_aux: Whether `f` returns `(value, extra)`.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether the results can be differentiated again. None: if grad mode is on.
+        method: `"jets"`, `"reverse"`, or `"auto"`, which chooses the faster by the highest order.
+        check_independence: Whether to test that samples are independent.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
         The derivatives, each with the shape of `f(x)`, as a tuple in the order of *indices*, which also knows them by
-        multi-index: `u, u_x, u_xy = found`, and `derivatives[0, 1]` is u_xy. With *has_aux* `(that, extra)`.
+        multi-index: `u, u_x, u_xy = found`, and `derivatives[0, 1]` is u_xy. With *has_aux* `(result, extra)`.
 
     Raises:
         InputError: An index names a coordinate that *x* does not have.
-        GraphError: As for `laplacian`.
+        GraphError: `f` does not depend on *x*, or BatchNorm in training mode mixes samples.
 
     Cost:
         Reverse: one pass for each distinct prefix of the sorted indices. Jets: all pure derivatives
-        together in one expansion, and one nested expansion for each mixed one that no other contains.
-        Where `"auto"` finds several outputs, `f` is evaluated once more.
+        in one expansion, and one nested expansion for each mixed derivative that no other contains.
+        If `"auto"` finds several outputs, `f` is evaluated once more.
 
     Examples:
         >>> import torch, hodiff
@@ -307,7 +309,7 @@ def jet(
     scaled: bool = False,
     create_graph: bool | None = None,
 ) -> tuple[Any, Any]:
-    r"""The Taylor coefficients of \(f(x(t))\) from those of the path \(x(t) = \sum_k x_k t^k\): Taylor mode itself.
+    r"""The Taylor coefficients of f(x(t)) from those of the path x(t) = Σ xₖ tᵏ, by Taylor mode.
 
     Args:
         f: A function of one tensor, or of several.
@@ -316,7 +318,7 @@ def jet(
             tensors shaped like the primal; for several primals a tuple of such lists of equal length.
         scaled: Whether coefficients are divided by k!, in *series* and in the result: \(x_k\) instead
             of \(x^{(k)}(0)\).
-        create_graph: Whether the results can be differentiated again, as for `laplacian`.
+        create_graph: Whether the results can be differentiated again. None: if grad mode is on.
 
     Returns:
         `(value, coefficients)`: `f(x(0))`, and the list of the derivatives of \(f(x(t))\) at 0, each shaped
@@ -408,10 +410,10 @@ def parsed(index: Any, size: int) -> Index:
 
 
 class Partials(tuple[Tensor, ...]):
-    r"""Some partial derivatives, in the order in which they were asked for: a tuple that also knows them by name.
+    r"""Some partial derivatives, as a tuple in the requested order that also knows them by name.
 
-    `u_x, u_yy = found` unpacks them, and `found[1, 1]` is \(u_{yy}\). A bare number would mean a place to one reader
-    and a coordinate to another, so `found[0]` raises.
+    `u_x, u_yy = found` unpacks them, and `found[1, 1]` is \(u_{yy}\). `found[0]` is ambiguous (a
+    position or a coordinate), so it raises.
 
     Attributes:
         indices: The multi-index of each, sorted.
@@ -448,20 +450,22 @@ class Partials(tuple[Tensor, ...]):
 
 
 def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
-    r"""The partial derivatives of a tensor already computed, each computed when it is looked at, and once.
+    r"""The partial derivatives of a tensor already computed, each computed on first access and then kept.
 
-    For losses written from pieces, as those of physics-informed networks are: `d[0]` is \(\partial u / \partial x_0\),
-    `d[0, 1]` is \(\partial^2 u / \partial x_0 \partial x_1\), to any order, and pieces share what they have in common.
+    For losses written from pieces, as in physics-informed networks: `d[0]` is \(\partial u /
+    \partial x_0\), `d[0, 1]` is \(\partial^2 u / \partial x_0 \partial x_1\), to any order. The
+    pieces share common work.
 
     Args:
-        u: Computed from *x*, one number or several for each point: `(N,)`, `(N, 1)` or `(N, m)`, each row from its own
-            point alone. Its graph is the caller's and stays.
+        u: A tensor computed from *x*, with one or several numbers for each point: `(N,)`, `(N, 1)`
+            or `(N, m)`, each row from its own point alone. Its graph is left intact.
         x: The points, `(*batch, D)`, which require grad.
-        batch_ndim: Leading dimensions of *x* that index independent samples.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
 
     Returns:
-        A view. `d[i]` and `d[i, j, ...]` have the shape of *u*, and the order of the coordinates does not matter. With
-        grad mode on they are differentiable by all that *u* is; under `torch.no_grad()` they are detached.
+        A view. `d[i]` and `d[i, j, ...]` have the shape of *u*, and the order of the coordinates
+        does not matter. If grad mode is on, they can be differentiated with respect to everything
+        that *u* can; under `torch.no_grad()` they are detached.
 
     Raises:
         InputError: *u* is a function (evaluate it: `u = f(x)`; or use `partials`), or there is no such coordinate.
@@ -471,9 +475,10 @@ def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
             and is right there.
 
     Cost:
-        A reverse pass for each gradient that is met first, of *u* or of one of its derivatives: `d[0]` and `d[1]`
-        together one, `d[0, 0]` and `d[0, 1]` another; times m for several numbers at each point. All that
-        has been computed is kept as long as the view, memory and graphs included.
+        One reverse pass for each gradient, of *u* or of one of its derivatives, on first access.
+        `d[0]` and `d[1]` share one, and `d[0, 0]` and `d[0, 1]` another; for m numbers at each
+        point, m times as many. Everything that was computed is kept as long as the view, including
+        memory and graphs.
 
     Examples:
         u = x² t solves u_xx = 2 u_t / x²:

@@ -26,11 +26,11 @@ Given = SupportsArray | Sequence[Any]
 
 @dataclass(frozen=True, repr=False)
 class Estimate(NoNumber):
-    """A randomised result.
+    """A randomized result.
 
     Attributes:
         value: The estimate, shaped like `f(x)`.
-        stderr: Its standard error, likewise; None for a single sample, which does not tell.
+        stderr: Its standard error, with the same shape; None for a single sample.
         samples: How many random directions were used.
     """
 
@@ -119,37 +119,41 @@ def laplacian(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The Laplacian \(\Delta f = \sum_i \partial_i^2 f\), or \(\sum_i w_i \partial_i^2 f\).
+    r"""The Laplacian Δf = Σᵢ ∂ᵢ²f, or Σᵢ wᵢ ∂ᵢ²f.
 
     Args:
-        f: A function of *x* that gives one or several numbers for each sample, from that sample alone;
-            or such a tensor already computed from *x*.
+        f: A function of *x* that returns one or several numbers for each sample, from that sample
+            alone; or such a tensor already computed from *x*.
         x: The points, of shape `(*batch, *event)`; usually `(N, D)`.
-        weight: A factor \(w_i\) for each coordinate, `(D,)`, of either sign. (For a matrix there is
+        weight: A factor \(w_i\) for each coordinate, `(D,)`, of either sign. (For a matrix use
             `second_order_operator`.)
-        samples: Estimate it from so many random directions instead of D.
-        probes: Those directions: `"rademacher"` (signs) or `"gaussian"`, drawn for each sample of the
-            batch on its own; or `"coordinates"`, drawn without replacement, the same for the batch.
-        vectors: Directions of your own in place of `samples`, like *x*, or K of them with one extra leading
-            dimension, whose entries are independent, of mean 0 and variance 1; then nothing is drawn, and the result,
-            a tensor, is a fixed function of *x*.
-        has_aux: Whether `f` returns `(value, extra)`; the result is then a pair too, with the extra of the same
-            evaluation, detached unless the result is differentiable.
-        batch_ndim: So many leading dimensions of *x* index independent samples; 0 for a single point.
-        create_graph: Whether the result can be differentiated again, in parameters of `f`, *x* and
-            *weight*. None means that it can when grad mode is on: a Laplacian is usually part of a loss.
-        method: `"jets"` (collapsed Taylor mode), `"reverse"` (double backward), or `"auto"`: jets, or
-            reverse with a warning where an operation of `f` has no rule.
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
-        chunk_size: How many directions one evaluation of `f` (in reverse: one pass) carries, or `"auto"`: see Cost.
-        generator: Source of the random directions; None means the device's default.
+        samples: Estimate it from this many random directions instead of D.
+        probes: The distribution of the directions: `"rademacher"` (signs) or `"gaussian"`, drawn
+            separately for each sample; or `"coordinates"`, drawn without replacement, the same for
+            the whole batch.
+        vectors: Your own directions instead of `samples`, like *x*, or K of them with one extra
+            leading dimension, with independent entries of mean 0 and variance 1. Then none is
+            drawn, and the result, a tensor, is a fixed function of *x*.
+        has_aux: Whether `f` returns `(value, extra)`. The result is then also a pair, with the
+            extra of the same evaluation, detached unless the result is differentiable.
+        batch_ndim: How many leading dimensions of *x* index independent samples; 0 for a single
+            point.
+        create_graph: Whether the result can be differentiated again, with respect to the parameters
+            of `f`, *x* and *weight*. None: if grad mode is on, because a Laplacian is usually part
+            of a loss.
+        method: `"jets"` (collapsed Taylor mode), `"reverse"` (double backward), or `"auto"`: jets,
+            or reverse mode with a warning if an operation of `f` has no rule.
+        check_independence: Whether to test that samples are independent.
+        chunk_size: How many directions one evaluation of `f` (in reverse mode: one pass) carries,
+            or `"auto"`; see Cost.
+        generator: The source of the random directions; None: the device's default generator.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
         A tensor with the shape of `f(x)`: with *vectors* the mean over them. With *samples*, an `Estimate` with `value`
         and `stderr` of that shape (the standard error of the mean over directions; with one sample it is None). With
-        *has_aux* `(that, extra)`.
+        *has_aux* `(result, extra)`.
 
     Raises:
         InputError: *x* or *weight* is not what the call needs, or `f(x)` lacks the batch dimensions.
@@ -157,16 +161,17 @@ def laplacian(
             `method="jets"`, an operation has no rule.
 
     Cost:
-        Jets: one evaluation of `f` on D + 2 vectors for each one of a plain evaluation (1 value, D
-        first derivatives, 1 sum of second ones), and memory in proportion; 2 S + 1
-        for S samples. Reverse, and always for a tensor already computed: for each
-        component of `f(x)` one pass for the gradient and one batched pass per chunk of directions.
-        Where nothing is recorded and one coefficient would take more than 32 MiB, `chunk_size="auto"` takes the
-        directions in chunks of no more than that, each with an evaluation of `f` at the whole batch. Where
-        such a chunk has less than 16, it takes the batch in blocks of 16 MiB: `f` is evaluated once on the whole
-        batch in one direction, and every block is held against that; if `f` is not a function of each sample
-        alone (it draws random numbers, or holds data for each sample), all is done at once after all. A
-        number makes ⌈D / chunk_size⌉ evaluations of `f` at the whole batch.
+        Jets: one evaluation of `f` on D + 2 vectors (the value, D first derivatives and the sum of
+        second ones), and memory in proportion; 2 S + 1 vectors for S samples. Reverse mode, and
+        always for a tensor already computed: for each component of `f(x)` one pass for the gradient
+        and one batched pass per chunk of directions. If no graph is recorded and one coefficient
+        would take more than 32 MiB, `chunk_size="auto"` takes the directions in chunks of at most
+        that size, each with an evaluation of `f` at the whole batch. If such a chunk has fewer than
+        16 directions, it takes the batch in blocks of 16 MiB: `f` is evaluated once on the whole
+        batch in one direction, and every block is compared with that. If `f` is not a function of
+        each sample alone (it draws random numbers, or holds data for each sample), the whole batch
+        is computed at once instead. A number makes ⌈D / chunk_size⌉ evaluations of `f` at the whole
+        batch.
 
     Examples:
         \(\Delta \lVert x \rVert^4 = 4 (D + 2) \lVert x \rVert^2\):
@@ -247,19 +252,21 @@ def value_grad_and_laplacian(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""Value, gradient and Laplacian, \(f, \nabla f, \Delta f\), from one pass.
+    r"""Value, gradient and Laplacian, f, ∇f, Δf, from one evaluation.
 
     Args:
-        f: A function of *x*, as for `laplacian`.
+        f: A function of *x* that returns one or several numbers for each sample, from that sample
+            alone; or such a tensor already computed from *x*.
         x: The points, `(*batch, *event)`.
-        weight: A factor for each coordinate, as for `laplacian`. A zero leaves a
-            coordinate out of the Laplacian but not out of the gradient: that is how u_t and Δu come together.
-        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
-        batch_ndim: Leading dimensions of *x* that index independent samples.
-        create_graph: Whether the results can be differentiated again, as for `laplacian`.
-        method: As for `laplacian`.
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
-        chunk_size: As for `laplacian`.
+        weight: A factor for each coordinate. A zero removes a coordinate from the Laplacian but not
+            from the gradient, which gives u_t and Δu together.
+        has_aux: Whether `f` returns `(value, extra)`.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether the results can be differentiated again. None: if grad mode is on.
+        method: `"jets"` (Taylor mode), `"reverse"`, or `"auto"`, which uses jets if every operation
+            has a rule.
+        check_independence: Whether to test that samples are independent.
+        chunk_size: How many directions one evaluation of `f` carries, or `"auto"`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -270,11 +277,12 @@ def value_grad_and_laplacian(
         `(*batch, *output event, *event)` where it gives several.
 
     Raises:
-        InputError: As for `laplacian`.
-        GraphError: As for `laplacian`.
+        InputError: *x* or *weight* is not what the call needs, or `f(x)` lacks the batch
+            dimensions.
+        GraphError: `f` does not depend on *x*, or BatchNorm in training mode mixes samples.
 
     Cost:
-        That of `laplacian`; value and gradient are by-products.
+        The same as `laplacian`; value and gradient are by-products.
 
     Examples:
         >>> import torch, hodiff
@@ -355,39 +363,42 @@ def second_order_operator(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""A linear operator of second order, \(\sum_{ij} C_{ij} \partial_i \partial_j f + b \cdot \nabla f + c f\).
+    r"""A linear second-order operator, Σᵢⱼ Cᵢⱼ ∂ᵢ∂ⱼf + b·∇f + c f.
 
     Fokker-Planck, Kolmogorov, Black-Scholes, convection-diffusion and Laplace-Beltrami operators are
     of this form.
 
     Args:
-        f: A function of *x*, as for `laplacian`.
+        f: A function of *x* that returns one or several numbers for each sample, from that sample
+            alone; or such a tensor already computed from *x*.
         x: The points, `(*batch, *event)`, with D coordinates each.
         C: The matrix: a diagonal of shape `(D,)`; a matrix `(D, D)`, which may be indefinite; a factor
             S `(D, R)` with C = S Sᵀ, of lower cost where R < D; or a matrix or factor for each sample,
             `(N, D, D)` or `(N, D, R)`. A square one is always the matrix.
         b: The drift: `(D,)`, or shaped like *x*. None is zero.
         c: A number, or a tensor that broadcasts to `f(x)`. None is zero.
-        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
-        batch_ndim: Leading dimensions of *x* that index independent samples.
-        create_graph: Whether the result can be differentiated again, also by *C*, *b* and *c*.
-        method: As for `laplacian`.
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
-        chunk_size: As for `laplacian`.
+        has_aux: Whether `f` returns `(value, extra)`.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether the result can be differentiated again, also with respect to *C*, *b*
+            and *c*.
+        method: `"jets"` (Taylor mode), `"reverse"`, or `"auto"`, which uses jets if every operation
+            has a rule.
+        check_independence: Whether to test that samples are independent.
+        chunk_size: How many directions one evaluation of `f` carries, or `"auto"`.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor with the shape of `f(x)`; with *has_aux* `(that, extra)`.
+        A tensor with the shape of `f(x)`; with *has_aux* `(result, extra)`.
 
     Raises:
         InputError: *C* or *b* has a shape that does not fit *x*, or *c* one that does not fit `f(x)`.
-        GraphError: As for `laplacian`.
+        GraphError: `f` does not depend on *x*, or BatchNorm in training mode mixes samples.
 
     Cost:
-        That of `laplacian` with R directions, R the rank of C: the drift is bent into the same curves,
-        \(x + t v_r + t^2 b / 2\), and costs nothing. A matrix costs its eigenvectors; one that requires grad,
-        D (D + 1) / 2 directions.
+        The same as `laplacian` with R directions, where R is the rank of C. The drift is part of
+        the same curves, \(x + t v_r + t^2 b / 2\), and costs nothing. A matrix also takes its
+        eigenvectors, and one that requires grad takes D (D + 1) / 2 directions.
 
     Examples:
         u = sin(x) exp(-t) solves the heat equation, u_xx - u_t = 0:
@@ -464,25 +475,28 @@ def biharmonic(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The biharmonic operator, \(\Delta^2 f = \sum_{ij} \partial_i^2 \partial_j^2 f\), of plates and slow flows.
+    r"""The biharmonic operator, Δ²f = Σᵢⱼ ∂ᵢ²∂ⱼ²f, of plates and slow flows.
 
     Args:
-        f: A function of *x*, as for `laplacian`.
+        f: A function of *x* that returns one or several numbers for each sample, from that sample
+            alone; or such a tensor already computed from *x*.
         x: The points, `(*batch, *event)`.
-        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
-        batch_ndim: Leading dimensions of *x* that index independent samples.
-        create_graph: Whether the result can be differentiated again, as for `laplacian`.
-        method: As for `laplacian`.
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        has_aux: Whether `f` returns `(value, extra)`.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether the result can be differentiated again. None: if grad mode is on.
+        method: `"jets"` (Taylor mode), `"reverse"`, or `"auto"`, which uses jets if every operation
+            has a rule.
+        check_independence: Whether to test that samples are independent.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor with the shape of `f(x)`; with *has_aux* `(that, extra)`.
+        A tensor with the shape of `f(x)`; with *has_aux* `(result, extra)`.
 
     Raises:
-        InputError: As for `laplacian`.
-        GraphError: As for `laplacian`.
+        InputError: *x* or *weight* is not what the call needs, or `f(x)` lacks the batch
+            dimensions.
+        GraphError: `f` does not depend on *x*, or BatchNorm in training mode mixes samples.
 
     Cost:
         A Laplacian of a Laplacian: one evaluation of `f` on (D + 2)² vectors, and memory in proportion.

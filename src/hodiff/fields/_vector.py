@@ -80,31 +80,33 @@ def divergence(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The divergence of a vector field, \(\nabla \cdot f = \sum_i \partial f_i / \partial x_i\).
+    r"""The divergence of a vector field, ∇·f = Σᵢ ∂fᵢ/∂xᵢ.
 
     Args:
-        f: A function of *x* that gives a vector for each point, shaped like *x*; or such a tensor.
+        f: A function of *x* that returns a vector for each point, shaped like *x*; or such a
+            tensor.
         x: The points, `(*batch, *event)`.
-        samples: Estimate it from so many random directions, \(v^\top J v\), instead of all D.
-        probes: `"rademacher"`, `"gaussian"` or `"coordinates"`, as for `laplacian`.
-        vectors: Directions of your own in place of `samples`, as for `laplacian`: for an ODE solver, whose
-            right-hand side must stay the same function from stage to stage.
-        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
-        batch_ndim: Leading dimensions of *x* that index independent samples.
-        create_graph: Whether the result can be differentiated again, as for `laplacian`.
-        method: As for `laplacian`.
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
-        generator: Source of the random directions; None means the device's default.
+        samples: Estimate it from this many random directions, \(v^\top J v\), instead of all D.
+        probes: The distribution of the directions: `"rademacher"`, `"gaussian"` or `"coordinates"`.
+        vectors: Your own directions instead of `samples`, for example for an ODE solver, whose
+            right-hand side must remain the same function between stages.
+        has_aux: Whether `f` returns `(value, extra)`.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether the result can be differentiated again. None: if grad mode is on.
+        method: `"jets"` (Taylor mode), `"reverse"`, or `"auto"`, which uses jets if every operation
+            has a rule.
+        check_independence: Whether to test that samples are independent.
+        generator: The source of the random directions; None: the device's default generator.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
         A tensor with the shape of the batch, `(N,)`: with *vectors* the mean over them. With *samples*, an `Estimate`
-        of it. With *has_aux* `(that, extra)`.
+        of it. With *has_aux* `(result, extra)`.
 
     Raises:
         InputError: `f(x)` does not have the shape of *x*.
-        GraphError: As for `laplacian`.
+        GraphError: `f` does not depend on *x*, or BatchNorm in training mode mixes samples.
 
     Cost:
         One evaluation of `f` on D + 1 vectors (S + 1 for S samples); reverse: D passes.
@@ -182,24 +184,26 @@ def value_and_divergence(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
-    r"""A vector field and its divergence, \(f(x)\) and \(\nabla \cdot f\), from one evaluation.
+    r"""A vector field and its divergence, f(x) and ∇·f, from one evaluation.
 
-    What a continuous normalizing flow integrates: \(\dot x = f\) and
-    \(\tfrac{d}{dt} \log p = -\nabla \cdot f\). With `vectors=` of your own, drawn once for a solve, the estimate of the
-    second is a fixed function of *x*, as an adaptive solver needs.
+    A continuous normalizing flow integrates \(\dot x = f\) and \(\tfrac{d}{dt} \log p = -\nabla
+    \cdot f\). With your own `vectors=`, drawn once for a solve, the estimated divergence is a fixed
+    function of *x*, as an adaptive solver needs.
 
     Args:
-        f: A function of *x* that gives a vector for each point, shaped like *x*; or such a tensor.
+        f: A function of *x* that returns a vector for each point, shaped like *x*; or such a
+            tensor.
         x: The points, `(*batch, *event)`.
-        samples: As for `divergence`.
-        probes: As for `divergence`.
-        vectors: As for `divergence`.
-        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
-        batch_ndim: Leading dimensions of *x* that index independent samples.
-        create_graph: Whether the results can be differentiated again, as for `laplacian`.
-        method: As for `laplacian`.
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
-        generator: Source of the random directions; None means the device's default.
+        samples: Estimate the divergence from this many random directions instead of all D.
+        probes: The distribution of the directions: `"rademacher"`, `"gaussian"` or `"coordinates"`.
+        vectors: Your own directions instead of `samples`.
+        has_aux: Whether `f` returns `(value, extra)`.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether the results can be differentiated again. None: if grad mode is on.
+        method: `"jets"` (Taylor mode), `"reverse"`, or `"auto"`, which uses jets if every operation
+            has a rule.
+        check_independence: Whether to test that samples are independent.
+        generator: The source of the random directions; None: the device's default generator.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -209,10 +213,10 @@ def value_and_divergence(
 
     Raises:
         InputError: `f(x)` does not have the shape of *x*.
-        GraphError: As for `laplacian`.
+        GraphError: `f` does not depend on *x*, or BatchNorm in training mode mixes samples.
 
     Cost:
-        That of `divergence`; the value is a by-product.
+        The same as `divergence`; the value is a by-product.
 
     Examples:
         A linear field has the trace of its matrix, and a Rademacher vector finds that of a diagonal one exactly:
@@ -315,25 +319,27 @@ def curl(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The curl of a field, \(\nabla \times f\) in three dimensions, or \(\partial_1 f_2 - \partial_2 f_1\) in two.
+    r"""The curl of a field, ∇ × f in three dimensions, or ∂₁f₂ - ∂₂f₁ in two.
 
     Args:
-        f: A function of *x* that gives a vector for each point, shaped like *x*; or such a tensor.
+        f: A function of *x* that returns a vector for each point, shaped like *x*; or such a
+            tensor.
         x: The points, `(*batch, 3)` or `(*batch, 2)`.
-        has_aux: Whether `f` returns `(value, extra)`, as for `laplacian`.
-        batch_ndim: Leading dimensions of *x* that index independent samples.
-        create_graph: Whether the result can be differentiated again, as for `laplacian`.
-        method: As for `laplacian`.
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        has_aux: Whether `f` returns `(value, extra)`.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether the result can be differentiated again. None: if grad mode is on.
+        method: `"jets"` (Taylor mode), `"reverse"`, or `"auto"`, which uses jets if every operation
+            has a rule.
+        check_independence: Whether to test that samples are independent.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor of shape `(*batch, 3)`, or `(*batch,)` in two dimensions; with *has_aux* `(that, extra)`.
+        A tensor of shape `(*batch, 3)`, or `(*batch,)` in two dimensions; with *has_aux* `(result, extra)`.
 
     Raises:
         InputError: *x* does not have two or three coordinates, or `f(x)` has another shape.
-        GraphError: As for `laplacian`.
+        GraphError: `f` does not depend on *x*, or BatchNorm in training mode mixes samples.
 
     Cost:
         One evaluation of `f` on D + 1 vectors; reverse: D passes.

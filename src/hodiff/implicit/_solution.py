@@ -79,64 +79,70 @@ def argmin(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""A minimum that any solver found, as a function of everything that `f` depends on besides.
+    r"""A minimum found by any solver, as a function of everything else that `f` depends on.
 
-    With \(\nabla_x f(x^*, \theta) = 0\), the implicit function theorem gives
-    \(\partial x^* / \partial \theta = -H^{-1}\, \partial_\theta \nabla_x f\), with the Hessian *H* at the solution.
-    How the solution was found does not matter, and is not part of the derivative: neither the steps of the solver nor
-    where it began.
+    With \(\nabla_x f(x^*, \theta) = 0\), the implicit function theorem gives \(\partial x^* /
+    \partial \theta = -H^{-1}\, \partial_\theta \nabla_x f\), with the Hessian *H* at the solution.
+    The derivative does not depend on the solver, its steps or its start.
 
     Args:
-        f: The function that was minimised, smooth at the minimum: `f(x)` returns one element. What it reaches
-            besides (closures, arguments, other modules) is what the solution can be differentiated by.
-        x_star: The minimum: a tensor, a container of tensors, a module (`f` receives the module), or
-            `hodiff.select(module, ...)`. Copied; neither it nor its history is changed.
-        batch_ndim: So many leading dimensions of *x_star* index independent problems: `f` returns
-            one element for each, and a linear system for each is solved, all side by side, as
-            `hodiff.solve` does for stacks. Where the system of a sample has no solution, a warning
-            names it and its derivatives are nan, and those of the others stand. Not for modules,
-            whose parameters are not samples.
-        order: How many derivatives the result has. None: as many as the enclosing hodiff call takes; else 1. One
-            more raises.
-        method: `"cg"`; `"minres"` where *H* is indefinite (a stationary point that is not a minimum); `"gmres"`;
-            `"neumann"`, the first terms of a series, with `iterations`, as for `hodiff.solve`.
-        damping: Added to *H*: another derivative, of a solution that is held near where it is (by the gradient of
-            half *damping* times its squared distance from there).
-        preconditioner: An operator close to the inverse of *H*, as for `hodiff.solve`.
-        rtol: The tolerance of linear systems, relative to their right-hand side. None: that of `hodiff.solve`;
-            for second and higher derivatives a hundredth of it.
-        products: How many products a linear system may take, as for `hodiff.solve`.
-        iterations: Take exactly so many steps in each linear system, whatever they reach, without a warning: inexact on
-            purpose. Derivatives are then off by what the steps leave of the system, relatively.
-        restart: Of GMRES, how many vectors to keep, as for `hodiff.solve`.
-        scale: Of a Neumann series, as for `hodiff.solve`.
-        polish: So many steps of Newton's method before; each squares the error of the solution. The values change.
-        gradient_tol: Warn where the gradient at *x_star* is larger than this times its size at zero, as \(H x^*\)
-            measures it; None: 1e-3.
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        f: The function that was minimized, smooth at the minimum: `f(x)` returns one element. The
+            solution can be differentiated with respect to everything else that `f` uses (closures,
+            arguments, other modules).
+        x_star: The minimum: a tensor, a container of tensors, a module (`f` receives the module),
+            or `hodiff.select(module, ...)`. It is copied and not changed.
+        batch_ndim: How many leading dimensions of *x_star* index independent problems: `f` returns
+            one element for each, and the linear systems of all are solved in parallel. If the
+            system of a sample has no solution, a warning names the sample and its derivatives are
+            NaN; those of the others are not affected. Not for modules, whose parameters are not
+            samples.
+        order: How many derivatives the result has. None: as many as the enclosing hodiff call
+            takes, otherwise 1. A further derivative raises.
+        method: `"cg"`; `"minres"` if *H* is indefinite (a stationary point that is not a minimum);
+            `"gmres"`; `"neumann"`, the first terms of a series, with `iterations`. These are the
+            methods of `hodiff.solve`.
+        damping: Added to *H*. The derivative is then that of a solution held near its value by a
+            quadratic term, half *damping* times the squared distance.
+        preconditioner: An operator close to the inverse of *H*.
+        rtol: The relative tolerance of linear systems. None: that of `hodiff.solve`, and a
+            hundredth of it for second and higher derivatives.
+        products: The maximal number of products for a linear system.
+        iterations: Take exactly this many steps in each linear system, without a warning. The
+            relative error of derivatives is then that of the system.
+        restart: How many vectors GMRES keeps.
+        scale: The scale of a Neumann series.
+        polish: How many Newton steps to take first. Each squares the error of the solution, and
+            changes its value.
+        gradient_tol: Warn if the gradient at *x_star* is larger than this times \(H x^*\), which
+            estimates its size at zero; None: 1e-3.
+        check_independence: Whether to test that samples are independent.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The solution, with the structure and shapes of *x_star* (a dict by parameter name for a module), its values bit
-        for bit (unless polished), and a graph. Under `no_grad`, and where `f` depends on nothing that requires grad
-        (a frozen network), it is detached, as the result of a PyTorch layer is.
+        The solution, with the structure, shapes and exact values of *x_star* (a dict by parameter
+        name for a module; polishing changes the values), and a graph. Under `no_grad`, or if `f`
+        depends on nothing that requires grad (a frozen network), it is detached, like the result of
+        a PyTorch layer.
 
     Raises:
-        InputError: Values that are not finite; or as for `hodiff.grad`.
-        GraphError: `f` depends on *x_star* past its argument. In the backward pass:
-            *H* is singular or, with conjugate gradients, indefinite; or it is one derivative more than *order*.
+        InputError: A value is not finite, *x_star* is not real floating point, or `f` does not
+            return one element (per sample).
+        GraphError: `f` reaches *x_star* other than through its argument. In the backward pass: *H*
+            is singular or, with conjugate gradients, indefinite; or it is one derivative more than
+            *order*.
 
     Warns:
-        ConvergenceWarning: *x_star* is not a solution; in the backward pass, a linear system did not converge. It
-            names the line of this call.
+        ConvergenceWarning: *x_star* is not a solution; or, in the backward pass, a linear system
+            did not converge. The warning names the line of this call.
 
     Cost:
-        Here one gradient (`order + 1` for higher orders), and a product with *H*. In the backward pass a linear system
-        (a reverse pass for each product) and one pass; with a product with the Hessian, three systems in all.
-        Memory: as many graphs of a gradient, whatever the solver took.
-        Of samples (`batch_ndim`) with up to 64 unknowns each (256 with GMRES, without `restart`),
-        the matrices of all are had by one product for each unknown, and solved, indefinite ones too.
+        The call takes one gradient (`order + 1` for higher orders) and a product with *H*. The
+        backward pass takes a linear system (a reverse pass for each product) and one pass; a
+        Hessian-vector product of the result takes three systems in all. Memory: as many graphs of a
+        gradient, independent of the solver. For samples (`batch_ndim`) with up to 64 unknowns each
+        (256 with GMRES, without `restart`), the matrices of all are computed by one product for
+        each unknown, and solved directly, even if indefinite.
 
     Examples:
         Ridge regression of one number: \(x = b / (1 + \theta)\), with the derivative \(-b / (1 + \theta)^2\):
@@ -197,28 +203,33 @@ def root(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""A zero of \(F(x, \theta)\) that any solver found, as a function of everything that `F` depends on besides.
+    r"""A zero of F(x, θ) found by any solver, as a function of everything else in `F`.
 
-    \(\partial x^* / \partial \theta = -J^{-1}\, \partial_\theta F\), with the Jacobian *J* at the solution; by
-    restarted GMRES, on products with \(J^\top\). The conditions of a constrained minimum are such an *F*.
+    \(\partial x^* / \partial \theta = -J^{-1}\, \partial_\theta F\), with the Jacobian *J* at the
+    solution, by restarted GMRES on products with \(J^\top\). The KKT conditions of a constrained
+    minimum are an example of *F*.
 
     Args:
         F: The function, with as many equations as unknowns: what it returns is like *x_star* (a dict by parameter
             name for a module).
-        x_star: The zero, as for `argmin`.
-        batch_ndim: So many leading dimensions index independent problems, as for `argmin`.
-        order: How many derivatives the result has, as for `argmin`.
-        method: `"gmres"`, or `"neumann"`, as for `argmin`.
+        x_star: The zero: a tensor, a container of tensors, a module, or `hodiff.select(module,
+            ...)`.
+        batch_ndim: How many leading dimensions index independent problems.
+        order: How many derivatives the result has. None: as many as the enclosing hodiff call
+            takes, otherwise 1.
+        method: `"gmres"`; or `"neumann"`, the first terms of a series, with `iterations`.
         damping: Added to *J*.
         preconditioner: An operator close to the inverse of \(J^\top\).
-        rtol: The tolerance of linear systems, as for `argmin`.
-        products: How many products a linear system may take.
-        iterations: Exactly so many steps in each linear system, as for `argmin`.
-        restart: How many vectors GMRES keeps, as for `hodiff.solve`: what the backward pass takes of memory.
-        scale: Of a Neumann series, as for `hodiff.solve`.
-        polish: So many steps of Newton's method before, as for `argmin`.
-        gradient_tol: Warn where \(F(x^*)\) is larger than this times \(J^\top x^*\); None: 1e-3.
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        rtol: The relative tolerance of linear systems. None: that of `hodiff.solve`, and a
+            hundredth of it for second and higher derivatives.
+        products: The maximal number of products for a linear system.
+        iterations: Take exactly this many steps in each linear system, without a warning.
+        restart: How many vectors GMRES keeps, which determines the memory of the backward pass.
+        scale: The scale of a Neumann series.
+        polish: How many Newton steps to take first. Each squares the error of the solution, and
+            changes its value.
+        gradient_tol: Warn if \(F(x^*)\) is larger than this times \(J^\top x^*\); None: 1e-3.
+        check_independence: Whether to test that samples are independent.
         args: Further positional arguments for `F`.
         kwargs: Keyword arguments for `F`.
 
@@ -226,17 +237,20 @@ def root(
         The solution, with the structure and shapes of *x_star*, as for `argmin`.
 
     Raises:
-        InputError: What `F` returns is not like *x_star*; or as for `argmin`.
-        GraphError: As for `argmin`.
+        InputError: `F` does not return values like *x_star*, or a value is not finite.
+        GraphError: The function reaches *x_star* other than through its argument. In the backward
+            pass: the system is singular, or it is one derivative more than *order*.
 
     Warns:
-        ConvergenceWarning: As for `argmin`.
+        ConvergenceWarning: *x_star* is not a solution; or, in the backward pass, a linear system
+            did not converge.
 
     Cost:
-        Here one evaluation (`order + 1` for higher orders), and a product with \(J^\top\). In the backward pass a
-        linear system (a reverse pass for each product) and one pass; products with *J*, which higher derivatives take,
-        have one as well. Up to 256 unknowns, without `restart`, a system that does not end in eight
-        products is solved by its matrix, one batched pass, where that fits into memory.
+        The call takes one evaluation (`order + 1` for higher orders) and a product with \(J^\top\).
+        The backward pass takes a linear system (a reverse pass for each product) and one pass;
+        higher derivatives also take products with *J*, one pass each. Up to 256 unknowns, without
+        `restart`, a system that does not converge in eight products is solved by its matrix,
+        computed in one batched pass, if that fits into memory.
 
     Examples:
         The square root of \(\theta\), whose derivative is \(1 / (2 \sqrt\theta)\):
@@ -287,28 +301,34 @@ def fixed_point(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""A fixed point \(x^* = g(x^*, \theta)\) that any iteration found, as a function of what `g` depends on besides.
+    r"""A fixed point x = g(x, θ) found by any iteration, as a function of everything else in `g`.
 
-    It is the `root` of \(x - g(x)\). The iteration itself need not converge: a Neumann series in its place diverges
-    where the spectral radius of \(\partial g\) is above 1, and this does not.
+    It is the `root` of \(x - g(x)\). The iteration need not converge: a Neumann series diverges if
+    the spectral radius of \(\partial g\) is above 1, but GMRES does not.
 
     Args:
         g: The function; what it returns is like *x_star* (a dict by parameter name for a module).
-        x_star: The fixed point, as for `argmin`.
-        batch_ndim: So many leading dimensions index independent problems, as for `argmin`.
-        order: How many derivatives the result has, as for `argmin`.
-        method: `"gmres"`; or `"neumann"`, the first terms of \(\sum_j (\partial g^\top)^j\): with `iterations=0` the
-            first alone, \(\partial x^* / \partial \theta \approx \partial_\theta g\), which is called Jacobian-free.
+        x_star: The fixed point: a tensor, a container of tensors, a module, or
+            `hodiff.select(module, ...)`.
+        batch_ndim: How many leading dimensions index independent problems.
+        order: How many derivatives the result has. None: as many as the enclosing hodiff call
+            takes, otherwise 1.
+        method: `"gmres"`; or `"neumann"`, the first terms of \(\sum_j (\partial g^\top)^j\). With
+            `iterations=0` only the first, \(\partial x^* / \partial \theta \approx \partial_\theta
+            g\), which is called Jacobian-free.
         damping: Added to \(1 - \partial g\).
         preconditioner: An operator close to the inverse of \((1 - \partial g)^\top\).
-        rtol: The tolerance of linear systems, as for `argmin`.
-        products: How many products a linear system may take.
-        iterations: Exactly so many steps in each linear system, as for `argmin`.
-        restart: How many vectors GMRES keeps, as for `hodiff.solve`: what the backward pass takes of memory.
-        scale: Of a Neumann series, as for `hodiff.solve`.
-        polish: So many steps of Newton's method before, as for `argmin`.
-        gradient_tol: Warn where \(x^* - g(x^*)\) is larger than this times its size at zero; None: 1e-3.
-        check_independence: Whether to test that samples are independent, as for `hodiff.grad`.
+        rtol: The relative tolerance of linear systems. None: that of `hodiff.solve`, and a
+            hundredth of it for second and higher derivatives.
+        products: The maximal number of products for a linear system.
+        iterations: Take exactly this many steps in each linear system, without a warning.
+        restart: How many vectors GMRES keeps, which determines the memory of the backward pass.
+        scale: The scale of a Neumann series.
+        polish: How many Newton steps to take first. Each squares the error of the solution, and
+            changes its value.
+        gradient_tol: Warn if \(x^* - g(x^*)\) is larger than this times its size at zero; None:
+            1e-3.
+        check_independence: Whether to test that samples are independent.
         args: Further positional arguments for `g`.
         kwargs: Keyword arguments for `g`.
 
@@ -316,14 +336,16 @@ def fixed_point(
         The solution, with the structure and shapes of *x_star*, as for `argmin`.
 
     Raises:
-        InputError: What `g` returns is not like *x_star*; or as for `argmin`.
-        GraphError: As for `argmin`.
+        InputError: `g` does not return values like *x_star*, or a value is not finite.
+        GraphError: The function reaches *x_star* other than through its argument. In the backward
+            pass: the system is singular, or it is one derivative more than *order*.
 
     Warns:
-        ConvergenceWarning: As for `argmin`.
+        ConvergenceWarning: *x_star* is not a solution; or, in the backward pass, a linear system
+            did not converge.
 
     Cost:
-        As for `root`.
+        The same as `root`.
 
     Examples:
         Of \(g(x) = \theta + x / 2\) it is \(2\theta\):

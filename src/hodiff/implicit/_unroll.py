@@ -1,4 +1,4 @@
-"""`unroll`: parameters after some steps of an optimiser, differentiable through all of them."""
+"""`unroll`: parameters after some steps of an optimizer, differentiable through all of them."""
 
 from __future__ import annotations
 
@@ -112,49 +112,54 @@ def unroll(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The parameters after *k* steps of an optimiser, as a function of all that went into them.
+    r"""The parameters after *k* steps of an optimizer, as a function of everything that went into them.
 
-    \(p_t = u(p_{t-1}, \nabla f(p_{t-1}), s_{t-1})\) with the rule *u* and its state *s*. Derivatives flow to
-    the start, to hyperparameters that are tensors, and to whatever `f` depends on besides: data, weights of
-    samples, another network.
+    \(p_t = u(p_{t-1}, \nabla f(p_{t-1}), s_{t-1})\) with the rule *u* and its state *s*.
+    Derivatives flow to the initial parameters, to hyperparameters that are tensors, and to
+    everything else that `f` depends on: data, sample weights, another network.
 
     Args:
         f: The inner loss: `f(where)` returns one element; with batches, `f(where, batch)`.
-        where: The parameters at the start: a tensor, a container of tensors, a module (`f` receives the module,
-            with the parameters of the step), or `hodiff.select(module, ...)`. They are left as they are.
-        rule: One of `hodiff.rules`; a function `(params, grads, state, step) -> (params, state)`, where
-            *params* are like the result and the first *state* is None (later what it returned, a
-            tensor or any nesting of tuples, lists and dicts, which keeps its graph: a loss of each
-            step, say); or a `torch.optim` optimiser, whose
-            class and options are read, and nothing else of it: neither state nor parameters. A rule leaves a parameter
-            that `f` does not reach in a step as it is, as `torch.optim` does; a function is given zeros for it.
-        steps: How many; or the batches, one for each step.
-        segments: None keeps the graphs of all steps. A number of segments, or `"auto"` (\(\lceil\sqrt{k}\,\rceil\)),
-            keeps the parameters at the start of each, and runs its steps again in the backward pass, with the
-            same random numbers: first derivatives only.
-        last: Differentiate through so many last steps; what came before counts as a constant, the start
-            included. That is another quantity: measured on a small network, it was off by 63-99 %.
-        first_order: Take each step's gradient as a constant (first-order MAML).
-        state: Where to go on from: what an earlier call returned with `return_state=True`. It fits the same rule and
-            parameters of the same names, whose order in a dict is free. A function's state is its own.
+        where: The initial parameters: a tensor, a container of tensors, a module (`f` receives the
+            module, with the parameters of the step), or `hodiff.select(module, ...)`. They are not
+            changed.
+        rule: One of `hodiff.rules`; or a function `(params, grads, state, step) -> (params,
+            state)`, where *params* are like the result and the first *state* is None (later what it
+            returned: a tensor or any nesting of tuples, lists and dicts, which keeps its graph); or
+            a `torch.optim` optimizer, of which only the class and options are read, not its state
+            or parameters. A rule leaves a parameter unchanged that `f` does not use in a step, as
+            `torch.optim` does; a function receives zeros for it.
+        steps: The number of steps; or the batches, one for each step.
+        segments: None keeps the graphs of all steps. A number of segments, or `"auto"`
+            (\(\lceil\sqrt{k}\,\rceil\)), keeps only the parameters at the start of each segment,
+            and the backward pass runs the steps again, with the same random numbers. Only for first
+            derivatives.
+        last: Differentiate only through this many last steps; everything before, including the
+            start, counts as a constant. This is another quantity: on a small network it differed by
+            63-99 %.
+        first_order: Treat each step's gradient as a constant (first-order MAML).
+        state: The state to continue from, as returned by an earlier call with `return_state=True`,
+            for the same rule and the same parameter names in any order.
         return_state: Whether to return `(parameters, (steps taken, the rule's state))`.
         args: Further positional arguments for `f`, after the batch.
         kwargs: Keyword arguments for `f`.
 
     Returns:
         The parameters after the last step, in the structure and shapes of *where* (a dict by parameter name for
-        a module: give it to `torch.func.functional_call`); with `return_state=True`, `(parameters, state)`.
+        a module: pass it to `torch.func.functional_call`); with `return_state=True`, `(parameters, state)`.
         Under `no_grad` they are detached, and no graph is kept.
 
     Raises:
-        InputError: A rule, a number of steps or a state that does not fit; or as for `hodiff.grad`.
+        InputError: A rule, a number of steps or a state does not fit, or `f` does not return one
+            element.
         GraphError: `f` does not use its argument; a second derivative through `segments`; or as for `hodiff.grad`.
 
     Cost:
-        An evaluation of `f`, a reverse pass and the rule in each step; the pass through it all takes about
-        two more of each. Memory: the graphs of all steps; with `segments="auto"`, those of \(\sqrt{k}\) steps
-        and as many copies of parameters and state, for one more evaluation of each step.
-        Buffers of modules (batch normalisation) are left as they are, and each step begins from them.
+        One evaluation of `f`, one reverse pass and the rule in each step; the pass through all
+        steps takes about two more of each. Memory: the graphs of all steps; with `segments="auto"`,
+        those of \(\sqrt{k}\) steps and as many copies of parameters and state, at the cost of one
+        more evaluation of each step. Buffers of modules (batch normalization) are not changed, and
+        each step starts from them.
 
     Examples:
         Two steps on \(2 p^2\) from 1 lead to \((1 - 4 \eta)^2\), whose derivative is \(-8(1 - 4 \eta)\):
@@ -406,7 +411,7 @@ Update = Callable[[list[Tensor], list[Tensor | None], Any, int], tuple[list[Tens
 
 
 class Progress(NamedTuple):
-    """Where an optimisation stands: the parameters, the rule's state, the steps taken."""
+    """Where an optimization stands: the parameters, the rule's state, the steps taken."""
 
     params: list[Tensor]
     state: Any
@@ -605,7 +610,7 @@ RULES: dict[str, type[Rule]] = {
 
 
 def rules_of(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> list[Rule]:
-    """The rule for each of the tensors; those of several groups must be the optimiser's own."""
+    """The rule for each of the tensors; those of several groups must be the optimizer's own."""
     rule = RULES.get(type(optimizer).__name__)
     if rule is None or type(optimizer).__module__.partition(".")[0] != "torch":
         raise InputError(

@@ -213,14 +213,14 @@ class Operation:
 
 @dataclass(frozen=True, repr=False)
 class Report(_messages.Reported):
-    """What Taylor mode did with a function; `str` of it is a table.
+    """How Taylor mode computed a function; `str` of it is a table.
 
     Attributes:
         order: The order of the expansion.
         directions: How many directions it carried.
-        operations: What `f` used, the dearest first. Composite operations appear as what they are
-            made of.
-        missing: The operation that stopped the evaluation, in words; None when all went well.
+        operations: The operations of `f`, the most expensive first. Composite operations appear as
+            their parts.
+        missing: The operation that stopped the evaluation; None if the evaluation succeeded.
     """
 
     order: int
@@ -271,10 +271,11 @@ def report(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Which operations of `f` Taylor mode knows, which it sends through nested reverse mode, and their times.
+    """How Taylor mode computes each operation of `f`, by a rule or by nested reverse mode, and the times.
 
     Args:
-        f: A function of *x*, as for `hodiff.laplacian`.
+        f: A function of *x* that returns one or several numbers for each sample, from that sample
+            alone; or such a tensor already computed from *x*.
         x: A tensor of shape `(*batch, *event)`.
         order: The order of the expansion; 2 is that of a Laplacian.
         batch_ndim: How many leading dimensions of *x* index independent samples.

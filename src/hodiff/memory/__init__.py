@@ -13,46 +13,46 @@ __all__ = ["twice_differentiable"]
 def twice_differentiable() -> AbstractContextManager[None]:
     r"""A context in which attention and cross-entropy have lean second derivatives.
 
-    In it `F.scaled_dot_product_attention`, whoever calls it (`nn.MultiheadAttention`,
-    `nn.TransformerEncoderLayer`, a function that imported it by name), gives what it always gives,
-    and a graph that can be differentiated any number of times; so does `F.cross_entropy`. For a
-    loop of your own: `create_graph=True`, MAML, R1 penalties, test-time training, forward mode
-    (`torch.func.jvp`) with a graph. Inside a function that you give to hodiff it is always so.
+    Inside it `F.scaled_dot_product_attention`, whoever calls it (`nn.MultiheadAttention`,
+    `nn.TransformerEncoderLayer`, a function that imported it by name), returns its usual value,
+    with a graph that can be differentiated any number of times. So does `F.cross_entropy`. Use it
+    in your own loop: `create_graph=True`, MAML, R1 penalties, test-time training, forward mode
+    (`torch.func.jvp`) with a graph. Functions that you pass to hodiff always run like this.
 
     With \(P = \operatorname{softmax}(s Q K^\top + M)\), \(O = P V\) and a cotangent *G*, the first
     derivative is made of \(W = P \circ (G V^\top - \operatorname{rowsum}(G \circ O))\):
     \(s W K\) by *Q*, \(s W^\top Q\) by *K*, \(P^\top G\) by *V*, *W* by an additive mask *M*.
-    These are differentiated in closed form; no matrix of queries by keys is there as a whole.
+    These are differentiated in closed form, without ever storing a whole matrix of queries by keys.
 
-    Shapes, dtypes and errors are PyTorch's: masks (causal, boolean, additive, rows masked in full),
+    Shapes, dtypes and errors are PyTorch's: masks (causal, boolean, additive, fully masked rows),
     grouped queries, any leading dimensions; class weights, `ignore_index`, label smoothing,
-    probabilities, each `reduction`. In half precision sums are taken in float32. What the closed
-    form does not serve is computed by PyTorch's plain operations, right at every order, with their
-    memory: dropout inside of attention, tensor subclasses, what is traced, forward mode through
-    forward mode, a third derivative; cross-entropy under autocast.
+    probabilities, each `reduction`. In half precision, sums are computed in float32. Other cases
+    use PyTorch's plain operations, which are correct at every order but take more memory: dropout
+    inside attention, tensor subclasses, tracing, forward mode through forward mode, a third
+    derivative; cross-entropy under autocast.
 
     The context belongs to the thread, may be nested, and changes nothing outside of it; a thread
     that your function starts enters it by itself. A graph keeps its derivatives when the context
-    is left. Blocks under `torch.utils.checkpoint` that were made inside run again with what they
-    ran with, whenever the pass comes; those made outside want their pass outside. Compiled
-    functions stay what PyTorch makes them: their second derivative raises. Not fixed: third
-    derivatives through PyTorch's layer, batch and instance norm, which hodiff's own calls write
-    out (for a tensor made here they raise), nested tensors, and `flex_attention`. A release of
-    PyTorch that cannot hold such kernels is given plain operations instead.
+    ends. Blocks under `torch.utils.checkpoint` made inside the context run again as they ran,
+    whenever the backward pass comes; those made outside need their pass outside. The second
+    derivative of a compiled function still raises. Not covered: third derivatives through PyTorch's
+    layer, batch and instance norm, which hodiff's own calls compute from their definition (for a
+    tensor made here they raise), nested tensors, and `flex_attention`. On releases of PyTorch that
+    cannot hold such kernels, plain operations are used.
 
     Returns:
         A context manager.
 
     Raises:
-        RuntimeError: Of PyTorch, for what it does not take.
+        RuntimeError: PyTorch does not accept the arguments.
 
     Cost:
-        Attention of N tokens holds what its gradient holds, in the second pass beside it a few MiB:
-        of one layer with 4 heads of 64 at 2,048 tokens a Hessian-vector product takes 40 MiB in
-        place of 725. Its time is that of matrix products at 512 tokens, 0.6 of it at 2,048, causal
-        0.4. Cross-entropy holds one tensor of the logits' size for each pass. Below half a million
-        entries (of queries by keys; a quarter of that for logits) PyTorch's plain operations are as
-        good, and used.
+        Attention takes the memory of its gradient, and a few MiB more in the second pass: a
+        Hessian-vector product of one layer with 4 heads of 64 at 2,048 tokens takes 40 MiB instead
+        of 725. Its time equals that of attention by matrix products at 512 tokens; at 2,048 it is
+        0.6 of that, and 0.4 with a causal mask. Cross-entropy holds one tensor of the logits' size
+        for each pass. Below half a million entries (queries by keys; a quarter of that for logits)
+        PyTorch's plain operations are as good, and are used.
 
     Examples:
         The second derivative of one key's and one query's attention to two values, \(\tanh''(q)\):

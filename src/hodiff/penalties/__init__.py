@@ -1,1 +1,1 @@
-"""Gradient penalties and other regularisers made of derivatives, each differentiable by what is trained."""
+"""Gradient penalties and other regularizers made of derivatives, each differentiable by what is trained."""

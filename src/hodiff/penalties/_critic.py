@@ -120,19 +120,19 @@ def interpolate(
     detach: bool | None = None,
     generator: torch.Generator | None = None,
 ) -> Any:
-    r"""A random point between each sample of two batches, \(a_i + \alpha_i (b_i - a_i)\), \(\alpha_i \sim U[0, 1)\).
+    r"""A random point between each pair of samples, aᵢ + αᵢ (bᵢ - aᵢ) with αᵢ uniform in [0, 1).
 
-    One \(\alpha\) is drawn per sample and shared by all its entries, so that the point lies on the
-    straight line; in a container, by all leaves.
+    One \(\alpha\) is drawn per sample and shared by all its entries and, in a container, by all
+    leaves, so that the point lies on the straight line.
 
     Args:
         a: A tensor `(*batch, ...)` or a container of them: the real samples.
         b: The same structure, with the same shapes: the generated ones.
         batch_ndim: How many leading dimensions index samples.
-        detach: Whether the points are cut from the graphs of the samples. None: they are, since a
-            penalty on the critic must not train the generator, with a warning where a sample
-            requires grad. False keeps them.
-        generator: What the numbers are drawn from; None: the device's default generator.
+        detach: Whether to detach the points from the graphs of the samples. None: yes, because a
+            penalty on the critic must not train the generator, with a warning if a sample requires
+            grad. False: no.
+        generator: The source of the random numbers; None: the device's default generator.
 
     Returns:
         The points, with the structure and shapes of *a*.
@@ -142,7 +142,7 @@ def interpolate(
             broadcast.)
 
     Warns:
-        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so.
+        HodiffWarning: A sample that requires grad is detached and *detach* is None.
 
     Cost:
         No derivative pass; one new batch.
@@ -256,18 +256,18 @@ def vectors_like(
 
 @_compiled_callers.traced
 def sample_norm(grads: Any, *, ord: float = 2, batch_ndim: int = 1) -> Tensor:
-    r"""The norm of each sample's gradient, over everything but the batch, \(\lVert g_i \rVert\).
+    r"""The norm of each sample's gradient, ‖gᵢ‖, over everything but the batch.
 
     A sample's entries in all leaves of a container count as one vector. The derivative at a zero
-    gradient is zero, at every order (`sqrt(sum(g**2))` gives NaN there, `linalg.vector_norm` from
-    the second order on). The norm is right from 1e-30 to 1e30, where squares leave the range of
-    float32.
+    gradient is zero, at every order (`sqrt(sum(g**2))` gives NaN there, and `linalg.vector_norm`
+    from the second order on). The norm is correct from 1e-30 to 1e30, although squares leave the
+    range of float32.
 
     Args:
         grads: A tensor or a container of tensors, each `(*batch, ...)`.
         ord: 2 (Euclidean), 1 (sum of absolute values) or `float("inf")` (largest absolute value).
-        batch_ndim: How many leading dimensions index samples. For points `(P, 3)` that is 1, for
-            `(B, P, 3)` it is 2; 0 takes everything as one sample.
+        batch_ndim: How many leading dimensions index samples: 1 for points `(P, 3)`, 2 for `(B, P,
+            3)`. With 0, everything is one sample.
 
     Returns:
         A tensor of shape `(*batch,)`, in float32 or better whatever the dtype of *grads*.

@@ -71,7 +71,7 @@ def wgan_gp_penalty(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""WGAN-GP, \(\lambda\,\mathrm{mean}_i(\lVert\nabla D(\hat x_i)\rVert - 1)^2\), between real and generated samples.
+    r"""WGAN-GP, λ · meanᵢ (‖∇D(x̂ᵢ)‖ - 1)², between real and generated samples.
 
     \(\hat x_i\) is a random point on the line from `real[i]` to `fake[i]` (`interpolate`). The norm
     is over all entries of one sample. With `one_sided=True` it is WGAN-LP,
@@ -80,23 +80,24 @@ def wgan_gp_penalty(
     Args:
         critic: A function of samples `(N, ...)`, with outputs `(N,)`, `(N, 1)` or `(N, 1, H, W)`.
         real: Real samples, a tensor or a container.
-        fake: Generated samples, as many and alike.
+        fake: Generated samples, with the structure and shapes of *real*.
         weight: \(\lambda\), 10 in the paper (0.1 for its toy problems).
-        target: The wanted norm.
+        target: The target norm.
         one_sided: Whether only norms above the target count.
-        reduction: As for `gradient_penalty`.
-        batch_ndim: As for `gradient_penalty`.
-        patch_reduction: As for `gradient_penalty`.
-        detach: Whether the samples are cut from what made them. None: they are, with a warning
-            where one requires grad; True: without it; False: the penalty is differentiable by the
-            samples too, as a featurizer needs.
-        create_graph: As for `gradient_penalty`.
-        grad_scale: As for `gradient_penalty`.
-        return_outputs: Whether to return the critic's outputs at these points too, from the same
+        reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
+        batch_ndim: How many leading dimensions index independent samples.
+        patch_reduction: How several outputs of one sample become one: `"sum"` or `"mean"`.
+        detach: Whether to detach the samples. None: yes, with a warning if one requires grad. True:
+            without a warning. False: the penalty is also differentiable with respect to the
+            samples, as a featurizer needs.
+        create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
+        grad_scale: Multiplies the outputs before the first reverse pass and divides the gradient
+            after it, for float16.
+        return_outputs: Whether to also return the critic's outputs at these points, from the same
             evaluation.
-        check_independence: As for `gradient_penalty`.
-        allow: As for `gradient_penalty`.
-        generator: What the points are drawn from; None: the device's default generator.
+        check_independence: Whether to test that no sample's output depends on another sample.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
+        generator: The source of the random points; None: the device's default generator.
         args: Further positional arguments for the critic, such as labels.
         kwargs: Keyword arguments for the critic.
 
@@ -105,12 +106,14 @@ def wgan_gp_penalty(
         `(penalty, outputs)`.
 
     Raises:
-        InputError: The batches are not alike; or as for `gradient_penalty`.
-        GraphError: As for `gradient_penalty`.
+        InputError: The batches do not have the same structure and shapes, the output is not one per
+            sample, or an option is not known.
+        GraphError: An operation has no second derivative, or the output does not depend on the
+            point.
 
     Warns:
-        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so; or as for
-            `gradient_penalty`.
+        HodiffWarning: A sample that requires grad is detached and *detach* is None; or the penalty
+            trains nothing.
 
     Cost:
         One evaluation of the critic and one reverse pass, and a second in the loss's backward.
@@ -127,7 +130,7 @@ def wgan_gp_penalty(
     Reference:
         Gulrajani, I. et al. (2017). arXiv:1704.00028; Petzka, H. et al. (2018), WGAN-LP.
         arXiv:1709.08894. Other code: BasicSR and mmgeneration (by default) take the norm over
-        channels only, torchgan over the whole batch; TensorFlow-GAN penalises norm/target - 1. The
+        channels only, torchgan over the whole batch; TensorFlow-GAN penalizes norm/target - 1. The
         authors' own code has NaN at a zero gradient.
     """
     recorded = _call.loss_recorded(create_graph)
@@ -185,7 +188,7 @@ def dragan_penalty(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""DRAGAN, \(\lambda\,\mathrm{mean}_i(\lVert\nabla D(\hat x_i)\rVert - 1)^2\), at real samples with noise.
+    r"""DRAGAN, λ · meanᵢ (‖∇D(x̂ᵢ)‖ - 1)², at real samples with noise.
 
     As in the authors' code, \(\hat x = x + \alpha c \sigma u\): \(\sigma\) is the standard
     deviation of the batch, \(u \sim U[0,1)\) for each entry, \(\alpha \sim U[0,1)\) for each
@@ -194,24 +197,25 @@ def dragan_penalty(
     `gradient_penalty(critic, real + c**0.5 * torch.randn_like(real), target=1.0, weight=10.0)`.
 
     Args:
-        critic: A function of samples, as for `wgan_gp_penalty`.
+        critic: A function of samples `(N, ...)`, with outputs `(N,)`, `(N, 1)` or `(N, 1, H, W)`.
         real: Real samples, a tensor or a container.
         weight: \(\lambda\), 10 in the paper.
-        target: The wanted norm.
-        std: The reach of the noise, in standard deviations of the batch.
-        reduction: As for `gradient_penalty`.
-        batch_ndim: As for `gradient_penalty`.
-        patch_reduction: As for `gradient_penalty`.
-        detach: Whether the samples are cut from what made them. None: they are, with a warning
-            where one requires grad; True: without it; False: the penalty is differentiable by the
-            samples too, as a featurizer needs.
-        create_graph: As for `gradient_penalty`.
-        grad_scale: As for `gradient_penalty`.
-        return_outputs: Whether to return the critic's outputs at these points too, from the same
+        target: The target norm.
+        std: The range of the noise, in standard deviations of the batch.
+        reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
+        batch_ndim: How many leading dimensions index independent samples.
+        patch_reduction: How several outputs of one sample become one: `"sum"` or `"mean"`.
+        detach: Whether to detach the samples. None: yes, with a warning if one requires grad. True:
+            without a warning. False: the penalty is also differentiable with respect to the
+            samples, as a featurizer needs.
+        create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
+        grad_scale: Multiplies the outputs before the first reverse pass and divides the gradient
+            after it, for float16.
+        return_outputs: Whether to also return the critic's outputs at these points, from the same
             evaluation.
-        check_independence: As for `gradient_penalty`.
-        allow: As for `gradient_penalty`.
-        generator: What the noise is drawn from; None: the device's default generator.
+        check_independence: Whether to test that no sample's output depends on another sample.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
+        generator: The source of the random noise; None: the device's default generator.
         args: Further positional arguments for the critic, such as labels.
         kwargs: Keyword arguments for the critic.
 
@@ -220,15 +224,16 @@ def dragan_penalty(
         `(penalty, outputs)`.
 
     Raises:
-        InputError: As for `gradient_penalty`.
-        GraphError: As for `gradient_penalty`.
+        InputError: The output is not one per sample, or an option is not known.
+        GraphError: An operation has no second derivative, or the output does not depend on the
+            point.
 
     Warns:
-        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so; or as for
-            `gradient_penalty`.
+        HodiffWarning: A sample that requires grad is detached and *detach* is None; or the penalty
+            trains nothing.
 
     Cost:
-        That of `wgan_gp_penalty`.
+        The same as `wgan_gp_penalty`.
 
     Examples:
         >>> import torch, hodiff
@@ -310,29 +315,30 @@ def r1_penalty(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""R1, \(\frac{\gamma}{2}\, \mathrm{mean}_i \lVert\nabla D(x_i)\rVert^2\), at real samples.
+    r"""R1, γ/2 · meanᵢ ‖∇D(xᵢ)‖², at real samples.
 
-    Mind the half: it is part of \(\gamma\)'s definition in the paper, in StyleGAN2 and in R3GAN.
-    The squared norm is over all entries of one sample.
+    The factor one half is part of the definition of \(\gamma\) in the paper, in StyleGAN2 and in
+    R3GAN. The squared norm is over all entries of one sample.
 
     Args:
-        critic: A function of samples, as for `wgan_gp_penalty`.
+        critic: A function of samples `(N, ...)`, with outputs `(N,)`, `(N, 1)` or `(N, 1, H, W)`.
         real: Real samples, a tensor or a container.
         gamma: \(\gamma\), 10 in the paper. For a lazy penalty every k steps, pass k times the
             value.
-        reduction: As for `gradient_penalty`.
-        batch_ndim: As for `gradient_penalty`.
-        patch_reduction: As for `gradient_penalty`. With `"mean"` R1 of P×P patches is P⁴ times
-            smaller.
-        detach: Whether the samples are cut from what made them. None: they are, with a warning
-            where one requires grad; True: without it; False: the penalty is differentiable by the
-            samples too, as a featurizer needs.
-        create_graph: As for `gradient_penalty`.
-        grad_scale: As for `gradient_penalty`.
-        return_outputs: Whether to return the critic's outputs too: the loss then needs no other
+        reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
+        batch_ndim: How many leading dimensions index independent samples.
+        patch_reduction: How several outputs of one sample become one: `"sum"` or `"mean"`. With
+            `"mean"`, R1 of P×P patches is P⁴ times smaller.
+        detach: Whether to detach the samples. None: yes, with a warning if one requires grad. True:
+            without a warning. False: the penalty is also differentiable with respect to the
+            samples, as a featurizer needs.
+        create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
+        grad_scale: Multiplies the outputs before the first reverse pass and divides the gradient
+            after it, for float16.
+        return_outputs: Whether to also return the critic's outputs, so that the loss needs no other
             evaluation of the real samples.
-        check_independence: As for `gradient_penalty`.
-        allow: As for `gradient_penalty`.
+        check_independence: Whether to test that no sample's output depends on another sample.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         args: Further positional arguments for the critic, such as labels.
         kwargs: Keyword arguments for the critic.
 
@@ -340,15 +346,16 @@ def r1_penalty(
         A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs* a pair.
 
     Raises:
-        InputError: As for `gradient_penalty`.
-        GraphError: As for `gradient_penalty`.
+        InputError: The output is not one per sample, or an option is not known.
+        GraphError: An operation has no second derivative, or the output does not depend on the
+            point.
 
     Warns:
-        HodiffWarning: A sample requires grad, is detached, and *detach* does not say so; or as for
-            `gradient_penalty`.
+        HodiffWarning: A sample that requires grad is detached and *detach* is None; or the penalty
+            trains nothing.
 
     Cost:
-        That of `gradient_penalty`.
+        The same as `gradient_penalty`.
 
     Examples:
         A linear critic with |w| = 5, so 10/2 · 25:
@@ -414,23 +421,26 @@ def r2_penalty(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""R2, \(\frac{\gamma}{2}\, \mathrm{mean}_i \lVert\nabla D(x_i)\rVert^2\), at generated samples.
+    r"""R2, γ/2 · meanᵢ ‖∇D(xᵢ)‖², at generated samples.
 
-    The formula of `r1_penalty`, half included, elsewhere.
+    The formula is that of `r1_penalty`, including the factor one half, at other points.
 
     Args:
-        critic: A function of samples, as for `wgan_gp_penalty`.
+        critic: A function of samples `(N, ...)`, with outputs `(N,)`, `(N, 1)` or `(N, 1, H, W)`.
         fake: Generated samples, a tensor or a container.
         gamma: \(\gamma\), 10 in the paper; R3GAN uses the same for R1 and R2.
-        reduction: As for `gradient_penalty`.
-        batch_ndim: As for `gradient_penalty`.
-        patch_reduction: As for `gradient_penalty`.
-        detach: As for `r1_penalty`.
-        create_graph: As for `gradient_penalty`.
-        grad_scale: As for `gradient_penalty`.
-        return_outputs: Whether to return the critic's outputs too.
-        check_independence: As for `gradient_penalty`.
-        allow: As for `gradient_penalty`.
+        reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
+        batch_ndim: How many leading dimensions index independent samples.
+        patch_reduction: How several outputs of one sample become one: `"sum"` or `"mean"`.
+        detach: Whether to detach the samples. None: yes, with a warning if one requires grad. True:
+            without a warning. False: the penalty is also differentiable with respect to the
+            samples.
+        create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
+        grad_scale: Multiplies the outputs before the first reverse pass and divides the gradient
+            after it, for float16.
+        return_outputs: Whether to also return the critic's outputs.
+        check_independence: Whether to test that no sample's output depends on another sample.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         args: Further positional arguments for the critic, such as labels.
         kwargs: Keyword arguments for the critic.
 
@@ -438,14 +448,16 @@ def r2_penalty(
         A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs* a pair.
 
     Raises:
-        InputError: As for `gradient_penalty`.
-        GraphError: As for `gradient_penalty`.
+        InputError: The output is not one per sample, or an option is not known.
+        GraphError: An operation has no second derivative, or the output does not depend on the
+            point.
 
     Warns:
-        HodiffWarning: As for `r1_penalty`.
+        HodiffWarning: A sample that requires grad is detached and *detach* is None; or the penalty
+            trains nothing.
 
     Cost:
-        That of `gradient_penalty`.
+        The same as `gradient_penalty`.
 
     Examples:
         >>> import torch, hodiff

@@ -73,42 +73,40 @@ def gradient_penalty(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""A gradient penalty, \(w\,\mathrm{mean}_i\,|\lVert\nabla f(x_i)\rVert - t|^p\): norms are drawn to *t*.
+    r"""A gradient penalty, w · meanᵢ |‖∇f(xᵢ)‖ - t|ᵖ, which pulls norms to t.
 
-    The norm is taken over everything but the batch, jointly over all tensors of *x*. The result is
-    a loss: with the caller's grad mode on it can be differentiated by what `f` is made of, and that
-    backward pass frees its graph. No `retain_graph` is needed anywhere.
+    The norm is over everything but the batch, jointly over all tensors of *x*. The result is a
+    loss: if grad mode is on, it can be differentiated with respect to everything that `f` uses, and
+    that backward pass frees its graph. It never needs `retain_graph`.
 
     Args:
         f: A critic: a function of *x* with one output per sample, `(N,)` or `(N, 1)`, or a map of
-            outputs, `(N, 1, H, W)`, which *patch_reduction* makes one. Or such an output already
-            computed from *x* (which then requires grad): its graph stays the caller's.
+            outputs, `(N, 1, H, W)`, which *patch_reduction* reduces to one. Or such an output
+            already computed from *x* (which then requires grad), whose graph is left intact.
         x: Where: a tensor `(N, ...)` or a container of them; a module (or `hodiff.select`) with
-            `batch_ndim=0`. Nothing of it is changed. Where it requires grad, the penalty is
-            differentiable by it too.
+            `batch_ndim=0`. It is not changed. If it requires grad, the penalty is also
+            differentiable with respect to it.
         weight: The factor \(w\).
-        target: The wanted norm \(t\), absolute; a number, or a tensor with one entry per sample.
+        target: The target norm \(t\): a number, or a tensor with one entry per sample.
         one_sided: Whether only norms above the target count: \(\max(0, \lVert g\rVert - t)^p\).
         power: The exponent \(p\), at least 1.
         ord: The norm: 2, 1 or `float("inf")`.
         reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
         batch_ndim: How many leading dimensions of *x* index independent samples; 0 for parameters.
-        patch_reduction: How several outputs of one sample become one: `"sum"` (what `ones_like`
-            as `grad_outputs` computes) or `"mean"`. They differ by the number of outputs in
-            the norm, thus by its square in a penalty of target 0.
-        create_graph: Whether the penalty can be differentiated. None: where the caller's grad mode
-            is on.
-        grad_scale: Multiplies the outputs before, and divides the gradient after, the first reverse
-            pass; for float16, see the documentation.
-        return_outputs: Whether to return what `f` returned as well, from the same evaluation.
-        check_independence: Whether to test that no sample's output depends on another sample, for
-            one more evaluation and two passes; a `BatchMixingWarning` says if it does, and by how
-            much.
-        strict: What a part of *x* gives that the output does not depend on. None: zeros, and an
-            error where that is all of it. True: an error. False: zeros, all of it too (isolated
-            atoms).
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
-        args: Further positional arguments for `f`: labels, for instance.
+        patch_reduction: How several outputs of one sample become one: `"sum"` (what `ones_like` as
+            `grad_outputs` computes) or `"mean"`. The norms differ by the number of outputs, and a
+            penalty of target 0 by its square.
+        create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
+        grad_scale: Multiplies the outputs before the first reverse pass and divides the gradient
+            after it, for float16 (see the documentation).
+        return_outputs: Whether to also return what `f` returned, from the same evaluation.
+        check_independence: Whether to test that no sample's output depends on another sample, at
+            the cost of one evaluation and two passes. A `BatchMixingWarning` says if it does, and
+            by how much.
+        strict: What to return for a tensor of *x* that the output does not depend on. None: zeros,
+            and an error if it depends on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
+        args: Further positional arguments for `f`, such as labels.
         kwargs: Keyword arguments for `f`.
 
     Returns:
@@ -123,7 +121,7 @@ def gradient_penalty(
             diverge silently.
 
     Warns:
-        HodiffWarning: No trainable tensor is reachable from the gradient: the penalty is constant.
+        HodiffWarning: The gradient depends on no trainable tensor: the penalty is a constant.
         BatchMixingWarning: BatchNorm in training mode mixes samples.
 
     Cost:
@@ -306,24 +304,23 @@ def eikonal_penalty(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The eikonal equation, that of distances, as a loss: \(\lambda\,\mathrm{mean}\,|\lVert\nabla f(x)\rVert - 1|^p\).
+    r"""The eikonal equation of a distance function, as a loss: λ · mean |‖∇f(x)‖ - 1|ᵖ.
 
-    A point is one row: the norm is over the last dimension, whatever comes before, `(P, 3)` or
-    `(B, P, 3)`.
+    A point is one row: the norm is over the last dimension of `(P, 3)` or `(B, P, 3)`.
 
     Args:
-        f: A function of points that gives one value each, `(*batch,)` or `(*batch, 1)`; or such a
-            tensor, computed from *points*.
-        points: Shape `(*batch, d)`. For a latent code beside the coordinates, pass it in *args*: it
-            must not count.
+        f: A function of points that returns one value for each, `(*batch,)` or `(*batch, 1)`; or
+            such a tensor, computed from *points*.
+        points: Shape `(*batch, d)`. Pass a latent code in *args*, so that it does not enter the
+            norm.
         weight: \(\lambda\), 0.1 in IGR; SIREN uses 50 with `power=1`.
-        target: The wanted norm.
+        target: The target norm.
         power: The exponent, 2 in IGR, 1 in SIREN.
-        reduction: As for `gradient_penalty`.
-        create_graph: As for `gradient_penalty`.
-        return_outputs: Whether to return `f(points)` too.
-        check_independence: As for `gradient_penalty`.
-        allow: As for `gradient_penalty`.
+        reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
+        create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
+        return_outputs: Whether to also return `f(points)`.
+        check_independence: Whether to test that no sample's output depends on another sample.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -331,12 +328,13 @@ def eikonal_penalty(
         A scalar tensor, or shape `(*batch,)` with `reduction="none"`; with *return_outputs* a pair.
 
     Raises:
-        InputError: *points* is not one tensor with coordinates in its last dimension; or as for
-            `gradient_penalty`.
-        GraphError: As for `gradient_penalty`.
+        InputError: *points* is not one tensor with coordinates in its last dimension, the output is
+            not one per point, or an option is not known.
+        GraphError: An operation has no second derivative, or the output does not depend on the
+            point.
 
     Cost:
-        That of `gradient_penalty`.
+        The same as `gradient_penalty`.
 
     Examples:
         The distance to the origin solves the equation, and three times it is off by (3 - 1)²:
@@ -402,35 +400,35 @@ def gradient_norm_penalty(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The size of a loss's gradient by the parameters, \(\mu\lVert\nabla_\theta L\rVert^2\): one norm over all.
+    r"""The squared norm of a loss's gradient with respect to the parameters, μ ‖∇L‖².
 
     Args:
-        f: A function of *where* that gives the loss, one element:
-            `lambda model: loss(model(x), y)`; or the loss itself, already computed.
+        f: A function of *where* that returns the loss, one element, such as `lambda model:
+            loss(model(x), y)`; or the loss itself, already computed.
         where: Usually a module (its trainable parameters; `f` receives it) or
-            `hodiff.select(module, ...)`; any point.
-        weight: \(\mu\). The implicit regularisation of gradient descent with step h is that of
-            \(\mu = h/4\).
-        target: The wanted norm.
-        power: The exponent; 1 penalises the norm itself (Zhao et al.).
-        create_graph: As for `gradient_penalty`.
-        return_outputs: Whether to return the loss too, of the same evaluation.
-        strict: What a part of *where* gives that the loss does not depend on. None: zeros, and an
-            error where that is all of it. True: an error. False: zeros, all of it too (isolated
-            atoms).
-        allow: As for `gradient_penalty`.
+            `hodiff.select(module, ...)`; also tensors.
+        weight: \(\mu\). The implicit regularization of gradient descent with step h has \(\mu =
+            h/4\).
+        target: The target norm.
+        power: The exponent; 1 penalizes the norm itself (Zhao et al.).
+        create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
+        return_outputs: Whether to also return the loss, from the same evaluation.
+        strict: What to return for a tensor of *where* that the loss does not depend on. None:
+            zeros, and an error if it depends on none. True: always an error. False: always zeros.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
     Returns:
         A scalar tensor of shape `()`; with *return_outputs* `(penalty, loss)`, both differentiable
-        by the parameters. All of *where* enters: what the gradient does not depend on has a `.grad`
-        of zeros after `backward()`, not None, and an optimiser with weight decay moves it. Leave it
-        out by `hodiff.select(module, ..., exclude=...)`.
+        with respect to the parameters. Parameters that the gradient does not depend on have a
+        `.grad` of zeros after `backward()`, not None, so an optimizer with weight decay changes
+        them. Exclude them with `hodiff.select(module, ..., exclude=...)`.
 
     Raises:
-        InputError: `f` gives more than one element; or as for `gradient_penalty`.
-        GraphError: As for `gradient_penalty`.
+        InputError: `f` returns more than one element, or an option is not known.
+        GraphError: An operation has no second derivative, or the output does not depend on the
+            point.
 
     Cost:
         One evaluation of `f` and one reverse pass; the backward of the penalty is a Hessian-vector

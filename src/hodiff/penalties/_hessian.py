@@ -60,31 +60,31 @@ def hessian_penalty(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The off-diagonal Hessian of each output, as a variance: \(\max_a \mathrm{Var}_v(v^\top H_a v)\).
+    r"""The Hessian penalty, maxₐ Varᵥ(vᵀHₐv), on off-diagonal Hessian entries.
 
-    v are random signs, several vectors per sample; what varies is \(2 \sum_{i<j} H_{ij} v_i v_j\),
-    with the variance \(2 \sum_{i \ne j} H_{ij}^2\). Where it is zero, the inputs act on each output
-    independently of each other: a generator's latents are disentangled.
+    v are random signs, several vectors per sample. The varying part is \(2 \sum_{i<j} H_{ij} v_i
+    v_j\), with the variance \(2 \sum_{i \ne j} H_{ij}^2\). If it is zero, the inputs act
+    independently on each output: a generator's latents are disentangled.
 
     Args:
         f: A function of samples with outputs of any shape, `(N, ...)`: a generator, or some layer
             of it.
         x: Where: a tensor `(N, ...)` or a container of them.
         weight: A factor.
-        samples: How many v the (unbiased) variance is taken over, at least 2.
-        vectors: The caller's own v, at least two, like *x* with one extra leading dimension on
-            every leaf; then nothing is drawn.
+        samples: The number of vectors v for the (unbiased) variance, at least 2.
+        vectors: Your own v, at least two, like *x* with one extra leading dimension on every leaf;
+            then none is drawn.
         reduction: Over samples and outputs: `"max"` (as published), `"mean"`, `"sum"` or `"none"`.
-        batch_ndim: As for `gradient_penalty`.
-        create_graph: As for `gradient_penalty`.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
         method: `"exact"`: second directional derivatives. `"differences"`: the published form,
             \((f(x + \epsilon v) - 2 f(x) + f(x - \epsilon v)) / \epsilon^2\).
-        epsilon: The step of the differences. Do not lessen it in float32: at 1e-3 rounding makes
+        epsilon: The step of the differences. Do not reduce it in float32: at 1e-3, rounding makes
             the variance 46 % too large.
-        return_outputs: Whether to return what `f` returned too, from the same evaluation.
-        check_independence: As for `gradient_penalty`.
-        allow: As for `gradient_penalty`.
-        generator: What v is drawn from; None: the device's default generator.
+        return_outputs: Whether to also return what `f` returned, from the same evaluation.
+        check_independence: Whether to test that no sample's output depends on another sample.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
+        generator: The source of v; None: the device's default generator.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -93,17 +93,18 @@ def hessian_penalty(
         *return_outputs* a pair.
 
     Raises:
-        InputError: An option is not known; or as for `gradient_penalty`.
-        GraphError: As for `gradient_penalty`.
+        InputError: An option is not known, or the output lacks the batch dimensions.
+        GraphError: An operation has no second derivative, or the output does not depend on the
+            point.
 
     Warns:
-        HodiffWarning: The second derivative depends on nothing that is trained. That of a network
-            of ReLUs is zero almost everywhere; differences across their kinks are not, which is why
-            the published form "works" there.
+        HodiffWarning: The second derivative depends on nothing that is trained. For a ReLU network
+            it is zero almost everywhere; differences across the kinks are not, which is why the
+            published form "works" there.
 
     Cost:
-        Per vector, exact: one evaluation of `f` and four reverse passes. Differences: two
-        evaluations each, one for all, and no pass.
+        Exact: one evaluation of `f` and four reverse passes for each vector. Differences: two
+        evaluations for each vector and one for all, and no pass.
 
     Examples:
         \(f = z_0 z_1\) has \(H_{01} = H_{10} = 1\), so a variance of 4, and of 0 if the two signs
@@ -206,7 +207,7 @@ def curvature_penalty(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""CURE, \(\gamma\,\mathrm{mean}_i \lVert\nabla\ell(x_i + h z_i) - \nabla\ell(x_i)\rVert^2\): how a loss curves.
+    r"""CURE, γ · meanᵢ ‖∇ℓ(xᵢ + h zᵢ) - ∇ℓ(xᵢ)‖²: the curvature of a loss.
 
     The direction is that of the sign attack,
     \(z = \mathrm{sign}\nabla\ell / \lVert\mathrm{sign}\nabla\ell\rVert\), a constant to the
@@ -219,12 +220,12 @@ def curvature_penalty(
         x: Where: a tensor `(N, ...)` or a container of them.
         weight: \(\gamma\), 4 in the paper.
         h: The step, 1.5 in the paper (3 in its code).
-        reduction: As for `gradient_penalty`.
-        batch_ndim: As for `gradient_penalty`.
-        create_graph: As for `gradient_penalty`.
-        return_outputs: Whether to return what `f` returned too, from the same evaluation.
-        check_independence: As for `gradient_penalty`.
-        allow: As for `gradient_penalty`.
+        reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
+        return_outputs: Whether to also return what `f` returned, from the same evaluation.
+        check_independence: Whether to test that no sample's output depends on another sample.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -234,8 +235,9 @@ def curvature_penalty(
 
     Raises:
         InputError: The loss is averaged over the batch, which would shrink the penalty by 1/N², or
-            not summed over what belongs to one sample; or as for `gradient_penalty`.
-        GraphError: As for `gradient_penalty`.
+            is not one number per sample; or an option is not known.
+        GraphError: An operation has no second derivative, or the output does not depend on the
+            point.
 
     Cost:
         Two evaluations of `f` and two reverse passes. Where `f` draws random numbers (dropout),

@@ -55,10 +55,10 @@ def jacobian_penalty(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The size of each sample's Jacobian, \(\frac{\lambda}{2}\,\mathrm{mean}_i \lVert J_i\rVert_F^2\): mind the half.
+    r"""The squared norm of each sample's Jacobian, λ/2 · meanᵢ ‖Jᵢ‖² (Frobenius norm).
 
-    By default an unbiased estimate, \(\lVert v^\top J\rVert^2\) with a random v for each sample,
-    \(E[v v^\top] = I\).
+    Note the factor one half. By default it is an unbiased estimate, \(\lVert v^\top J\rVert^2\)
+    with a random v for each sample, \(E[v v^\top] = I\).
 
     Args:
         f: A function of samples with outputs of any shape, `(N, ...)`; or such a tensor, computed
@@ -67,16 +67,16 @@ def jacobian_penalty(
         weight: \(\lambda\), 0.01 in Hoffman et al. For a contractive autoencoder: exact, of the
             encoder, with twice its λ (Rifai et al. have no half).
         samples: How many v to average over; None for the exact norm.
-        probes: The law of v: `"rademacher"` (entries 1 and -1) or `"gaussian"`.
-        vectors: The caller's own v, like `f(x)`, or K of them with one extra leading dimension;
-            then nothing is drawn. Hoffman et al. draw from the sphere of radius √outputs.
-        reduction: As for `gradient_penalty`.
-        batch_ndim: As for `gradient_penalty`.
-        create_graph: As for `gradient_penalty`.
-        return_outputs: Whether to return what `f` returned too, from the same evaluation.
-        check_independence: As for `gradient_penalty`.
-        allow: As for `gradient_penalty`.
-        generator: What v is drawn from; None: the device's default generator.
+        probes: The distribution of v: `"rademacher"` (entries 1 and -1) or `"gaussian"`.
+        vectors: Your own v, like `f(x)`, or K of them with one extra leading dimension; then none
+            is drawn. Hoffman et al. draw from the sphere of radius √outputs.
+        reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
+        return_outputs: Whether to also return what `f` returned, from the same evaluation.
+        check_independence: Whether to test that no sample's output depends on another sample.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
+        generator: The source of v; None: the device's default generator.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -84,8 +84,9 @@ def jacobian_penalty(
         A scalar tensor, or shape `(*batch,)` with `reduction="none"`; with *return_outputs* a pair.
 
     Raises:
-        InputError: `f(x)` does not begin with the batch; or as for `gradient_penalty`.
-        GraphError: As for `gradient_penalty`.
+        InputError: `f(x)` does not begin with the batch dimensions, or an option is not known.
+        GraphError: An operation has no second derivative, or the output does not depend on the
+            point.
 
     Cost:
         One evaluation of `f` and one reverse pass per vector, in batches; exact: one per output.

@@ -1,4 +1,4 @@
-"""StyleGAN2's path length regularisation: the one penalty with a state."""
+"""StyleGAN2's path length regularization: the one penalty with a state."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hodiff.penalties._gradient import Function
 
 
 class PathLengthPenalty(nn.Module):
-    r"""Path length regularisation, \(w\,\mathrm{mean}_i (\ell_i - a)^2\), with a running mean \(a\) of the lengths.
+    r"""Path length regularization, w · meanᵢ (ℓᵢ - a)², with a running mean a of the lengths ℓᵢ.
 
     \(\ell_i = \lVert J_i^\top y_i\rVert\) with \(y \sim N(0, I) / \sqrt{HW}\): a step in latent
     space should change the image by the same amount everywhere. For latents `(N, L, D)` of L
     layers, the square is averaged over the layers.
 
-    The mean follows the lengths at each call in training mode,
-    \(a \leftarrow (1 - d)\,a + d\,\mathrm{mean}_i \ell_i\), and is saved in the state dict. As in
-    StyleGAN2, this call's own part of it is not a constant to the derivative.
+    Each call in training mode updates the mean, \(a \leftarrow (1 - d)\,a + d\,\mathrm{mean}_i
+    \ell_i\), which is saved in the state dict. As in StyleGAN2, the derivative includes the current
+    call's contribution to the mean.
 
     Args:
         weight: \(w\), 2 in StyleGAN2. For a lazy penalty every k steps, pass k times the value.
@@ -97,10 +97,10 @@ class PathLengthPenalty(nn.Module):
             w: Latents, `(N, D)` or `(N, L, D)`.
             vectors: The caller's own noise like the images, of which y is the \(1/\sqrt{HW}\)-th
                 part; then nothing is drawn.
-            reduction: As for `gradient_penalty`.
-            create_graph: As for `gradient_penalty`.
+            reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
+            create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
             return_outputs: Whether to return the images too, from the same evaluation.
-            allow: As for `gradient_penalty`.
+            allow: `@once_differentiable` Functions to accept in a second derivative.
             generator: What y is drawn from; None: the device's default generator.
             args: Further positional arguments for `f`.
             kwargs: Keyword arguments for `f`.

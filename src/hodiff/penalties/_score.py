@@ -58,7 +58,7 @@ def sliced_score_matching_loss(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""Sliced score matching, \(\mathrm{mean}_i\,v^\top\nabla s v + \frac12\lVert s\rVert^2\) for \(s = \nabla\log p\).
+    r"""Sliced score matching, meanᵢ (vᵀ∇s v + ½‖s‖²) for the score s = ∇log p.
 
     v is random with \(E[v v^\top] = I\), one for each sample: the first term estimates the trace of
     \(\nabla s\). Without variance reduction the second is \(\frac12 (v^\top s)^2\). (v on the
@@ -66,23 +66,23 @@ def sliced_score_matching_loss(
     form.)
 
     Args:
-        f: The score, a function of samples with outputs like *x*; with *log_density* the
-            unnormalised log-density (minus an energy), with one output per sample; or such outputs,
+        f: The score: a function of samples with outputs like *x*. With *log_density*, the
+            unnormalized log-density (minus an energy), with one output per sample. Or such outputs,
             already computed.
         x: Data: a tensor `(N, ...)`, or a container of them, as one vector per sample.
         log_density: Whether `f` is the log-density, whose gradient is then the score.
         variance_reduced: Whether the second term is exact.
         samples: How many v to average over.
-        probes: The law of v: `"rademacher"` (entries 1 and -1) or `"gaussian"`.
-        vectors: The caller's own v, like *x*, or K of them with one extra leading dimension on
-            every leaf; then nothing is drawn.
-        reduction: As for `gradient_penalty`.
-        batch_ndim: As for `gradient_penalty`.
-        create_graph: As for `gradient_penalty`.
-        return_outputs: Whether to return what `f` returned too, from the same evaluation.
-        check_independence: As for `gradient_penalty`.
-        allow: As for `gradient_penalty`.
-        generator: What v is drawn from; None: the device's default generator.
+        probes: The distribution of v: `"rademacher"` (entries 1 and -1) or `"gaussian"`.
+        vectors: Your own v, like *x*, or K of them with one extra leading dimension on every leaf;
+            then none is drawn.
+        reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
+        return_outputs: Whether to also return what `f` returned, from the same evaluation.
+        check_independence: Whether to test that no sample's output depends on another sample.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
+        generator: The source of v; None: the device's default generator.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -91,8 +91,9 @@ def sliced_score_matching_loss(
         `(loss, f(x))`.
 
     Raises:
-        InputError: The outputs are not like *x*; or as for `gradient_penalty`.
-        GraphError: As for `gradient_penalty`.
+        InputError: The outputs are not like *x*, or an option is not known.
+        GraphError: An operation has no second derivative, or the output does not depend on the
+            point.
 
     Cost:
         One evaluation of `f` and one reverse pass per vector, in batches; one more for a

@@ -1,7 +1,7 @@
 """`color`: columns (or rows) that one product can share, with each entry's place in the products.
 
-Colours are assigned greedily. The colours around a vertex are the bits of one Python integer, so
-that what a vertex may not have is found by one "or" for each neighbour, however many colours there
+Colors are assigned greedily. The colors around a vertex are the bits of one Python integer, so
+that what a vertex may not have is found by one "or" for each neighbor, however many colors there
 are.
 """
 
@@ -26,30 +26,30 @@ PART = 4000
 
 
 def color(pattern: Any, kind: Kind = "star", *, order: Order = "best") -> Tensor:
-    r"""Colours for the columns of a sparse matrix: those of one colour are found by one product.
+    r"""Colors for the columns of a sparse matrix: one product gives all columns of one color.
 
     Args:
         pattern: A `Pattern`, a SciPy sparse matrix, or a sparse tensor.
-        kind: `"columns"`: columns that meet in a row differ, so that a product with the sum of the
-            columns of each colour holds all entries. `"rows"`: the same for rows, and products from
-            the left. `"star"`, for a symmetric matrix with a diagonal: neighbours differ, and no
-            path of four vertices has but two colours; each entry is then found in the product of
-            its column or in that of its row, and fewer colours do.
-        order: In which order vertices choose the least colour that they may have: `"natural"`, or
-            `"largest"` degree first. `"best"` takes what needs the fewest colours on the first few
-            thousand columns.
+        kind: `"columns"`: columns with a common row have different colors, so that the products
+            with the sums of the columns of each color contain all entries. `"rows"`: the same for
+            rows, with products from the left. `"star"`, for a symmetric matrix with a diagonal:
+            neighbors have different colors, and no path of four vertices has only two; each entry
+            is then in the product of its column or of its row, and fewer colors are needed.
+        order: The order in which vertices take the lowest possible color: `"natural"`, or
+            `"largest"` degree first. `"best"` uses the order with the fewest colors on the first
+            few thousand columns.
 
     Returns:
-        For each column (row) its colour, integers from 0 on, shape `(columns,)` or `(rows,)`.
-        Vertices with far more neighbours than the others (more than 20 times the median, and 64)
-        have a colour of their own.
+        For each column (row) its color, integers from 0 on, shape `(columns,)` or `(rows,)`.
+        Vertices with far more neighbors than the others (more than 20 times the median, and 64)
+        have a color of their own.
 
     Raises:
-        InputError: A star colouring of a pattern that is not symmetric, or no pattern.
+        InputError: *pattern* is not a pattern, or not symmetric for a star coloring.
 
     Cost:
-        On the processor, in Python: about 5 µs for each column of a matrix with a handful of
-        entries in a row.
+        On the CPU, in Python: about 5 µs for each column of a matrix with a handful of entries per
+        row.
 
     Examples:
         An arrow, whose first row and column are full, takes two products; columns alone would take
@@ -89,14 +89,14 @@ def _shape(pattern: Any) -> tuple[int, int]:
 
 
 class _Way(NamedTuple):
-    """One way to colour all columns of a pattern."""
+    """One way to color all columns of a pattern."""
 
     run: Callable[[Pattern], Tensor]
     order: Order
 
 
 def _best(ways: Sequence[_Way], pattern: Pattern, order: Order, *, star: bool) -> Tensor:
-    """The colours of the way that needs the fewest; of many columns, on the first of them."""
+    """The colors of the way that needs the fewest; of many columns, on the first of them."""
     ways = [way for way in ways if order in ("best", way.order)]
     part = _first(pattern, star=star) if len(ways) > 1 and pattern.shape[1] > PART else pattern
     colors = [way.run(part) for way in ways]
@@ -105,7 +105,7 @@ def _best(ways: Sequence[_Way], pattern: Pattern, order: Order, *, star: bool) -
 
 
 def _first(pattern: Pattern, *, star: bool) -> Pattern:
-    """The first columns; for a star colouring, the matrix of those alone."""
+    """The first columns; for a star coloring, the matrix of those alone."""
     rows = PART if star else pattern.shape[0]
     held = (pattern.columns < PART) & (pattern.rows < rows)
     return Pattern(pattern.rows[held], pattern.columns[held], (rows, PART))
@@ -116,14 +116,14 @@ def _count(colors: Tensor) -> int:
 
 
 def _sequence(degrees: Tensor, order: Order) -> list[int]:
-    """In which order vertices are coloured."""
+    """In which order vertices are colored."""
     if order == "natural":
         return list(range(len(degrees)))
     return degrees.argsort(descending=True, stable=True).tolist()
 
 
 def _crowded(degrees: Tensor) -> Tensor:
-    """Which vertices have far more neighbours than most."""
+    """Which vertices have far more neighbors than most."""
     if not len(degrees):
         return degrees.bool()
     return degrees > max(64, 20 * int(degrees.median()))
@@ -168,15 +168,15 @@ def _by_stars(pattern: Pattern, order: Order, *, wary: bool) -> Tensor:
 
 
 def _greedy_star(neighbours: list[list[int]], sequence: list[int], *, wary: bool) -> Tensor:
-    """The least colour for each vertex that closes no path of four vertices in two colours.
+    """The least color for each vertex that closes no path of four vertices in two colors.
 
-    Such a path is closed by *v* in colour c at its end, c-d-c-d, or as its second, d-c-d-c. So of a
-    neighbour *w* in colour d, *v* may not have
-        the colour d itself;
-        where another neighbour of *v* has d too: any colour around *w*;
-        else, the colour of a neighbour of *w* that has two neighbours in d (`shut[w]`).
-    A neighbour without a colour forbids nothing. To be wary of it, and not to take a colour around
-    it, leaves it more choice: that needs fewer colours on irregular graphs, and more on grids.
+    Such a path is closed by *v* in color c at its end, c-d-c-d, or as its second, d-c-d-c. So of a
+    neighbor *w* in color d, *v* may not have
+        the color d itself;
+        where another neighbor of *v* has d too: any color around *w*;
+        else, the color of a neighbor of *w* that has two neighbors in d (`shut[w]`).
+    A neighbor without a color forbids nothing. To be wary of it, and not to take a color around
+    it, leaves it more choice: that needs fewer colors on irregular graphs, and more on grids.
     """
     count = len(neighbours)
     bit = [0] * count  # of a vertex's colour; 0 while it has none
@@ -215,7 +215,7 @@ def _greedy_star(neighbours: list[list[int]], sequence: list[int], *, wary: bool
 
 
 def _by_rows(pattern: Pattern, order: Order) -> Tensor:
-    """A colour for each column that none of those has which it meets in a row."""
+    """A color for each column that none of those has which it meets in a row."""
     rows, columns = pattern.shape
     turned = pattern.transposed()
     rows_of = _lists(turned.rows, turned.columns, columns)
@@ -234,7 +234,7 @@ def _by_rows(pattern: Pattern, order: Order) -> Tensor:
 
 
 def _with_diagonal(pattern: Pattern, order: Order) -> Tensor:
-    """Columns that meet in a row, or are neighbours, differ: that is a star colouring too."""
+    """Columns that meet in a row, or are neighbors, differ: that is a star coloring too."""
     diagonal = torch.arange(pattern.shape[0], device="cpu")
     whole = Pattern(torch.cat([pattern.rows, diagonal]), torch.cat([pattern.columns, diagonal]), pattern.shape)
     return _by_rows(whole, order)
@@ -281,7 +281,7 @@ def by_rows(pattern: Pattern, colors: Tensor) -> Tensor:
 
 
 def seeds(colors: Tensor, count: int, like: Tensor) -> Tensor:
-    """The sums of the unit vectors of each colour, `(colors, n)`, of the dtype and on the device of a tensor."""
+    """The sums of the unit vectors of each color, `(colors, n)`, of the dtype and on the device of a tensor."""
     return like.new_zeros(count, len(colors)).scatter_(0, colors.to(like.device).reshape(1, -1), 1)
 
 

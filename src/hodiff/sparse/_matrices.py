@@ -48,26 +48,28 @@ def sparse_hessian(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The Hessian of a function of many variables, few of which meet, as a sparse matrix.
+    r"""The Hessian of a function of many variables, most of which do not interact, as a sparse matrix.
 
-    Which entries can be other than zero is detected; columns that do not disturb each other share a
-    product, \(B = H S\); and each entry is read off where it stands alone. For many points make a
-    plan once: `hodiff.sparse.plan_hessian`.
+    hodiff detects which entries can be nonzero, lets columns without common rows share a product,
+    \(B = H S\), and reads off each entry where it is the only term. For many points make a plan
+    once: `hodiff.sparse.plan_hessian`.
 
     Args:
         f: A function of *x* that returns one element (of any shape), or such a tensor already
-            computed from *x*, whose graph is then left as it was.
-        x: Where, as for `grad`; D numbers in all.
-        pattern: The entries that can be other than zero, where you know them: a `Pattern`, a SciPy
-            sparse matrix, a sparse tensor (all that is stored counts), or a pair of index vectors.
-            It is believed.
-        output: `"torch"`, a sparse tensor in coordinates; `"csr"`, one of compressed rows;
-            `"scipy"`, a `scipy.sparse.csr_array`, which keeps no graph; `"auto"`, a dense tensor
-            where that is cheaper (fewer than 600 variables, or half as many products as there are),
-            else as `"torch"`.
+            computed from *x*, whose graph is left intact.
+        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`, with
+            D entries in all.
+        pattern: The entries that can be nonzero, if you know them: a `Pattern`, a SciPy sparse
+            matrix, a sparse tensor (all stored entries count), or a pair of index vectors. It is
+            not checked.
+        output: `"torch"`, a sparse COO tensor; `"csr"`, a sparse CSR tensor; `"scipy"`, a
+            `scipy.sparse.csr_array`, which keeps no graph; `"auto"`, a dense tensor if that is
+            cheaper (fewer than 600 variables, or products for more than half of them), else as
+            `"torch"`.
         check: Whether to compare the matrix with a Hessian-vector product for a random vector.
-        create_graph: Whether the entries can be differentiated again, as for `hvp`.
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        create_graph: Whether the entries can be differentiated again. None: only inside the
+            function of another hodiff call.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         chunk_size: How many products one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -77,16 +79,17 @@ def sparse_hessian(
         each place of the pattern, also where its value happens to be zero.
 
     Raises:
-        InputError: As for `hvp`; a *pattern* of another shape, or not symmetric, or with indices
-            out of range; or what is detected is not sparse.
-        GraphError: As for `hvp`.
+        InputError: *x* or `f(x)` is not what `hvp` takes; a *pattern* has another shape, is not
+            symmetric, or has indices out of range; or the detected pattern is not sparse.
+        GraphError: An operation has no second derivative, or the value does not depend on the
+            point.
         DerivativeError: With `check`, the matrix misses an entry.
 
     Cost:
         One evaluation of `f`, one reverse pass, and a batched pass for as many vectors as there are
-        colours; before them `hodiff.sparse.sparsity_pattern` and `hodiff.sparse.color`. A chain has
-        3 colours, a grid whose points meet all their neighbours 9, whatever its size. `check` adds
-        a vector. Memory: the entries, and D numbers for each colour.
+        colors, after `hodiff.sparse.sparsity_pattern` and `hodiff.sparse.color`. A chain has 3
+        colors, and a grid with eight neighbors 9, whatever their size. `check` adds a vector.
+        Memory: the entries, and D numbers for each color.
 
     Examples:
         >>> import torch, hodiff
@@ -127,21 +130,23 @@ def sparse_jacobian(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The Jacobian \(J_{ij} = \partial f_i / \partial x_j\) of many functions, each of few variables, sparse.
+    r"""The sparse Jacobian Jᵢⱼ = ∂fᵢ/∂xⱼ of many functions, each of few variables.
 
-    As `sparse_hessian`, with products from the right, \(J S\), or from the left, \(S^\top J\):
-    whichever takes fewer. For many points make a plan once: `hodiff.sparse.plan_jacobian`.
+    Works like `sparse_hessian`, with products from the right, \(J S\), or from the left, \(S^\top
+    J\), whichever are fewer. For many points make a plan once: `hodiff.sparse.plan_jacobian`.
 
     Args:
         f: A function of *x* that returns a tensor or a container of tensors, or such tensors
             already computed.
-        x: Where, as for `grad`; D numbers in all.
-        pattern: The entries that can be other than zero, where you know them, as for
+        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`, with
+            D entries in all.
+        pattern: The entries that can be nonzero, if you know them, in one of the forms of
             `sparse_hessian`.
-        output: In which form, as for `sparse_hessian`.
-        check: Whether to compare the matrix with a product by a random vector.
-        create_graph: Whether the entries can be differentiated again, as for `grad`.
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
+        output: `"torch"`, `"csr"`, `"scipy"` or `"auto"`, as for `sparse_hessian`.
+        check: Whether to compare the matrix with a product for a random vector.
+        create_graph: Whether the entries can be differentiated again. None: only inside the
+            function of another hodiff call.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
         chunk_size: How many products one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -150,14 +155,14 @@ def sparse_jacobian(
         The matrix, of shape `(M, D)` for M outputs, in the order of `f(x)` and of *x*.
 
     Raises:
-        InputError: As for `jacobian`, and for the pattern as for `sparse_hessian`.
-        GraphError: As for `jacobian`.
+        InputError: *x* or `f(x)` is not what `jacobian` takes; or the pattern does not fit.
+        GraphError: `f` does not depend on *x*, or reaches it other than through its argument.
         DerivativeError: With `check`, the matrix misses an entry.
 
     Cost:
-        One evaluation of `f`, and a batched pass for as many vectors as there are colours; before
+        One evaluation of `f`, and a batched pass for as many vectors as there are colors; before
         them `hodiff.sparse.sparsity_pattern` and `hodiff.sparse.color`, and one more pass where
-        columns are coloured.
+        columns are colored.
 
     Examples:
         >>> import torch, hodiff

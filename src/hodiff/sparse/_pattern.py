@@ -20,16 +20,16 @@ from hodiff.sparse._tracer import Sets, TooMany, Tracer, exits, sorted_unique, t
 
 
 class Pattern:
-    """The places of a matrix that can hold something other than zero.
+    """The entries of a matrix that can be nonzero.
 
     Attributes:
         shape: Rows and columns of the matrix.
         rows: The row of each place, ascending.
         columns: The column of each, ascending within a row.
-        without_rule: PyTorch's operations that have no sparsity rule: each was taken to couple all
-            of its inputs, so that the pattern may be wider than it need be.
-        values_read: How Python read values that follow from the point, such as an `if` does: the
-            pattern holds where `f` does the same with them. Empty where it holds anywhere.
+        without_rule: PyTorch operations without a sparsity rule: each is assumed to couple all of
+            its inputs, so the pattern may be wider than necessary.
+        values_read: How Python read values that depend on the point, as an `if` does: the pattern
+            holds as long as `f` does the same with them. Empty if the pattern holds everywhere.
 
     Examples:
         >>> import torch, hodiff
@@ -233,40 +233,39 @@ def sparsity_pattern(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Pattern:
-    r"""Which entries of a Hessian, or of a Jacobian, can be other than zero.
+    r"""The entries of a Hessian or Jacobian that can be nonzero.
 
     Args:
-        f: A function of *x*: of one element for a Hessian, of a tensor or a container of tensors
-            for a Jacobian. Or such a tensor already computed; the pattern then holds at this point
-            alone.
-        x: Where, as for `grad`.
+        f: A function of *x* that returns one element for a Hessian, or a tensor or a container of
+            tensors for a Jacobian. Or such a tensor already computed; the pattern then holds only
+            at this point.
+        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
         order: 2 for the Hessian, 1 for the Jacobian.
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
-        args: Further positional arguments for `f`; whatever the dense tensors there hold later, the
-            pattern is valid.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
+        args: Further positional arguments for `f`. The pattern is valid for all values of dense
+            tensors in them.
         kwargs: Keyword arguments for `f`, likewise.
 
     Returns:
         A `Pattern` of shape `(D, D)`, or `(M, D)` for M outputs, in the order of *x* and `f(x)`. It
-        may be wider than need be, and misses nothing: at *x*, and wherever `f` does the same in
-        Python, whatever the values. Where Python reads a value that follows from *x* (an `if`,
-        `.item()`, the index in `x[x.argmax()]`, the shape of `x[x > 0]`), `f` may do something else
-        elsewhere: `values_read` says so, and a plan then checks each matrix. A zero in a tensor
-        that `f` closes over counts as one for ever, unless the tensor requires grad: give what
-        changes in `args`.
+        may be wider than necessary, but misses no entry, at *x* and wherever `f` takes the same
+        Python branches. If Python reads a value that depends on *x* (an `if`, `.item()`, the index
+        in `x[x.argmax()]`, the shape of `x[x > 0]`), `f` may do something else at another point:
+        `values_read` records this, and a plan then checks each matrix. A zero in a tensor that `f`
+        closes over is assumed to stay zero, unless the tensor requires grad: pass what changes in
+        `args`.
 
     Raises:
-        InputError: *order* is neither 1 nor 2, or the pattern has too many entries to be written
-            down.
+        InputError: *order* is neither 1 nor 2, or the pattern has too many entries to store.
         GraphError: As for `hvp` and `jacobian`.
 
     Cost:
-        One evaluation of `f` and one reverse pass, for a Hessian two; some 15 µs for each
-        operation, and for each that adds, gathers or scatters some 50 ns for each entry of the sets
-        that pass it. On the processor, wherever *x* is.
+        One evaluation of `f` and one reverse pass, two for a Hessian; about 15 µs for each
+        operation, and about 50 ns for each set entry in operations that add, gather or scatter.
+        Always on the CPU.
 
     Examples:
-        A chain, each of whose terms couples two neighbours:
+        A chain, each of whose terms couples two neighbors:
 
         >>> import torch, hodiff
         >>> chain = lambda x: ((x[1:] - x[:-1] ** 2) ** 2).sum()

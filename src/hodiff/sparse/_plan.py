@@ -1,4 +1,4 @@
-"""`plan_hessian`, `plan_jacobian`: pattern, colours and recovery, prepared once for many points."""
+"""`plan_hessian`, `plan_jacobian`: pattern, colors and recovery, prepared once for many points."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ BREAK_EVEN = 600
 class Plan:
     """A sparse matrix of derivatives, ready to be evaluated at many points.
 
-    Made by `plan_hessian` and `plan_jacobian`. `plan(x)` is the matrix at *x*; `plan.values(x)` its
-    entries, those of `plan.rows` and `plan.columns`, which stay the same.
+    Returned by `plan_hessian` and `plan_jacobian`. `plan(x)` is the matrix at *x*; `plan.values(x)`
+    its entries, at the fixed positions `plan.rows` and `plan.columns`.
 
     Attributes:
-        pattern: Which entries it has.
-        kind: How its products are shared: `"star"`, `"rows"` or `"columns"`.
-        colors: The colour of each column (or row).
-        products: How many products one evaluation takes: the number of colours.
-        place: Where each entry stands in the products.
+        pattern: The entries of the matrix.
+        kind: How entries share products: `"star"`, `"rows"` or `"columns"`.
+        colors: The color of each column (or row).
+        products: The number of products for one evaluation, which is the number of colors.
+        place: The position of each entry in the products.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class Plan:
                 may not hold, since Python read values that follow from the point
                 (`pattern.values_read`), or *args* or *kwargs* hold others of what is not a dense
                 tensor (an index, a flag, a sparse matrix) than when the plan was made.
-            create_graph: Whether the entries can be differentiated again, as for `grad`.
+            create_graph: Whether the entries can be differentiated again. None: only inside the
+                function of another hodiff call.
             chunk_size: How many products one pass takes.
             args: Further positional arguments for `f`; None: as when the plan was made.
             kwargs: Keyword arguments for `f`, likewise.
@@ -172,7 +173,7 @@ class Plan:
         return values
 
     def _seeds(self, likes: Sequence[Tensor], sizes: Sequence[int], random: Tensor | None) -> list[Tensor]:
-        """The sums of unit vectors of each colour, and a random vector to compare, leaf by leaf."""
+        """The sums of unit vectors of each color, and a random vector to compare, leaf by leaf."""
         parts = [
             _coloring.seeds(colors, self.products, like)
             for colors, like in zip(self.colors.split(list(sizes)), likes, strict=True)
@@ -364,31 +365,32 @@ def plan_hessian(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """A sparse Hessian prepared for many points: pattern, colours and recovery are worked out once.
+    """A sparse Hessian prepared for many points: pattern, colors and recovery are computed once.
 
     Args:
-        f: A function of *x* that returns one element, as for `hvp`.
-        x: A point, as for `grad`.
-        pattern: The pattern, where it is known, as for `sparse_hessian`.
-        output: In which form `plan(x)` gives the matrix, as for `sparse_hessian`.
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
-        args: Further positional arguments for `f`; `plan(x, args=...)` may give others.
+        f: A function of *x* that returns one element.
+        x: A point: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        pattern: The pattern, if you know it, in one of the forms of `sparse_hessian`.
+        output: The form of `plan(x)`, as for `sparse_hessian`.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
+        args: Further positional arguments for `f`; `plan(x, args=...)` may pass others.
         kwargs: Keyword arguments for `f`, likewise.
 
     Returns:
         A `Plan`: `plan(x)` is the matrix, of shape `(D, D)`; `plan.values(x)` its entries, in the
-        order of `plan.rows` and `plan.columns`; `plan.lower()` the same for the lower triangle. It
-        holds wherever `f` does in Python what it did at *x*. Where `f` reads values that follow
-        from *x* (`plan.pattern.values_read`), so that it may do something else, each `plan(x)` is
-        compared with one product more, and raises where an entry is missed; `check=False` spares
-        that, `check=True` asks for it in any case.
+        order of `plan.rows` and `plan.columns`; `plan.lower()` is the plan of the lower triangle.
+        The plan holds as long as `f` takes the same Python branches as at *x*. If `f` reads values
+        that depend on *x* (`plan.pattern.values_read`), each `plan(x)` is compared with one
+        additional product, and raises if an entry is missing; `check=False` omits the comparison,
+        and `check=True` always makes it.
 
     Raises:
-        InputError: As for `sparse_hessian`; or *f* is a tensor already computed.
-        GraphError: As for `hvp`.
+        InputError: *f* is a tensor already computed, or *x*, `f(x)` or the pattern does not fit.
+        GraphError: An operation has no second derivative, or the value does not depend on the
+            point.
 
     Cost:
-        The pattern and its colours, once. Each `plan(x)` is one evaluation of `f`, one reverse
+        The pattern and its colors, once. Each `plan(x)` is one evaluation of `f`, one reverse
         pass, and one batched pass for `plan.products` vectors.
 
     Examples:
@@ -415,28 +417,28 @@ def plan_jacobian(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """A sparse Jacobian prepared for many points, as `plan_hessian` for a Hessian.
+    """A sparse Jacobian prepared for many points: pattern, colors and recovery are computed once.
 
     Args:
-        f: A function of *x* that returns a tensor or a container of tensors, as for `jacobian`.
-        x: A point, as for `grad`.
-        pattern: The pattern, where it is known, as for `sparse_jacobian`.
-        output: In which form `plan(x)` gives the matrix, as for `sparse_hessian`.
-        allow: `@once_differentiable` Functions to accept, as for `grad`.
-        args: Further positional arguments for `f`; `plan(x, args=...)` may give others.
+        f: A function of *x* that returns a tensor or a container of tensors.
+        x: A point: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        pattern: The pattern, if you know it, in one of the forms of `sparse_hessian`.
+        output: The form of `plan(x)`, as for `sparse_hessian`.
+        allow: `@once_differentiable` Functions to accept in a second derivative.
+        args: Further positional arguments for `f`; `plan(x, args=...)` may pass others.
         kwargs: Keyword arguments for `f`, likewise.
 
     Returns:
-        A `Plan`, of shape `(M, D)` for M outputs. Rows or columns are coloured, whichever needs
+        A `Plan`, of shape `(M, D)` for M outputs. Rows or columns are colored, whichever needs
         fewer products.
 
     Raises:
-        InputError: As for `sparse_jacobian`; or *f* is a tensor already computed.
-        GraphError: As for `jacobian`.
+        InputError: *f* is a tensor already computed, or *x*, `f(x)` or the pattern does not fit.
+        GraphError: `f` does not depend on *x*, or reaches it other than through its argument.
 
     Cost:
-        The pattern and its colours, once. Each `plan(x)` is one evaluation of `f` and one batched
-        pass for `plan.products` vectors, after one more pass where columns are coloured.
+        The pattern and its colors, once. Each `plan(x)` is one evaluation of `f` and one batched
+        pass for `plan.products` vectors, and one more pass if columns are colored.
 
     Examples:
         >>> import torch, hodiff
@@ -491,7 +493,7 @@ def _outputs(request: Call, noted: list[Any]) -> int:
 
 
 def _of_jacobian(pattern: Pattern) -> tuple[Tensor, str]:
-    """Rows or columns, whichever needs fewer colours."""
+    """Rows or columns, whichever needs fewer colors."""
     lengths = [_longest(pattern.rows), _longest(pattern.columns)]  # no fewer colours of columns, of rows
     kinds: list[Any] = ["rows", "columns"] if lengths[1] <= lengths[0] else ["columns", "rows"]
     first = _coloring.color(pattern, kinds[0])

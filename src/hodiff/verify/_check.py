@@ -45,29 +45,29 @@ def check_derivatives(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> DerivativeReport:
-    r"""Check derivatives of `f` against central differences, up to an order, along random directions.
+    r"""Compare the derivatives of `f` with central differences, up to an order, along random directions.
 
-    It finds what no graph shows: a wrong `backward` of an `autograd.Function`, a `detach` that was
-    not meant, an operation whose second derivative PyTorch gets wrong. The comparison runs in
-    float64 where `f` lets it (the parameters and buffers of modules in *x* are converted for its
-    duration), else in the precision of *x* with a wider tolerance.
+    It finds what no graph shows: a wrong `backward` of an `autograd.Function`, an unintended
+    `detach`, an operation whose second derivative is wrong in PyTorch. The comparison runs in
+    float64 if `f` allows it (parameters and buffers of modules in *x* are converted for its
+    duration), and otherwise in the precision of *x* with a wider tolerance.
 
-    Where they disagree, it looks for the cause, and names the line. A value that left the graph
-    (`detach`, `.data`, `no_grad`, `.item()`, `torch.tensor(y)`, NumPy) is to blame exactly if the
-    differences change once it is held at what it was at *x*; that is tried for each in turn. Hooks
-    are taken off. Each `autograd.Function`, then each operation, is checked alone, at the arguments
-    that it had. Decisions (comparisons, sides of kinks) that fall otherwise right beside *x* are
-    kinks.
+    If they disagree, it looks for the cause and names the line. A value that left the graph
+    (`detach`, `.data`, `no_grad`, `.item()`, `torch.tensor(y)`, NumPy) is the cause exactly if the
+    differences change when it is held at its value at *x*; this is tried for each such value. The
+    derivative is also tried without hooks. Each `autograd.Function`, and then each operation, is
+    checked alone, with the same arguments. Decisions (comparisons, sides of kinks) that differ next
+    to *x* are reported as kinks.
 
     Args:
         f: A function of *x* that returns a tensor of any shape.
-        x: Where, as for `hodiff.grad`.
+        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
         order: The highest order to check, at least 1.
-        allow: Cuts that are meant, each by its line (`"net.py:12"`) or the function it stands in:
-            their values are held in the differences, and the rest is checked. Also
-            `@once_differentiable` Functions to accept, as for `hodiff.grad`.
-        directions: How many random directions are tried at each order.
-        generator: Where the directions come from; None is the device's default generator.
+        allow: Intended cuts, each by its line (`"net.py:12"`) or by the function that contains it:
+            the differences hold their values, and the rest is checked. Also `@once_differentiable`
+            Functions to accept.
+        directions: How many random directions to try at each order.
+        generator: The source of the random directions; None: the device's default generator.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -81,8 +81,8 @@ def check_derivatives(
         DerivativeError: Two numbers disagree. The message shows the causes with their lines and
             ways out, the order, both numbers, tolerance, and the parts of *x* concerned; `.report`
             holds everything. Orders above are not tried then.
-        InputError: As for `hodiff.grad`.
-        GraphError: As for `hodiff.grad`.
+        InputError: *x* is not real floating point.
+        GraphError: `f` does not depend on *x*, or reaches it other than through its argument.
 
     Cost:
         For each order k and direction, 14 evaluations of order k-1 and one of order k, and some six

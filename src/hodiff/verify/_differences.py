@@ -146,7 +146,7 @@ def slope(function: Callable[[float], float], step: float, eps: float = 2.3e-16,
     """The derivative of `function`, computed with a relative precision of `eps`, at 0 by Ridders' method.
 
     Central differences at steps that halve, extrapolated to step 0; the entry of the tableau whose
-    neighbours differ least is the answer, and that difference its error. To it comes what rounding
+    neighbors differ least is the answer, and that difference its error. To it comes what rounding
     can do at that step. The spread is that of the plain differences at the four smallest steps:
     where kinks lie within a step they vary, and two extrapolated entries may agree by chance.
 
