@@ -62,6 +62,7 @@ def cases() -> dict[str, Case]:
         **through_steps(),
         **elementwise(),
         **several_gradients(),
+        **eigenvalues(),
     }
 
 
@@ -263,6 +264,25 @@ def several_gradients() -> dict[str, Case]:
     kept = {f"multi_grad, {n} losses, kept": multi(n, False) for n in (2, 8)}
     released = {f"multi_grad, {n} losses, released": multi(n, True) for n in (2, 8)}
     return {"per_sample_grad, 64 samples / vmap(grad)": samples, **kept, **released}
+
+
+def eigenvalues() -> dict[str, Case]:
+    """By SciPy, with products by the same operator: it looks for no multiple eigenvalues, and tells no residuals."""
+    from scipy.sparse.linalg import eigsh
+
+    model, inputs = network(10, 32, 32, 1), torch.randn(64, 10)
+    H = hodiff.HessianOperator(lambda m: (m(inputs) - inputs[:, :1]).square().mean(), model)
+    A, start = H.to_scipy(), torch.randn(H.shape[0]).numpy()
+
+    def ours(k: int) -> object:
+        return hodiff.eigsh(H, k, rtol=1e-4, generator=torch.Generator().manual_seed(0))
+
+    return {
+        f"eigsh, {k} of 1,441 / SciPy's": Case(
+            lambda k=k: ours(k), lambda k=k: eigsh(A, k=k, which="LA", tol=1e-4, v0=start)
+        )
+        for k in (1, 6)
+    }
 
 
 if __name__ == "__main__":  # as `rows` runs it
