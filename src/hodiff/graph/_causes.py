@@ -582,6 +582,14 @@ def _at_once(e: Evidence) -> bool:
     return e.made_before and not e.rounds and e.call.path != e.freed_by.path
 
 
+def _after_the_loop(e: Evidence) -> bool:
+    """Whether the failing pass stands behind the loop whose steps freed the part: it is no further step."""
+    line, first = e.call.stack[0], e.freed_by.stack[0]
+    if e.call.path[0].code is not e.freed_by.path[0].code:
+        return False
+    return any(not _source.within(loop, line.number) for loop in _source.loops(first))
+
+
 def _is_member(e: Evidence) -> bool:
     """Whether an object or a container holds the value: maybe for good, and not for the next step alone."""
     return e.first.kept and not e.first.variable.isidentifier()
@@ -614,7 +622,10 @@ CAUSES = (
         lambda e: f"it is state from a previous step, whose pass {e.fate}; this step differentiates into it.",
         (detached_after,),
         (silences, unwritten, unrolled),
-        lambda e: (e.first.replaced or (e.first.again and not _is_member(e)) or is_remembered(e)) and not _at_once(e),
+        lambda e: (
+            (e.first.replaced or (e.first.again and not _is_member(e)) or is_remembered(e))
+            and not (_at_once(e) or _after_the_loop(e))
+        ),
     ),
     FailureCause(
         "stored",
