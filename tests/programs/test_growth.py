@@ -52,7 +52,7 @@ GROWING = {  # what is said, the line that grows, the line of the pass, and word
         r"not known: .*`h = h\.detach\(\)`",
     ),
     "mean_of_an_epoch": (
-        r"`e_train` holds the graphs of \d+ iterations and more, made from losses whose passes have run",
+        r"`e_train` holds the graphs of \d+ iterations and more, of losses whose passes have run",
         "e_train += e_batch / len(loader)",
         "",
         r"fix: .*`\.item",

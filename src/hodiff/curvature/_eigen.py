@@ -623,8 +623,9 @@ class Search:
             max_basis = min(self._max_basis, size - len(self._locked))
             self._grow_and_restart(  # no name keeps one basis while the next is made
                 Basis(
-                    self._images, self._draw(), max_basis, self._eps, symmetric=self._symmetric, draw=self._draw,
-                    check=partial(check_finite, name=self._name), locked=self._locked, scale=self.scale,
+                    self._images, self._draw(), max_basis, self._eps,
+                    symmetric=self._symmetric, draw=self._draw, locked=self._locked, scale=self.scale,
+                    check=partial(check_finite, name=self._name),
                 ),
                 max_basis,
             )  # fmt: skip
@@ -635,7 +636,7 @@ class Search:
         return _vectors.draw(self._locked.shape[1:], self._locked, "gaussian", self._generator)
 
     def _images(self, rows: Tensor) -> Tensor:
-        """A times a flat vector, which is checked by its norm, or each row; in a unit that the first gave."""
+        """A times a flat vector, which its norm will check, or each row; in a unit by the first."""
         products = flat_product(self._operator, rows).to(rows.dtype)
         if rows.ndim == 2:
             check_finite(products, self._name)
@@ -757,7 +758,7 @@ class Search:
 
 
 def _unit(products: Tensor) -> float:
-    """What to measure products in: they are as they are where their squares have room; 0 where all are 0."""
+    """What to measure products in: 1 where their squares have room, 0 where all are 0."""
     unit = power_of_two(products)
     return 1.0 if 2**-20 < unit < 2**20 else unit
 

@@ -583,11 +583,10 @@ def _at_once(e: Evidence) -> bool:
 
 
 def _after_the_loop(e: Evidence) -> bool:
-    """Whether the failing pass stands behind the loop whose steps freed the part: it is no further step."""
-    line, first = e.call.stack[0], e.freed_by.stack[0]
-    if e.call.path[0].code is not e.freed_by.path[0].code:
-        return False
-    return any(not _source.within(loop, line.number) for loop in _source.loops(first))
+    """Whether the failing pass stands behind the loop whose steps freed the part: it is no step."""
+    number, loops = e.call.stack[0].number, _source.loops(e.freed_by.stack[0])
+    same = e.call.path[0].code is e.freed_by.path[0].code
+    return same and any(not _source.within(loop, number) for loop in loops)
 
 
 def _is_member(e: Evidence) -> bool:

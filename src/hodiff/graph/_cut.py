@@ -500,7 +500,7 @@ def not_used(case: FailedPass) -> Explanation | None:
     depends = (
         f"whether the loss should depend on `{names[0]}`. If so, compute it from that very tensor: one made by a "
         "view,\nan index, .to() or a detach() after the loss, or beside it, is another"
-        + (f"; what was computed from it\nbefore {at(since)} is a constant." if missing[0].is_leaf and since else ".")
+        + (f"; what it gave before\n{at(since)} is a constant." if missing[0].is_leaf and since else ".")
     )
     return case.explanation(
         "not used",

@@ -253,7 +253,8 @@ class Growth(Listener):
                 grows = holder.iterations > GROWS * self._beside.get(holder.variable, holder.iterations)
                 self._beside[holder.variable] = holder.iterations
                 if grows or not beside:  # between passes there may be what the next is to use
-                    self._unused[holder.variable] = (token, Grown("freed" if freed else "unused", holder))
+                    kind = "freed" if freed else "unused"
+                    self._unused[holder.variable] = (token, Grown(kind, holder))
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -546,7 +547,8 @@ def piling_up(
             seen: set[Node] = set()
             own = [_own(tensor, seen, key) for tensor in tensors]
             fresh = [node for nodes, _ in own for node in nodes]
-            count, freed = sum(bool(nodes) for nodes, _ in own), all(spent for nodes, spent in own if nodes)
+            count = sum(bool(nodes) for nodes, _ in own)
+            freed = all(spent for nodes, spent in own if nodes)
         elif len(tensors) <= STATES and (_hands_on(path, frames) or "." in path):
             own = [_own(tensor, set(), key) for tensor in tensors]
             fresh = list(dict.fromkeys(node for nodes, _ in own for node in nodes))
@@ -554,15 +556,17 @@ def piling_up(
         if fresh and count >= ITEMS and not _is_bounded(names, path):
             size = _inspect.saved_bytes(fresh)
             if size:
-                yield GrowingVariable(path, _line(names, record, path, tensors), count, size), fresh, freed
+                line = _line(names, record, path, tensors)
+                yield GrowingVariable(path, line, count, size), fresh, freed
 
 
 def _own(tensor: Tensor, seen: set[Node], key: str) -> tuple[list[Node], bool]:
-    """The nodes behind a tensor, not among `seen`, that no pass has run; and whether one has freed others of them."""
+    """The nodes behind a tensor, not among `seen`, that no pass has run; was another freed?"""
     nodes = [node for node in _nodes.walk([tensor.grad_fn], seen) if node not in seen and _saved.leaf(node) is None]
     seen.update(nodes)
     freed = set(_inspect.having(nodes, "freed"))
-    return [node for node in nodes if node not in freed and key not in _saved.tags(node)], bool(freed)
+    fresh = [node for node in nodes if node not in freed and key not in _saved.tags(node)]
+    return fresh, bool(freed)
 
 
 def _rounds(record: Record, path: str, tensor: Tensor, nodes: list[Node]) -> int:
@@ -655,7 +659,7 @@ KINDS = {
         "`{variable}`: `.detach()`, or `.item()` for a number.",
     ),
     "freed": Kind(
-        "`{variable}` holds the graphs of {count} iterations and more, made from losses whose passes have run",
+        "`{variable}` holds the graphs of {count} iterations and more, of losses whose passes have run",
         "the passes freed what one through `{variable}` would need; what is left is of no use.",
         "put the value alone into `{variable}`: `.detach()`, or `.item()` for a number.",
     ),

@@ -343,9 +343,9 @@ def explain_refused(refused: Refused, rule: FailureCause) -> Explanation:
 
 def _made(refused: Refused) -> Line | None:
     """The line that made the tensor that the refusal is about."""
+    nodes = [tensor.grad_fn for tensor in tensors_in(refused.arguments)]
     record = refused.case.record
-    nodes = (tensor.grad_fn for tensor in tensors_in(refused.arguments) if tensor.grad_fn is not None)
-    return next(map(record.made, nodes), None) if record is not None else None
+    return next(map(record.made, filter(None, nodes)), None) if record is not None else None
 
 
 def _changed(refused: Refused) -> str:
