@@ -1,6 +1,7 @@
 """What a call leaves to Python's collector holds no tensor: training loops switch it off, and memory would grow."""
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,36 @@ def test_no_tensor_is_left_in_a_cycle(name: str) -> None:
 def test_every_public_function_is_looked_at() -> None:
     named = {name for name in hodiff.__all__ if not name.endswith(("Error", "Warning"))}
     assert named <= {name.partition(",")[0] for name in RUNS}
+
+
+CLASSES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {
+    "hvp": lambda f, x: hodiff.hvp(lambda z: f(z).sum(), x, x),
+    "laplacian": lambda f, x: hodiff.laplacian(lambda z: f(z).sum(-1), x, method="reverse"),
+    "graph.inspect": lambda f, x: hodiff.graph.inspect(f(x.clone().requires_grad_()).sum()),
+    "graph.predict": lambda f, x: hodiff.graph.predict(f(x.clone().requires_grad_()).sum()),
+    "sparse_hessian": lambda f, x: hodiff.sparse_hessian(lambda z: f(z).sum(), x),
+    "check_derivatives": lambda f, x: hodiff.check_derivatives(lambda z: f(z).sum(), x),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of Functions whose second derivative is what their backward makes it
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_of_functions_is_forgotten_with_its_last_user(name: str) -> None:
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, *g: Tensor) -> Tensor:
+            return 3 * ctx.saved_tensors[0] ** 2 * g[0]
+
+    known = weakref.ref(Cube)
+    CLASSES[name](Cube.apply, X)
+    del Cube
+    gc.collect()
+    assert known() is None
 
 
 def test_a_tensor_in_a_cycle_is_seen() -> None:

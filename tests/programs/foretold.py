@@ -481,6 +481,24 @@ FORETOLD = {
         ("grads = torch.autograd.grad(loss, params.values()", "inner_loss = F.cross_entropy(train_logit"),
         (swap("model(train_inputs)", "model(train_inputs, params=params)"),),
     ),
+    "edges_of_the_transform": Foretold(
+        "not used",
+        ("data['pos']",),
+        ('data["pos"].requires_grad_()',),
+        (swap("self.positions = torch.randn(5, 3)", "self.positions = torch.randn(5, 3).requires_grad_()"),),
+    ),
+    "surrogates_at_the_end": Foretold(
+        "two losses",
+        ("advantage",),
+        ("advantage = action_value - v",),
+        (swap("advantage = action_value - v", "advantage = (action_value - v).detach()"),),
+    ),
+    "activations_listed_in_model": Foretold(
+        "copied",
+        ("model.edge_actscale",),
+        ("self.edge_actscale.append(x.std(0))",),
+        (swap("append(x.std(0))", "append(x.std(0).detach())"),),
+    ),
     "latents_made_anew": Foretold(
         "not used",
         ("latents",),

@@ -51,6 +51,12 @@ GROWING = {  # what is said, the line that grows, the line of the pass, and word
         "loss.backward(retain_graph=True)",
         r"not known: .*`h = h\.detach\(\)`",
     ),
+    "mean_of_an_epoch": (
+        r"`e_train` holds the graphs of \d+ iterations and more, of losses whose passes have run",
+        "e_train += e_batch / len(loader)",
+        "",
+        r"fix: .*`\.item",
+    ),
     "validation": (
         r"`predictions` holds the graphs of \d\d iterations and more, and [\d,]+ B",
         "predictions.append(out)",

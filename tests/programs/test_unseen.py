@@ -153,7 +153,7 @@ def notes():
 
 def test_each_program_was_foretold_and_has_its_address():
     assert {path.stem for path in HERE.glob("*.py")} - {"__init__"} == set(FORETOLD)
-    address = r"After (https://github\.com/\S+/(?:issues|pull)/\d+)\n"
+    address = r"After (https://github\.com/\S+/(?:issues|pull)/\d+|https://discuss\.pytorch\.org/t/\S+)\n"
     assert len({re.search(address, source(name)).group(1) for name in FORETOLD}) == len(FORETOLD)
 
 

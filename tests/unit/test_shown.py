@@ -1,6 +1,7 @@
 """What a console, a notebook and an editor show: records by their words, submodules by their names, a bar in time."""
 
 import html
+import os
 import subprocess
 import sys
 
@@ -115,6 +116,15 @@ def test_a_program_without_output_is_explained(tmp_path):
     closed = f"import sys; sys.stdout = None; from hodiff.cli import main; sys.exit(main(['explain', {str(script)!r}]))"
     result = subprocess.run([sys.executable, "-c", closed], capture_output=True, text=True, check=False, timeout=120)
     assert "hodiff: why this Tensor.backward failed" in result.stderr
+
+
+def test_a_script_s_name_is_legible_where_the_locale_has_no_letters_for_it(tmp_path):
+    script = tmp_path / "\xf6k script.py"
+    script.write_text("import torch\nx = torch.ones(2, requires_grad=True)\n(x * 2).backward()\n", "utf-8")
+    plain = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    program = [sys.executable, "-m", "hodiff", "explain", os.fsencode(script)]
+    result = subprocess.run(program, capture_output=True, check=False, timeout=120, env=plain)
+    assert rb" \xf6k script.py:3" in result.stderr
 
 
 def test_a_vector_that_is_not_finite_is_not_the_function_s_fault(recwarn):

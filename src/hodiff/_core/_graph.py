@@ -136,7 +136,7 @@ class OutputGraph:
             if not tensor.requires_grad:
                 error = GraphError(
                     f"{name}: does not require grad, so f was computed without tracking it. Call "
-                    f"{name}.requires_grad_() before computing f, or give hodiff the function: hodiff.grad(f, x)."
+                    f"{name}.requires_grad_() before computing f, or give f itself: hodiff.grad(f, x)."
                 )
                 self._explain(error)
                 raise error

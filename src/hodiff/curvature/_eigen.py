@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -124,7 +124,7 @@ def eigsh(
     before, rtol = operator.products, default_rtol(operator.dtype) if rtol is None else rtol
     rtol += 10 * torch.finfo(operator.dtype).eps / _relative_gap(record.value, rtol, k)
     rows = record.vectors.T[:k].contiguous()
-    moved = functools.partial(_moved, operator, record.value, rows, rtol)
+    moved = partial(_moved, operator, record.value, rows, rtol)
     with _settings.recording():
         images, dtype = operator._recorded_rows(rows), _vectors.sum_dtype(operator.dtype)
         u = _Eigenvector.apply(moved, normal(rows), images)
@@ -639,6 +639,7 @@ class Search:
                 Basis(
                     self._images, self._draw(), max_basis, self._eps,
                     symmetric=self._symmetric, draw=self._draw, locked=self._locked, scale=self.scale,
+                    check=partial(check_finite, name=self._name),
                 ),
                 max_basis,
             )  # fmt: skip
@@ -649,10 +650,12 @@ class Search:
         return _vectors.draw(self._locked.shape[1:], self._locked, "gaussian", self._generator)
 
     def _images(self, rows: Tensor) -> Tensor:
-        """A times a flat vector, or each row, in a unit that the first of them gave."""
-        products = check_finite(flat_product(self._operator, rows).to(rows.dtype), self._name)
-        self.unit = self.unit or power_of_two(products)
-        return products / (self.unit or 1.0)
+        """A times a flat vector, which its norm will check, or each row; in a unit by the first."""
+        products = flat_product(self._operator, rows).to(rows.dtype)
+        if rows.ndim == 2:
+            check_finite(products, self._name)
+        unit = self.unit = self.unit or _unit(products)
+        return products / unit if unit not in (0, 1) else products
 
     def _rank(self, values: Tensor) -> Tensor:
         """What is to be large."""
@@ -766,6 +769,12 @@ class Search:
             vectors, images = turn @ space.to(self._kind), turn @ images.to(self._kind)
         values = values[best].to(turn.device)
         return values, vectors, images - values.to(turn)[:, None] * vectors
+
+
+def _unit(products: Tensor) -> float:
+    """What to measure products in: 1 where their squares have room, 0 where all are 0."""
+    unit = power_of_two(products)
+    return 1.0 if 2**-20 < unit < 2**20 else unit
 
 
 def invariant(square: Tensor, order: Callable[[Tensor], Tensor], count: int) -> tuple[Tensor, Tensor]:

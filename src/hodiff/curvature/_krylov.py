@@ -522,7 +522,8 @@ class Basis:
     Every new vector is made orthogonal to all before, and to the locked ones, so that no eigenvalue
     appears twice unless it is so. When the space is exhausted (the remainder vanishes: a
     breakdown), it goes on with a random vector orthogonal to all, by `draw`: thus the
-    identity and matrices of low rank are no special case, and multiplicities come out.
+    identity and matrices of low rank are no special case, and multiplicities come out. A product
+    whose rest has no finite length is given to `check`, to be refused.
 
     Attributes:
         vectors: The basis as rows, `(room + 1, D)`; the first `size` are in use, one more is the next.
@@ -542,10 +543,11 @@ class Basis:
         *,
         symmetric: bool,
         draw: Callable[[], Tensor],
+        check: Callable[[Tensor], object],
         locked: Tensor | None = None,
         scale: float = 0.0,
     ) -> None:
-        self._multiply, self._symmetric, self._draw = multiply, symmetric, draw
+        self._multiply, self._symmetric, self._draw, self._check = multiply, symmetric, draw, check
         self._locked = start.new_empty((0, len(start))) if locked is None else locked
         self.vectors = start.new_empty((max_basis + 1, len(start)))
         self.projection = torch.zeros((max_basis + 1, max_basis + 1), dtype=torch.float64, device="cpu")
@@ -564,7 +566,10 @@ class Basis:
     def _step(self) -> None:
         """One product; its remainder is the next vector."""
         j = self.size
-        column, w, norm = self._orthogonalised(self._multiply(self.vectors[j]), j + 1)
+        image = self._multiply(self.vectors[j])
+        column, w, norm = self._orthogonalised(image, j + 1)
+        if not math.isfinite(norm):
+            self._check(image)
         if self._symmetric:
             self.projection[j, : j + 1] = column
         else:

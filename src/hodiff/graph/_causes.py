@@ -582,6 +582,13 @@ def _at_once(e: Evidence) -> bool:
     return e.made_before and not e.rounds and e.call.path != e.freed_by.path
 
 
+def _after_the_loop(e: Evidence) -> bool:
+    """Whether the failing pass stands behind the loop whose steps freed the part: it is no step."""
+    number, loops = e.call.stack[0].number, _source.loops(e.freed_by.stack[0])
+    same = e.call.path[0].code is e.freed_by.path[0].code
+    return same and any(not _source.within(loop, number) for loop in loops)
+
+
 def _is_member(e: Evidence) -> bool:
     """Whether an object or a container holds the value: maybe for good, and not for the next step alone."""
     return e.first.kept and not e.first.variable.isidentifier()
@@ -614,7 +621,10 @@ CAUSES = (
         lambda e: f"it is state from a previous step, whose pass {e.fate}; this step differentiates into it.",
         (detached_after,),
         (silences, unwritten, unrolled),
-        lambda e: (e.first.replaced or (e.first.again and not _is_member(e)) or is_remembered(e)) and not _at_once(e),
+        lambda e: (
+            (e.first.replaced or (e.first.again and not _is_member(e)) or is_remembered(e))
+            and not (_at_once(e) or _after_the_loop(e))
+        ),
     ),
     FailureCause(
         "stored",

@@ -491,14 +491,16 @@ def not_used(case: FailedPass) -> Explanation | None:
     known = _why_not_used(case, missing[0], names[0])
     if known is not None:
         return known
-    made = [(f"`{names[0]}`", _made(case, missing[0])), ("the loss", loss)]
+    since = _made(case, missing[0])
+    made = [(f"`{names[0]}`", since), ("the loss", loss)]
     leave = (
         f"if the loss does not depend on {names[0]}, leave it out of the inputs; or pass allow_unused=True: its\n"
         "gradient is then None, and must be skipped, not updated with."
     )
     depends = (
         f"whether the loss should depend on `{names[0]}`. If so, compute it from that very tensor: one made by a "
-        "view,\nan index, .to() or a detach() after the loss, or beside it, is another."
+        "view,\nan index, .to() or a detach() after the loss, or beside it, is another"
+        + (f"; what it gave before\n{at(since)} is a constant." if missing[0].is_leaf and since else ".")
     )
     return case.explanation(
         "not used",

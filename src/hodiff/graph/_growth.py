@@ -246,14 +246,15 @@ class Growth(Listener):
             return
         with _saved.without_modes():
             frames = list(user_frames(frame))
-            for holder, nodes in piling_up(TensorNames(frames), frames, record, self._key):
+            for holder, nodes, freed in piling_up(TensorNames(frames), frames, record, self._key):
                 token = _Token()
                 for node in nodes:
                     _saved.tags(node)[self._unused_key] = token
                 grows = holder.iterations > GROWS * self._beside.get(holder.variable, holder.iterations)
                 self._beside[holder.variable] = holder.iterations
                 if grows or not beside:  # between passes there may be what the next is to use
-                    self._unused[holder.variable] = (token, Grown("unused", holder))
+                    kind = "freed" if freed else "unused"
+                    self._unused[holder.variable] = (token, Grown(kind, holder))
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -531,36 +532,41 @@ def _hands_on(path: str, frames: list[FrameType]) -> bool:
 
 def piling_up(
     names: TensorNames, frames: list[FrameType], record: Record, key: str
-) -> Iterator[tuple[GrowingVariable, list[Node]]]:
+) -> Iterator[tuple[GrowingVariable, list[Node], bool]]:
     """The variables behind which graphs pile up that no pass has run: each with those nodes.
+
+    And whether passes of other losses have freed what a pass through each of them would need.
 
     A container of so many values, each with nodes of its own; or a value that its line makes from
     itself, again and again.
     """
     for path, tensors in _groups(names).items():
         fresh: list[Node] = []
-        count = 0
+        count, freed = 0, False
         if len(tensors) >= ITEMS and path not in names.tensors.values():
             seen: set[Node] = set()
             own = [_own(tensor, seen, key) for tensor in tensors]
-            fresh = [node for nodes in own for node in nodes]
-            count = sum(bool(nodes) for nodes in own)
+            fresh = [node for nodes, _ in own for node in nodes]
+            count = sum(bool(nodes) for nodes, _ in own)
+            freed = all(spent for nodes, spent in own if nodes)
         elif len(tensors) <= STATES and (_hands_on(path, frames) or "." in path):
-            fresh = list(dict.fromkeys(node for tensor in tensors for node in _own(tensor, set(), key)))
-            count = _rounds(record, path, tensors[0], fresh)
+            own = [_own(tensor, set(), key) for tensor in tensors]
+            fresh = list(dict.fromkeys(node for nodes, _ in own for node in nodes))
+            count, freed = _rounds(record, path, tensors[0], fresh), all(spent for _, spent in own)
         if fresh and count >= ITEMS and not _is_bounded(names, path):
             size = _inspect.saved_bytes(fresh)
             if size:
-                yield GrowingVariable(path, _line(names, record, path, tensors), count, size), fresh
+                line = _line(names, record, path, tensors)
+                yield GrowingVariable(path, line, count, size), fresh, freed
 
 
-def _own(tensor: Tensor, seen: set[Node], key: str) -> list[Node]:
-    """The nodes behind a tensor, not among `seen`, that no pass has run."""
+def _own(tensor: Tensor, seen: set[Node], key: str) -> tuple[list[Node], bool]:
+    """The nodes behind a tensor, not among `seen`, that no pass has run; was another freed?"""
     nodes = [node for node in _nodes.walk([tensor.grad_fn], seen) if node not in seen and _saved.leaf(node) is None]
     seen.update(nodes)
-    fresh = [node for node in nodes if key not in _saved.tags(node)]
-    freed = set(_inspect.having(fresh, "freed"))
-    return [node for node in fresh if node not in freed]
+    freed = set(_inspect.having(nodes, "freed"))
+    fresh = [node for node in nodes if node not in freed and key not in _saved.tags(node)]
+    return fresh, bool(freed)
 
 
 def _rounds(record: Record, path: str, tensor: Tensor, nodes: list[Node]) -> int:
@@ -588,7 +594,7 @@ class Grown:
     """A graph that grows; it prints as a few lines.
 
     Attributes:
-        kind: `spent`, `kept`, `gradient`, `cycle`, `again` or `unused`: a key of `KINDS`.
+        kind: `spent`, `kept`, `gradient`, `cycle`, `again`, `unused` or `freed`: a key of `KINDS`.
         holder: What holds it, and how much of it.
         call: The pass concerned; None if there was none.
     """
@@ -651,6 +657,11 @@ KINDS = {
         "no backward pass has gone through them.",
         unknown="whether one was meant to. If not, compute them under torch.no_grad(), or put the value alone into\n"
         "`{variable}`: `.detach()`, or `.item()` for a number.",
+    ),
+    "freed": Kind(
+        "`{variable}` holds the graphs of {count} iterations and more, of losses whose passes have run",
+        "the passes freed what one through `{variable}` would need; what is left is of no use.",
+        "put the value alone into `{variable}`: `.detach()`, or `.item()` for a number.",
     ),
 }
 

@@ -331,6 +331,7 @@ def explain_refused(refused: Refused, rule: FailureCause) -> Explanation:
         rule.name,
         f"refused: {refused.call}" + (f", of `{variable}`" if variable else ""),
         ("at", line),
+        ("made at", _made(refused) if rule.name == "copied" else None),
         *(("called from", outer) for outer in callers if outer != line),
         variable=variable,
         created=line,
@@ -338,6 +339,13 @@ def explain_refused(refused: Refused, rule: FailureCause) -> Explanation:
         fixes=fixes,
         unknown=() if fixes else said(rule.unknown, refused),
     )
+
+
+def _made(refused: Refused) -> Line | None:
+    """The line that made the tensor that the refusal is about."""
+    nodes = [tensor.grad_fn for tensor in tensors_in(refused.arguments)]
+    record = refused.case.record
+    return next(map(record.made, filter(None, nodes)), None) if record is not None else None
 
 
 def _changed(refused: Refused) -> str:
