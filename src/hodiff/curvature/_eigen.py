@@ -99,10 +99,6 @@ def eigsh(
         one pass; a second one takes the systems with \(H - \lambda\), all pairs side by side, by
         MINRES: the closer the eigenvalues, the more products.
 
-        With `create_graph`, two differentiable products more for each pair. A first derivative is
-        one pass; a second one takes the systems with \(H - \lambda\), all pairs side by side, by
-        MINRES: the closer the eigenvalues, the more products.
-
     Examples:
         >>> import torch, hodiff
         >>> A = hodiff.MatrixOperator(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
@@ -126,10 +122,10 @@ def eigsh(
     rows = record.vectors.T[:k].contiguous()
     moved = functools.partial(_moved, operator, record.value, rows, rtol)
     with _settings.recording():
-        images, dtype = operator._recorded_rows(rows), _vectors.sum_dtype(operator.dtype)
+        live = operator._halves()
+        images, dtype = live._recorded_rows(rows), _vectors.sum_dtype(operator.dtype)
         u = _Eigenvector.apply(moved, normal(rows), images)
-        live = operator._recorded_rows(u)
-        value = _Eigenvalue.apply(u.to(dtype), images.to(dtype), live.to(dtype))
+        value = _Eigenvalue.apply(u.to(dtype), images.to(dtype), live._recorded_rows(u).to(dtype))
     spent = record.products + operator.products - before
     return EigenRecord(value, record.vectors[:, :k], record.residual[:k], record.converged, spent)
 

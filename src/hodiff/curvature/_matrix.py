@@ -25,7 +25,8 @@ class MatrixOperator(LinearOperator):
 
     Args:
         A: A matrix of shape `(M, D)`, or a vector of shape `(D,)` for a diagonal one.
-        symmetric: Whether it is its own transpose, up to a few ulps of its norm; by default this is looked at.
+        symmetric: Whether it is its own transpose, up to a few ulps of its norm; by default this is looked at, and
+            derivatives by entries take it as one that is so by its values. True says that it always is: a kernel matrix.
         batch_ndim: So many leading dimensions of *A* are a stack of matrices, side by side:
             `(*batch, M, D)`. A vector is then `(*batch, D)`, several are `(K, *batch, D)`, or
             columns `(*batch, D, K)`; `hodiff.solve`, `hodiff.trace`, `hodiff.diagonal`,
@@ -91,7 +92,7 @@ class MatrixOperator(LinearOperator):
         symmetric = None if symmetric is None else is_set(symmetric, "symmetric")
         self._diagonal = A.ndim == batch_ndim + 1
         symmetric_made = self._diagonal or (A.shape[-2] == A.shape[-1] and _is_symmetric(self._matrix))
-        self._symmetric = symmetric is not False and symmetric_made
+        self._symmetric, self._told = symmetric is not False and symmetric_made, bool(symmetric)
         if symmetric and not self._symmetric:
             raise InputError("symmetric=True: A differs from its transpose; give (A + A.T) / 2.")
         batch, (rows, *_) = A.shape[:batch_ndim], A.shape[batch_ndim:]
@@ -103,6 +104,10 @@ class MatrixOperator(LinearOperator):
     def symmetric(self) -> bool:
         """Whether the matrix is its own transpose."""
         return self._symmetric
+
+    @property
+    def _turns(self) -> bool:
+        return self._given.requires_grad and not (self._diagonal or self._told)
 
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         return [self._times_matrix(self._matrix, *parts)]
@@ -135,7 +140,10 @@ class MatrixOperator(LinearOperator):
         return few._times_some(rows, numbers // count * len(places) + inside)
 
     def _transposed(self) -> LinearOperator:
-        return MatrixOperator(self._given.mT, symmetric=False, batch_ndim=len(self._space.batch))
+        turned = copy.copy(self)
+        turned._given, turned._matrix = self._given.mT, self._matrix.mT
+        turned._space, turned._rows = self._range, self._domain
+        return turned
 
     def _chunk(self, count: int) -> int:
         most = max(1, self._space.batch.numel()) * max(self.shape[-2:])

@@ -119,6 +119,15 @@ class LinearOperator(ABC):
         """Whether the operator is its own transpose by construction."""
         return bool(self._made_of) and all(part.symmetric for part in self._made_of)
 
+    @property
+    def _turns(self) -> bool:
+        """Whether it is symmetric at its values alone: derivatives by a matrix are not those by its transpose."""
+        return any(part._turns for part in self._made_of)
+
+    def _halves(self) -> LinearOperator:
+        """The same as the half sum with its transpose, where derivatives tell them apart."""
+        return 0.5 * (self + self.T) if self._turns else self
+
     def _chunk(self, count: int) -> int:
         """How many of `count` vectors one product should take."""
         return min([part._chunk(count) for part in self._made_of], default=count)
@@ -378,7 +387,7 @@ class LinearOperator(ABC):
     @property
     def T(self) -> LinearOperator:
         """The transpose; a symmetric operator is its own."""
-        if self.symmetric:
+        if self.symmetric and not self._turns:
             return self
         if self._transpose_of is not None:
             return self._transpose_of
