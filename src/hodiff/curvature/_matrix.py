@@ -26,7 +26,7 @@ class MatrixOperator(LinearOperator):
     Args:
         A: A matrix of shape `(M, D)`, or a vector of shape `(D,)` for a diagonal one.
         symmetric: Whether it is its own transpose, up to a few ulps of its norm; by default this is looked at, and
-            derivatives by entries take it as one that is so by its values. True says that it always is: a kernel matrix.
+            derivatives by *A* take it as one that is so at its values. True says that it always is: a kernel matrix.
         batch_ndim: So many leading dimensions of *A* are a stack of matrices, side by side:
             `(*batch, M, D)`. A vector is then `(*batch, D)`, several are `(K, *batch, D)`, or
             columns `(*batch, D, K)`; `hodiff.solve`, `hodiff.trace`, `hodiff.diagonal`,
@@ -98,7 +98,8 @@ class MatrixOperator(LinearOperator):
         batch, (rows, *_) = A.shape[:batch_ndim], A.shape[batch_ndim:]
         hollow = self._matrix.new_empty(())
         self._space = Space.line(hollow.expand(*batch, A.shape[-1]), batch_ndim=batch_ndim)
-        self._rows = Space.line(hollow.expand(*batch, rows), batch_ndim=batch_ndim)
+        if rows != A.shape[-1]:
+            self._rows = Space.line(hollow.expand(*batch, rows), batch_ndim=batch_ndim)
 
     @property
     def symmetric(self) -> bool:

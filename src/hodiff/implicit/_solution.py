@@ -137,6 +137,8 @@ def argmin(
         Memory: as many graphs of a gradient, whatever the solver took.
         Of samples (`batch_ndim`) with up to 64 unknowns each (256 with GMRES, without `restart`),
         the matrices of all are had by one product for each unknown, and solved, indefinite ones too.
+        So is a single one of up to 64 unknowns (with conjugate gradients, if it is definite), where
+        these products fit into one batched pass, without `preconditioner`, `iterations` and `restart`.
 
     Examples:
         Ridge regression of one number: \(x = b / (1 + \theta)\), with the derivative \(-b / (1 + \theta)^2\):
@@ -235,8 +237,9 @@ def root(
     Cost:
         Here one evaluation (`order + 1` for higher orders), and a product with \(J^\top\). In the backward pass a
         linear system (a reverse pass for each product) and one pass; products with *J*, which higher derivatives take,
-        have one as well. Up to 256 unknowns, without `restart`, a system that does not end in eight
-        products is solved by its matrix, one batched pass, where that fits into memory.
+        have one as well. Without `restart`, a system of up to 64 unknowns is solved by its matrix,
+        and of up to 256 if it does not end in eight products: one batched pass, where that fits
+        into memory.
 
     Examples:
         The square root of \(\theta\), whose derivative is \(1 / (2 \sqrt\theta)\):
@@ -498,6 +501,7 @@ class Problem:
                 iterations=given.iterations,
                 restart=given.restart,
                 scale=given.scale,
+                soon=0,  # each product is a pass, and all of a small matrix are one
             ),
             preconditioner=given.preconditioner,
             rtol=given.rtol,
@@ -589,9 +593,13 @@ class Transposed(LinearOperator):
         """The state in which passes may run."""
         return self._graph.resumed() if self._calls_back else _settings.recording()
 
-    def _chunk(self, count: int) -> int:
+    @functools.cached_property
+    def _together(self) -> int:
         survey = _nodes.survey([part for part in self._residual if part.requires_grad])
-        return min(count, _reverse.auto_chunk(survey, self._graph.leaves))
+        return _reverse.auto_chunk(survey, self._graph.leaves)
+
+    def _chunk(self, count: int) -> int:
+        return min(count, self._together)
 
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         with self.ready():
