@@ -305,7 +305,8 @@ def _differentiable_logdet(
 ) -> Tensor:
     """The value with its graph: of the matrix where its columns are known, else of the estimate over these vectors."""
     with _settings.recording():
-        rows, value, live = normal(rows.to(operator.dtype)), normal(value), operator._halves()
+        rows, value = normal(rows.to(operator.dtype)), normal(value)
+        live = operator._halves()
         images = (live._recorded_rows(rows) if columns is None else columns) + shift * rows
         if columns is not None:
             matrix = images.to(value.dtype).movedim(0, -1)  # PyTorch has no determinant of half precision
@@ -325,7 +326,8 @@ class _LogDeterminant(torch.autograd.Function):
     def backward(ctx: Any, *v: Tensor) -> tuple[Any, ...]:
         (operator, live, rows, shift, start), recorded = ctx.given, torch.is_grad_enabled()
         parts, near = (operator._domain.split(part.to(rows)) for part in (rows, start))
-        record = solve(live if recorded else operator, parts, damping=shift, start=near, create_graph=recorded)
+        operator = live if recorded else operator
+        record = solve(operator, parts, damping=shift, start=near, create_graph=recorded)
         solutions = operator._domain.join(record.value, len(rows))
         return None, None, v[0].unsqueeze(-1) * solutions / len(solutions)
 

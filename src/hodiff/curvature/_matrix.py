@@ -25,8 +25,9 @@ class MatrixOperator(LinearOperator):
 
     Args:
         A: A matrix of shape `(M, D)`, or a vector of shape `(D,)` for a diagonal one.
-        symmetric: Whether it is its own transpose, up to a few ulps of its norm; by default this is looked at, and
-            derivatives by *A* take it as one that is so at its values. True says that it always is: a kernel matrix.
+        symmetric: Whether it is its own transpose, up to a few ulps of its norm; by default this is
+            looked at, and derivatives by *A* take it as one that is so at its values. True says
+            that it always is: a kernel matrix.
         batch_ndim: So many leading dimensions of *A* are a stack of matrices, side by side:
             `(*batch, M, D)`. A vector is then `(*batch, D)`, several are `(K, *batch, D)`, or
             columns `(*batch, D, K)`; `hodiff.solve`, `hodiff.trace`, `hodiff.diagonal`,

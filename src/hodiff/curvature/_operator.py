@@ -121,11 +121,11 @@ class LinearOperator(ABC):
 
     @property
     def _turns(self) -> bool:
-        """Whether it is symmetric at its values alone: derivatives by a matrix are not those by its transpose."""
+        """Whether it may be symmetric at its values alone; its transpose has other derivatives then."""
         return any(part._turns for part in self._made_of)
 
     def _halves(self) -> LinearOperator:
-        """The same as the half sum with its transpose, where derivatives tell them apart."""
+        """Half the sum with its transpose, where derivatives tell the two apart."""
         return 0.5 * (self + self.T) if self._turns else self
 
     def _chunk(self, count: int) -> int:

@@ -55,12 +55,13 @@ DENSE = 64
 
 GMRES, whose basis is as large as the matrix, takes longer up to four times that. Of a single matrix
 it does, too, where all products fit into one batched pass; but systems that end soon come first.
-So do all methods where each product is a pass through a graph (`soon=0`), and then nothing comes first.
+So do all methods where each product is a pass (`soon=0`), and there nothing comes first.
 """
 SOON = 8
-"""So many steps: measured, a matrix of 8 to 300 columns and its factors take as long as 1 to 7 of GMRES.
+"""So many steps of GMRES: a matrix of 8 to 300 columns and its factors take as long as 1 to 7.
 
-Of a stack, all products in one batched pass take as long as 4 to 20; where they do not fit, each as long as alone.
+Of a stack, all products in one batched pass take as long as 4 to 20 steps; where they do not fit
+into one, each takes as long as alone.
 """
 
 
@@ -272,12 +273,12 @@ def attempt(
     plain = start is None and preconditioner is None
     stack = operator._domain.batch
     most = 4 * DENSE if method == "gmres" and restart is None else DENSE
-    small = plain and (stack or most > DENSE or not soon) and operator.shape[-1] <= min(most, limit - SOON)
+    small = plain and (stack or most > DENSE or not soon)
+    small = small and operator.shape[-1] <= min(most, limit - SOON)
     dense = small and stack and iterations is None and callback is None
     later = dense and _is_dear(operator) if stack else small and restart is None
     dense = dense and not later
-    if plain and not dense:
-        product = Measured(product, sides.units)
+    product = Measured(product, sides.units) if plain and not dense else product
     make, room = _method(method, operator, restart, scale)
     systems = Systems(product, inverse, torch.finfo(operator.dtype).eps, float(scale), room)
 
@@ -290,11 +291,11 @@ def attempt(
             block = make(systems, r, at, tolerance, left)
             return block.run((lambda: watch(shown)) if watch.seen else None)
 
-        by_matrix = functools.partial(_dense_solutions, operator, float(damping), sides, method == "cg")
+        by_matrix = functools.partial(_dense_solutions, operator, damping, sides, method == "cg")
         if iterations is None:
-            begin = by_matrix() if dense else x
+            begin, then = by_matrix() if dense else x, by_matrix if later else None
             soon = SOON if later and (stack or operator.shape[-1] > DENSE) else soon
-            end = solved(attempt, systems, sides, begin, tolerance, limit, by_matrix if later else None, soon)
+            end = solved(attempt, systems, sides, begin, tolerance, limit, then, soon)
         else:
             end = stepped(attempt, systems, sides, x, iterations, method)
         sides.check_room(end)
@@ -542,7 +543,8 @@ def _is_dear(stack: LinearOperator) -> bool:
 def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides, definite: bool) -> Tensor | None:
     """The solutions by the dense matrices of a stack; zeros where these are singular.
 
-    Of a single matrix None, where its products do not fit into one pass; zeros, where it is not `definite` but must be.
+    Of a single matrix None, where its products do not fit into one pass; zeros, where it has to be
+    `definite` and is not.
     """
     b, size, single = sides.rows, operator.shape[-1], not operator._domain.batch
     if single and operator._chunk(size) < size:
@@ -552,9 +554,9 @@ def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides, def
     columns = b.reshape(-1, len(matrices), size).movedim(0, -1) if len(matrices) else b[:, :, None]
     factors, pivots, _ = torch.linalg.lu_factor_ex(matrices)
     ends = factors.diagonal(dim1=-2, dim2=-1).abs()
-    singular = single and bool(ends.min() <= 10 * size * torch.finfo(operator.dtype).eps * ends.max())
-    if singular or (single and definite and bool(torch.linalg.cholesky_ex(matrices).info)):
-        return torch.zeros_like(b)  # iterations give the smallest of its solutions, or say where it bends down
+    least = 10 * size * torch.finfo(operator.dtype).eps * ends.max()
+    if single and (ends.min() <= least or (definite and torch.linalg.cholesky_ex(matrices).info)):
+        return torch.zeros_like(b)  # steps find the smallest solution, or where it bends
     x = torch.linalg.lu_solve(factors, pivots, columns)
     with as_given(x):
         rest = (columns - matrices @ x).norm(dim=-2, keepdim=True)

@@ -138,7 +138,7 @@ def argmin(
         Of samples (`batch_ndim`) with up to 64 unknowns each (256 with GMRES, without `restart`),
         the matrices of all are had by one product for each unknown, and solved, indefinite ones too.
         So is a single one of up to 64 unknowns (with conjugate gradients, if it is definite), where
-        these products fit into one batched pass, without `preconditioner`, `iterations` and `restart`.
+        these products fit into one batched pass, and without `preconditioner` and `iterations`.
 
     Examples:
         Ridge regression of one number: \(x = b / (1 + \theta)\), with the derivative \(-b / (1 + \theta)^2\):
