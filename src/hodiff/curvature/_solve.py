@@ -554,8 +554,9 @@ def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides, def
     columns = b.reshape(-1, len(matrices), size).movedim(0, -1) if len(matrices) else b[:, :, None]
     factors, pivots, _ = torch.linalg.lu_factor_ex(matrices)
     ends = factors.diagonal(dim1=-2, dim2=-1).abs()
-    least = 10 * size * torch.finfo(operator.dtype).eps * ends.max()
-    if single and (ends.min() <= least or (definite and torch.linalg.cholesky_ex(matrices).info)):
+    eps = torch.finfo(operator.dtype).eps
+    bends = single and definite and torch.linalg.cholesky_ex(matrices).info
+    if single and (bends or ends.min() <= 10 * size * eps * ends.max()):
         return torch.zeros_like(b)  # steps find the smallest solution, or where it bends
     x = torch.linalg.lu_solve(factors, pivots, columns)
     with as_given(x):
