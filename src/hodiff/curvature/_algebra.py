@@ -117,6 +117,11 @@ class ProductOperator(ComposedOperator):
         left, right = self._made_of
         return (left is right and left.symmetric) or left._transpose_of is right or right._transpose_of is left
 
+    @property
+    def _turns(self) -> bool:
+        left, right = self._made_of
+        return left is right and left._turns
+
     def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
         left, right = self._made_of
         middle = product(right, right._domain.take(parts, count, self._space), count)
@@ -125,7 +130,8 @@ class ProductOperator(ComposedOperator):
 
     def _transposed(self) -> LinearOperator:
         left, right = self._made_of
-        return ProductOperator(right.T, left.T)
+        turned = right.T
+        return ProductOperator(turned, turned if left is right else left.T)
 
     def _about(self) -> str:
         return " @ ".join(map(repr, self._made_of))

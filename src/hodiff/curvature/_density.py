@@ -314,11 +314,12 @@ def _differentiable_logdet(
     """The value with its graph: of the matrix where its columns are known, else of the estimate over these vectors."""
     with _settings.recording():
         rows, value = normal(rows.to(operator.dtype)), normal(value)
-        images = (operator._recorded_rows(rows) if columns is None else columns) + shift * rows
+        live = operator._halves()
+        images = (live._recorded_rows(rows) if columns is None else columns) + shift * rows
         if columns is not None:
             matrix = images.to(value.dtype).movedim(0, -1)  # PyTorch has no determinant of half precision
             return torch.logdet((matrix + matrix.mT) / 2)
-        return _LogDeterminant.apply((operator, rows, shift, start), value, images)
+        return _LogDeterminant.apply((operator, live, rows, shift, start), value, images)
 
 
 class _LogDeterminant(torch.autograd.Function):
@@ -331,8 +332,9 @@ class _LogDeterminant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *v: Tensor) -> tuple[Any, ...]:
-        (operator, rows, shift, start), recorded = ctx.given, torch.is_grad_enabled()
+        (operator, live, rows, shift, start), recorded = ctx.given, torch.is_grad_enabled()
         parts, near = (operator._domain.split(part.to(rows)) for part in (rows, start))
+        operator = live if recorded else operator
         record = solve(operator, parts, damping=shift, start=near, create_graph=recorded)
         solutions = operator._domain.join(record.value, len(rows))
         return None, None, v[0].unsqueeze(-1) * solutions / len(solutions)

@@ -126,10 +126,10 @@ def eigsh(
     rows = record.vectors.T[:k].contiguous()
     moved = partial(_moved, operator, record.value, rows, rtol)
     with _settings.recording():
-        images, dtype = operator._recorded_rows(rows), _vectors.sum_dtype(operator.dtype)
+        live = operator._halves()
+        images, dtype = live._recorded_rows(rows), _vectors.sum_dtype(operator.dtype)
         u = _Eigenvector.apply(moved, normal(rows), images)
-        live = operator._recorded_rows(u)
-        value = _Eigenvalue.apply(u.to(dtype), images.to(dtype), live.to(dtype))
+        value = _Eigenvalue.apply(u.to(dtype), images.to(dtype), live._recorded_rows(u).to(dtype))
     spent = record.products + operator.products - before
     return EigenRecord(value, record.vectors[:, :k], record.residual[:k], record.converged, spent)
 

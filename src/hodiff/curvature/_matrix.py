@@ -25,8 +25,9 @@ class MatrixOperator(LinearOperator):
 
     Args:
         A: A matrix of shape `(M, D)`, or a vector of shape `(D,)` for a diagonal one.
-        symmetric: Whether the matrix is symmetric, up to a few ulps of its norm; by default this is
-            checked.
+        symmetric: Whether the matrix is symmetric, up to a few ulps of its norm. By default this is
+            checked, and derivatives by *A* treat it as symmetric only in its values. True says that
+            it always is, like a kernel matrix.
         batch_ndim: How many leading dimensions of *A* index the matrices of a stack, `(*batch, M,
             D)`. A vector is then `(*batch, D)`, several are `(K, *batch, D)`, or columns `(*batch,
             D, K)`. `hodiff.solve`, `hodiff.trace`, `hodiff.diagonal`, `hodiff.logdet` and
@@ -92,18 +93,23 @@ class MatrixOperator(LinearOperator):
         symmetric = None if symmetric is None else is_set(symmetric, "symmetric")
         self._diagonal = A.ndim == batch_ndim + 1
         symmetric_made = self._diagonal or (A.shape[-2] == A.shape[-1] and _is_symmetric(self._matrix))
-        self._symmetric = symmetric is not False and symmetric_made
+        self._symmetric, self._told = symmetric is not False and symmetric_made, bool(symmetric)
         if symmetric and not self._symmetric:
             raise InputError("symmetric=True: A differs from its transpose; give (A + A.T) / 2.")
         batch, (rows, *_) = A.shape[:batch_ndim], A.shape[batch_ndim:]
         hollow = self._matrix.new_empty(())
         self._space = Space.line(hollow.expand(*batch, A.shape[-1]), batch_ndim=batch_ndim)
-        self._rows = Space.line(hollow.expand(*batch, rows), batch_ndim=batch_ndim)
+        if rows != A.shape[-1]:
+            self._rows = Space.line(hollow.expand(*batch, rows), batch_ndim=batch_ndim)
 
     @property
     def symmetric(self) -> bool:
         """Whether the matrix is its own transpose."""
         return self._symmetric
+
+    @property
+    def _turns(self) -> bool:
+        return self._given.requires_grad and not (self._diagonal or self._told)
 
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         return [self._times_matrix(self._matrix, *parts)]
@@ -136,7 +142,10 @@ class MatrixOperator(LinearOperator):
         return few._times_some(rows, numbers // count * len(places) + inside)
 
     def _transposed(self) -> LinearOperator:
-        return MatrixOperator(self._given.mT, symmetric=False, batch_ndim=len(self._space.batch))
+        turned = copy.copy(self)
+        turned._given, turned._matrix = self._given.mT, self._matrix.mT
+        turned._space, turned._rows = self._range, self._domain
+        return turned
 
     def _chunk(self, count: int) -> int:
         most = max(1, self._space.batch.numel()) * max(self.shape[-2:])

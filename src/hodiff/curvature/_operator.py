@@ -120,6 +120,15 @@ class LinearOperator(ABC):
         """Whether the operator is its own transpose by construction."""
         return bool(self._made_of) and all(part.symmetric for part in self._made_of)
 
+    @property
+    def _turns(self) -> bool:
+        """Whether it may be symmetric at its values alone; its transpose has other derivatives then."""
+        return any(part._turns for part in self._made_of)
+
+    def _halves(self) -> LinearOperator:
+        """Half the sum with its transpose, where derivatives tell the two apart."""
+        return 0.5 * (self + self.T) if self._turns else self
+
     def _chunk(self, count: int) -> int:
         """How many of `count` vectors one product should take."""
         return min([part._chunk(count) for part in self._made_of], default=count)
@@ -379,7 +388,7 @@ class LinearOperator(ABC):
     @property
     def T(self) -> LinearOperator:
         """The transpose; a symmetric operator is its own."""
-        if self.symmetric:
+        if self.symmetric and not self._turns:
             return self
         if self._transpose_of is not None:
             return self._transpose_of
@@ -476,8 +485,8 @@ class LinearOperator(ABC):
 
     def _dense(self) -> Tensor:
         rows, columns = self.shape[-2:]
-        needed, free = self.shape.numel() * self._domain.dtype.itemsize, free_bytes(self.device)
-        if needed > free:
+        needed = self.shape.numel() * self._domain.dtype.itemsize
+        if needed > 2**23 and needed > (free := free_bytes(self.device)):  # which reads a file
             raise InputError(
                 f"dense: a {rows} x {columns} matrix of {self.dtype} takes {readable(needed)}, and "
                 f"{readable(free)} are free. Use products (A @ v), hodiff.eigsh, hodiff.trace, hodiff.diagonal, or "

@@ -30,6 +30,7 @@ from hodiff.curvature._krylov import (
     zeros,
 )
 from hodiff.curvature._links import CallSite, Chain, ImplicitSystem
+from hodiff.curvature._matrix import MatrixOperator
 from hodiff.curvature._operator import LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
     Callback,
@@ -48,6 +49,20 @@ from hodiff.errors import InputError
 
 Method = Literal["cg", "minres", "gmres", "neumann"]
 V = TypeVar("V")
+
+DENSE = 64
+"""Of stacks of matrices up to this size, these and their factors are cheaper than iterations.
+
+GMRES, whose basis is as large as the matrix, takes longer up to four times that. Of a single matrix
+it does, too, where all products fit into one batched pass; but systems that end soon come first.
+So do all methods where each product is a pass (`soon=0`), and there nothing comes first.
+"""
+SOON = 8
+"""So many steps of GMRES: a matrix of 8 to 300 columns and its factors take as long as 1 to 7.
+
+Of a stack, all products in one batched pass take as long as 4 to 20 steps; where they do not fit
+into one, each takes as long as alone.
+"""
 
 
 def solve(
@@ -134,7 +149,8 @@ def solve(
         A stack of matrices (`batch_ndim=` of its operator) with up to 64 columns (256 for GMRES
         without `restart`) takes a product for each column: the dense matrices are solved directly,
         and those that fail iteratively. Not with `iterations`, a `preconditioner`, a `start` or a
-        `callback`. For a single matrix with up to 256 columns, GMRES that does not converge in
+        `callback`; and functions of 32 or more columns, or whose products do not fit into one
+        batched pass, take eight steps first. For a single matrix with up to 256 columns, GMRES that does not converge in
         eight steps also solves the dense matrix, if all products fit into one batched pass.
 
         With `create_graph`, two more differentiable products (for a Hessian an evaluation and two
@@ -236,10 +252,12 @@ def attempt(
     scale: float = 1.0,
     callback: Callback | None = None,
     progress: bool | None = False,
+    soon: int = SOON,
 ) -> tuple[SolveRecord[V], str | None]:
     """`solve`, and in words why it has not converged, for who has more to say than a warning.
 
-    `rtol` may be a list, with one for each right-hand side.
+    `rtol` may be a list, with one for each right-hand side. A small system that does not end in so
+    many products as `soon` says is solved by its matrix.
     """
     _arguments.check_option(method, Method, "method")
     operator = check_square(
@@ -253,12 +271,14 @@ def attempt(
     inverse = _preconditioning(preconditioner, operator, method)
     product = _rounded(operator, "" if preconditioner is None else _OF_TWO, float(damping))
     plain = start is None and preconditioner is None
-    most = 4 * DENSE if method == "gmres" and restart is None else DENSE
     stack = operator._domain.batch
-    small = (stack or most > DENSE) and plain and operator.shape[-1] <= min(most, limit - SOON)
-    dense = stack and small and iterations is None and callback is None
-    if plain and not dense:
-        product = Measured(product, sides.units)
+    most = 4 * DENSE if method == "gmres" and restart is None else DENSE
+    small = plain and (stack or most > DENSE or not soon)
+    small = small and operator.shape[-1] <= min(most, limit - SOON)
+    dense = small and stack and iterations is None and callback is None
+    later = dense and _is_dear(operator) if stack else small and restart is None
+    dense = dense and not later
+    product = Measured(product, sides.units) if plain and not dense else product
     make, room = _method(method, operator, restart, scale)
     systems = Systems(product, inverse, torch.finfo(operator.dtype).eps, float(scale), room)
 
@@ -271,10 +291,11 @@ def attempt(
             block = make(systems, r, at, tolerance, left)
             return block.run((lambda: watch(shown)) if watch.seen else None)
 
-        by_matrix = functools.partial(_dense_solutions, operator, float(damping), sides)
+        by_matrix = functools.partial(_dense_solutions, operator, damping, sides, method == "cg")
         if iterations is None:
-            later = by_matrix if small and not stack else None
-            end = solved(attempt, systems, sides, by_matrix() if dense else x, tolerance, limit, later)
+            begin, then = by_matrix() if dense else x, by_matrix if later else None
+            soon = SOON if later and (stack or operator.shape[-1] > DENSE) else soon
+            end = solved(attempt, systems, sides, begin, tolerance, limit, then, soon)
         else:
             end = stepped(attempt, systems, sides, x, iterations, method)
         sides.check_room(end)
@@ -513,20 +534,17 @@ def _method(
 METHODS: dict[Method, type[Block]] = {"cg": ConjugateGradients, "minres": MINRES, "gmres": GMRES, "neumann": Neumann}
 
 
-DENSE = 64
-"""Of stacks of matrices up to this size, these and their factors are cheaper than iterations.
-
-GMRES, whose basis is as large as the matrix, takes longer up to four times that. Of a single matrix
-it does, too, where all products fit into one batched pass; but systems that end soon come first.
-"""
-SOON = 8
-"""So many steps of GMRES; measured, a matrix of 8 to 300 columns and its factors take as long as 1 to 7."""
+def _is_dear(stack: LinearOperator) -> bool:
+    """Whether its matrices take so long that a few steps come first."""
+    size = stack.shape[-1]
+    return not isinstance(stack, MatrixOperator) and (size >= 4 * SOON or stack._chunk(size) < size)
 
 
-def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides) -> Tensor | None:
+def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides, definite: bool) -> Tensor | None:
     """The solutions by the dense matrices of a stack; zeros where these are singular.
 
-    Of a single matrix None, where its products do not fit into one pass.
+    Of a single matrix None, where its products do not fit into one pass; zeros, where it has to be
+    `definite` and is not.
     """
     b, size, single = sides.rows, operator.shape[-1], not operator._domain.batch
     if single and operator._chunk(size) < size:
@@ -536,8 +554,10 @@ def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides) -> 
     columns = b.reshape(-1, len(matrices), size).movedim(0, -1) if len(matrices) else b[:, :, None]
     factors, pivots, _ = torch.linalg.lu_factor_ex(matrices)
     ends = factors.diagonal(dim1=-2, dim2=-1).abs()
-    if single and bool(ends.min() <= 10 * size * torch.finfo(operator.dtype).eps * ends.max()):
-        return torch.zeros_like(b)  # iterations give the smallest of its solutions
+    eps = torch.finfo(operator.dtype).eps
+    bends = single and definite and torch.linalg.cholesky_ex(matrices).info
+    if single and (bends or ends.min() <= 10 * size * eps * ends.max()):
+        return torch.zeros_like(b)  # steps find the smallest solution, or where it bends
     x = torch.linalg.lu_solve(factors, pivots, columns)
     with as_given(x):
         rest = (columns - matrices @ x).norm(dim=-2, keepdim=True)
@@ -602,6 +622,7 @@ def solved(
     rtol: list[float],
     limit: int,
     by_matrix: Callable[[], Tensor | None] | None = None,
+    soon: int = 0,
 ) -> Solutions:
     """Run the method, look at the true residuals, and begin anew from there while that helps.
 
@@ -609,11 +630,11 @@ def solved(
     What does not end soon begins with the solutions `by_matrix`.
     """
     if by_matrix is not None:
-        end = solved(run, systems, sides, x, rtol, SOON)
-        if set(end.status) <= {"converged"}:
+        end = solved(run, systems, sides, x, rtol, soon) if soon else None
+        if end is not None and set(end.status) <= {"converged"}:
             return end
         x = by_matrix()
-        limit -= SOON if x is None else SOON + x.shape[-1]
+        limit -= soon if x is None else soon + x.shape[-1]
     end, r, at = _begun(systems.product, sides, x, rtol)
     while at:
         # The last product is kept for the true residual.

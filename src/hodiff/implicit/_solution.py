@@ -142,7 +142,9 @@ def argmin(
         Hessian-vector product of the result takes three systems in all. Memory: as many graphs of a
         gradient, independent of the solver. For samples (`batch_ndim`) with up to 64 unknowns each
         (256 with GMRES, without `restart`), the matrices of all are computed by one product for
-        each unknown, and solved directly, even if indefinite.
+        each unknown, and solved directly, even if indefinite. So is a single system of up to 64
+        unknowns (with conjugate gradients only if definite), if these products fit into one batched
+        pass, and without `preconditioner` and `iterations`.
 
     Examples:
         Ridge regression of one number: \(x = b / (1 + \theta)\), with the derivative \(-b / (1 + \theta)^2\):
@@ -248,9 +250,9 @@ def root(
     Cost:
         The call takes one evaluation (`order + 1` for higher orders) and a product with \(J^\top\).
         The backward pass takes a linear system (a reverse pass for each product) and one pass;
-        higher derivatives also take products with *J*, one pass each. Up to 256 unknowns, without
-        `restart`, a system that does not converge in eight products is solved by its matrix,
-        computed in one batched pass, if that fits into memory.
+        higher derivatives also take products with *J*, one pass each. Without `restart`,
+        a system of up to 64 unknowns is solved by its matrix, and one of up to 256 if it does not
+        converge in eight products: one batched pass, if that fits into memory.
 
     Examples:
         The square root of \(\theta\), whose derivative is \(1 / (2 \sqrt\theta)\):
@@ -520,6 +522,7 @@ class Problem:
                 iterations=given.iterations,
                 restart=given.restart,
                 scale=given.scale,
+                soon=0,  # each product is a pass, and all of a small matrix are one
             ),
             preconditioner=given.preconditioner,
             rtol=given.rtol,
@@ -611,9 +614,13 @@ class Transposed(LinearOperator):
         """The state in which passes may run."""
         return self._graph.resumed() if self._calls_back else _settings.recording()
 
-    def _chunk(self, count: int) -> int:
+    @functools.cached_property
+    def _together(self) -> int:
         survey = _nodes.survey([part for part in self._residual if part.requires_grad])
-        return min(count, _reverse.auto_chunk(survey, self._graph.leaves))
+        return _reverse.auto_chunk(survey, self._graph.leaves)
+
+    def _chunk(self, count: int) -> int:
+        return min(count, self._together)
 
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         with self.ready():

@@ -393,6 +393,71 @@ def test_a_log_determinant_by_all_that_makes_it(vectors: Tensor | None, order: i
     assert check(value, (scale, diagonal, shift), atol=1e-6)
 
 
+# --- a matrix that is symmetric at its values, as one that begins as the identity, and a free argument all the same ---
+
+
+def turned(W: Tensor) -> hodiff.LinearOperator:
+    return hodiff.MatrixOperator(W).T
+
+
+OF_TURNED: dict[str, tuple[Callable[..., hodiff.LinearOperator], Callable[..., Tensor]]] = {
+    "W'": (turned, lambda W: W.T),
+    "W'W": (lambda W: turned(W) @ hodiff.MatrixOperator(W), lambda W: W.T @ W),
+    "(WW)'": (lambda W: (turned(W).T @ turned(W).T).T, lambda W: W.T @ W.T),
+    "(2W + d)'": (
+        lambda W: (2 * hodiff.MatrixOperator(W) + hodiff.MatrixOperator(draw(3, seed=1).abs())).T,
+        lambda W: 2 * W.T + torch.diag(draw(3, seed=1).abs()),
+    ),
+}
+
+
+@pytest.mark.parametrize("start", [torch.eye(3, dtype=D), matrix(3, 2, symmetric=True)], ids=["the identity", "any"])
+@pytest.mark.parametrize("name", OF_TURNED)
+def test_transposes_of_a_matrix_that_is_symmetric_at_its_values(name: str, start: Tensor) -> None:
+    """They were the matrix itself, and the derivative that of the transpose."""
+    ours, dense = OF_TURNED[name]
+    b, v = draw(3, seed=3), draw(3, 3, seed=4)
+    loss = lambda W: hodiff.solve(ours(W), b, method="gmres", rtol=1e-13).value.sin().sum()
+    expected = lambda W: torch.linalg.solve(dense(W), b).sin().sum()
+    agree(hodiff.grad(loss, start), hodiff.grad(expected, start), 1e-9)
+    agree(hodiff.hvp(loss, start, v), hodiff.hvp(expected, start, v), 1e-8)
+    assert ours(start).symmetric == ours(start.clone().requires_grad_()).symmetric
+    assert ours(start).T.T.symmetric == ours(start).symmetric
+
+
+OF_HALVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "eigsh": (
+        lambda W: hodiff.eigsh(hodiff.MatrixOperator(W), 2, rtol=1e-12).value.sin().sum(),
+        lambda W: torch.linalg.eigvalsh((W + W.T) / 2)[-2:].sin().sum(),
+    ),
+    "logdet": (
+        lambda W: hodiff.logdet(hodiff.MatrixOperator(W), vectors=HADAMARD).value.sin(),
+        lambda W: torch.logdet((W + W.T) / 2).sin(),
+    ),
+    "of W + W'": (
+        lambda W: hodiff.logdet(hodiff.MatrixOperator(W) + turned(W), vectors=HADAMARD).value.sin(),
+        lambda W: torch.logdet(W + W.T).sin(),
+    ),
+    "of a stack": (
+        lambda W: hodiff.logdet(hodiff.MatrixOperator(W[None], batch_ndim=1), vectors=HADAMARD[:, None]).value.sin(),
+        lambda W: torch.logdet((W + W.T) / 2).sin(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_HALVES)
+def test_second_derivatives_by_a_matrix_that_is_symmetric_at_its_values(name: str) -> None:
+    """They are those of its half sum with its transpose; they had another skew part than the gradient that moves."""
+    (ours, dense), W, v = OF_HALVES[name], matrix(8, 5, symmetric=True), draw(8, 8, seed=4)
+    agree(hodiff.grad(ours, W), hodiff.grad(dense, W), 1e-9)
+    agree(hodiff.hvp(ours, W, v), hodiff.hvp(dense, W, v), 1e-8)
+
+
+def test_who_says_that_a_matrix_is_symmetric_means_always() -> None:
+    told = hodiff.MatrixOperator(torch.eye(2, requires_grad=True), symmetric=True)
+    assert told.T is told
+
+
 def test_the_gradient_of_an_estimated_log_determinant_is_of_the_vectors_that_were_drawn() -> None:
     """The mean of (A⁻¹z)' dA z over them, by a dense inverse."""
     A = matrix(40, 8, symmetric=True)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis
 import pytest
@@ -90,6 +91,23 @@ def test_samples_that_have_converged_are_not_read(monkeypatch: pytest.MonkeyPatc
     agree(found.value, each(A, b), 1e-6)
     assert read[0] == read[-1] == (2, 4, 20, 20) and set(read[1:-1]) == {(1, 20, 20)}
     assert found.products == operator.products == 3 * len(read)
+
+
+@pytest.mark.parametrize("condition", [1.2, 1e4])
+@pytest.mark.parametrize(("method", "size"), [("cg", 40), ("minres", 40), ("gmres", 40), ("cg", 16)])
+def test_matrices_of_functions_come_after_a_few_steps(
+    method: Any, size: int, condition: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are large, or their products do not fit into one pass."""
+    if size < 40:
+        monkeypatch.setattr(hodiff.HessianOperator, "_chunk", lambda H, count: 3)
+    scale = torch.linspace(1, condition, size, dtype=D)
+    H = hodiff.HessianOperator(lambda x: (0.5 * scale * x * x).sum(-1), draw(3, size), batch_ndim=1)
+    b = draw(3, size, seed=1)
+    found = hodiff.solve(H, b, method=method)
+    agree(found.value, b / scale, 1e-7)
+    assert bool(found.converged.all())
+    assert found.products <= 8 if condition < 2 else size <= found.products <= size + 10
 
 
 @pytest.mark.parametrize("dtype", [D, torch.float32])

@@ -3,6 +3,7 @@
 import math
 import warnings
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -157,6 +158,31 @@ def test_a_deep_equilibrium(radius: float) -> None:
     assert relative_error(v @ hodiff.grad(outer, u), first) < 1e-8
     second = first_difference(lambda t: hodiff.grad(outer, u + t * v), 1e-3)
     assert relative_error(hodiff.hvp(outer, u, v), second) < 1e-7
+
+
+@pytest.mark.parametrize(("size", "steps"), [(10, 0), (64, 0), (65, 20)])
+@pytest.mark.parametrize("method", ["cg", "minres"])
+def test_a_small_system_is_solved_by_its_matrix(
+    method: Any, size: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it in one pass, and no steps; but where it is not definite."""
+    taken: list[int] = []
+    for kind in (_krylov.ConjugateGradients, _krylov.MINRES):
+        step = kind.step
+        monkeypatch.setattr(kind, "step", lambda block, step=step: (taken.append(1), step(block))[1])
+    scale = torch.linspace(1, 30, size, dtype=D)
+    t, u = torch.ones(size, dtype=D, requires_grad=True), torch.linspace(1, 2, size, dtype=D)
+    f = lambda x: (0.5 * scale * x * x - t * x).sum()
+    (found,) = torch.autograd.grad(argmin(f, 1 / scale, method=method), t, u)
+    assert relative_error(found, u / scale) < (1e-12 if not steps else 1e-7)
+    assert len(taken) >= steps if steps else not taken
+    scale[0] = -1.0
+    x = argmin(f, 1 / scale, method=method)
+    if method == "cg":
+        with pytest.raises(GraphError, match="negative or zero curvature"):
+            torch.autograd.grad(x, t, u)
+    else:
+        assert relative_error(torch.autograd.grad(x, t, u)[0], u / scale) < 1e-7
 
 
 def test_a_saddle_needs_minres() -> None:
