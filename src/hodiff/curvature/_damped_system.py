@@ -23,6 +23,9 @@ RANK = 100
 LEAST = 10
 """So many of them whatever the budget."""
 
+NARROW = 512
+"""Up to so many columns a tall J lies column by column, for its products; more fill slowly."""
+
 ITERATIONS = 100
 RTOL = 1e-6
 """Of conjugate gradients; the step is refined once, which squares it."""
@@ -68,7 +71,9 @@ class DampedSystem:
         self.by_products = not self._kept and 16 * columns**2 > budget
         self._rank = min(RANK, columns, max(LEAST, int(budget / 24) // columns))
         self.in_samples = rows <= columns and self._kept
-        self._J = self.r.new_empty(rows if self._kept else 0, columns)
+        kept = rows if self._kept else 0
+        tall = not self.in_samples and columns <= NARROW
+        self._J = self.r.new_empty(columns, kept).T if tall else self.r.new_empty(kept, columns)
         self._block_rows = max(1, int(budget / 4) // (8 * columns))
         self._begin, self._squares, self.compared = 0, 0.0, not self.by_products
         self.gradient = self.r.new_zeros(columns)
@@ -131,7 +136,7 @@ class DampedSystem:
             column += width
         r = self.r[self._begin : self._begin + len(block)]
         self.gradient = torch.addmv(self.gradient, block.T, r)
-        self._squares += float(block.view(-1) @ block.view(-1))
+        self._squares += float(torch.linalg.vector_norm(block)) ** 2
         if not self._kept:
             self._matrix.addmm_(block.T, block)
         self._begin += len(block)
@@ -165,10 +170,8 @@ class DampedSystem:
                 "residuals: their derivative is not finite at the parameters as they are (a root of 0, "
                 "a norm of 0?); nothing was changed."
             )
-        if self._kept and not self.in_samples:
-            self._matrix = self._J.T @ self._J
-        elif self._kept:
-            self._matrix = _lower_product(self._J)
+        if self._kept:
+            self._matrix = _lower_product(self._J if self.in_samples else self._J.T)
         if self.by_products:
             vectors, values = self._sketch
             squares = vectors.square() @ values
@@ -182,7 +185,8 @@ class DampedSystem:
     def cosine(self) -> float:
         """The largest cosine between the residuals and a column of J: 0 at a minimum."""
         size = self.norms * math.sqrt(2 * self.loss)
-        return float((self.gradient.abs() / size.clamp(min=torch.finfo(DOUBLE).tiny)).max())
+        # A column of nothing, or of squares that underflow, has no direction.
+        return float(torch.where(size > 0, self.gradient.abs() / size, 0.0).max())
 
     def step(self, damping: float, drift: Tensor | None) -> DampedStep:
         """The minimum of |J d + r|^2 + damping |d - drift|^2."""
@@ -276,7 +280,7 @@ def _by_factor(factor: Tensor, d: Tensor, b: Tensor) -> Tensor:
 
 def _lower_product(J: Tensor) -> Tensor:
     """J J', of which only the lower half is needed: the blocks above the diagonal are zero."""
-    product, size = J.new_zeros(len(J), len(J)), max(256, -(-len(J) // 4))
+    product, size = J.new_zeros(len(J), len(J)), max(64, -(-len(J) // 4))
     for start in range(0, len(J), size):
         stop = min(start + size, len(J))
         torch.mm(J[start:stop], J[:stop].T, out=product[start:stop, :stop])

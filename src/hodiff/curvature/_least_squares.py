@@ -42,6 +42,10 @@ FREER = 100.0
 """How many times less damping is tried before a minimum is said to be reached."""
 LEAST, MOST = 1e-13, 1e8
 """The bounds of the damping; the lower one holds for the search alone."""
+SMALL = 2**20
+"""Bytes of a Jacobian that are kept without asking the system how much is free."""
+NONE = 1e-30
+"""Less damping than this holds no parameter back."""
 FULL_CHECKS = (1, 10, 100)
 """The steps at which all rows of J count in the comparison, not those of large residuals alone."""
 
@@ -264,8 +268,18 @@ class LevenbergMarquardt(Rateless):
     def _system(self, graph: OutputGraph, joint: _Joint, *, full: bool, known: bool) -> DampedSystem | None:
         """The residuals and their Jacobian, checked; None where known ones are wrong."""
         outputs = [self._checked(graph, joint, output, i) for i, output in enumerate(graph.outputs)]
-        budget = _memory.budget(self._budget, outputs[0].device)
-        system = DampedSystem(outputs, sum(leaf.numel() for leaf in graph.leaves), budget)
+        columns = sum(leaf.numel() for leaf in graph.leaves)
+        size = 8 * columns * sum(output.numel() for output in outputs)
+        asked = self._budget.__class__ is not float or not self._budget or size > SMALL
+        budget = _memory.budget(self._budget, outputs[0].device) if asked else size
+        system = DampedSystem(outputs, columns, budget)
+        first = "step" not in self.state[self.param_groups[0]["params"][0]]
+        if not math.isfinite(system.loss) or (first and not system.loss and system.r.any()):
+            largest = float(system.r.abs().max())
+            raise InputError(
+                f"residuals: the largest is {largest:.1e}, and half the sum of the squares "
+                f"is {system.loss} in float64; scale them. Nothing was changed."
+            )
         if system.by_products:
             system.products(graph, outputs)
             return system.closed()
@@ -440,7 +454,7 @@ class LevenbergMarquardt(Rateless):
         parameters that are large beside the others.
         """
         damping = state["damping"]
-        least, floor = at.rounding(), LEAST if self._least is None else self._least
+        least, floor = at.rounding(), NONE if self._least is None else self._least
         while damping > floor and at.number < self._tries:
             damping = max(floor, damping / FREER)
             freer = system.step(damping * state["scale"], None)

@@ -244,13 +244,16 @@ def nystrom_eigenpairs(omega: Tensor, images: Tensor, dtype: torch.dtype) -> tup
     double = images.dtype if images.device.type == "mps" else torch.float64
     unit = power_of_two(images) or 1.0
     omega, images = omega.to(double), images.to(double) / unit
-    nu = float(torch.finfo(dtype).eps * images.norm())
-    if nu == 0:
+    least = len(omega) ** 0.5 * torch.finfo(dtype).eps * float(images.norm())
+    if least == 0:
         return omega, images.new_zeros(omega.shape[1])
-    y = images + nu * omega  # a definite matrix, whose eigenvalues are larger by nu
-    inner = omega.T @ y
-    factor, failed = torch.linalg.cholesky_ex((inner + inner.T) / 2, upper=True)
-    if int(failed):
+    for nu in (least, 100 * least):  # products may round by more than their last digit
+        y = images + nu * omega  # a definite matrix, whose eigenvalues are larger by nu
+        inner = omega.T @ y
+        factor, failed = torch.linalg.cholesky_ex((inner + inner.T) / 2, upper=True)
+        if not failed:
+            break
+    else:
         raise InputError(
             "nystrom: is for positive semidefinite operators, and this one has a direction of negative curvature; take "
             "hodiff.GaussNewtonOperator, or method='minres' without a preconditioner."

@@ -218,6 +218,23 @@ def test_damping_that_holds_a_parameter_back_is_no_minimum(search):
     assert optimizer.last.converged is not search  # the search keeps some damping, and is still on its way
 
 
+def test_a_column_whose_squares_underflow_has_no_direction():
+    b = tensor(1.0, 1.0)
+    optimizer = hodiff.LevenbergMarquardt(lambda b: b[:1] - 2 + 1e-170 * b[1], b)
+    optimizer.step()
+    assert optimizer.last.gradient == pytest.approx(1)
+
+
+def test_rounding_of_products_is_no_negative_curvature():
+    """What a normalised layer does not see is a zero of J'J, of either sign."""
+    torch.manual_seed(3)
+    layers = nn.Linear(1, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 1)
+    model, x = nn.Sequential(*layers).double(), torch.randn(6, 1, dtype=D)
+    optimizer = hodiff.LevenbergMarquardt(lambda model, x: 30 * (model(x)[:, 0] - x[:, 0]), model, memory_budget=0)
+    losses = [float(optimizer.step(x)) for _ in range(6)]
+    assert losses[-1] < 0.2 * losses[0]
+
+
 # --- training
 
 
@@ -660,6 +677,8 @@ STEPS = {
         r"residuals\[0\]: returned shape \(3, 3\) of 3 samples, and \(2, 2\) of 2: .*\.squeeze\(-1\)",
     ),
     "nan": (lambda x: x / 0 * 0, (), r"residuals\[0\]: 2 of 2 are not finite at the parameters as they are; nothing"),
+    "overflow": (lambda x: x.double() * 1e200, (), r"largest is 1\.0e\+200, and half the sum of the squares is inf"),
+    "underflow": (lambda x: x.double() * 1e-200, (), r"largest is 1\.0e-200, .* is 0\.0 in float64; scale them"),
     "infinite slope": (lambda x: (x - 1).abs().sqrt(), (), r"their derivative is not finite"),
     "constant": (lambda x: torch.ones(2), (), r"carries no graph"),
     "no tensor": (lambda x: [1.0], (), r"is a float|returned"),
