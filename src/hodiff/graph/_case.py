@@ -18,7 +18,7 @@ from hodiff._core._faults import interrupts
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved, _source
 from hodiff.graph._names import TensorNames
-from hodiff.graph._record import Pass, Record
+from hodiff.graph._record import NOTHING, Pass, Record
 from hodiff.graph._source import Line, Path, line_of, quoted
 
 TITLE = "hodiff: why this"
@@ -130,12 +130,22 @@ class FailedPass:
     tensors: list[Tensor]
     inputs: list[Any] | None
     frames: list[FrameType]
-    record: Record | None = None
+    recorded: Record | None = None
     call: Pass | None = None
     names: TensorNames = field(init=False)
 
     def __post_init__(self) -> None:
         self.names = TensorNames(self.frames)
+
+    @property
+    def record(self) -> Record:
+        """What was recorded; an empty record where nothing was."""
+        return self.recorded or NOTHING
+
+    @property
+    def path(self) -> Path:
+        """The user's frames in which a recorded pass was asked for, the innermost first."""
+        return self.call.path if self.call is not None else ()
 
     @property
     def line(self) -> Line | None:
@@ -155,7 +165,7 @@ class FailedPass:
         A line is a text, or a label with a line of the user's, a pass or a text; those that are not
         known are left out, as are fixes and what is not known of them.
         """
-        watched = self.record is not None
+        watched = self.recorded is not None
         return Explanation(
             self.name,
             cause,
@@ -457,7 +467,7 @@ PARAMETRIZED = "parametrize.cached()"
 
 def memoised(case: FailedPass, path: Path) -> str:
     """The function behind functools' cache that was running when something was made, and has returned."""
-    codes = {frame.code for frame in path} - {frame.code for frame in (case.call.path if case.call is not None else ())}
+    codes = {frame.code for frame in path} - {frame.code for frame in case.path}
     for value in [*case.names.values.values(), *map(type, case.names.values.values())]:
         for each in (value, *(vars(value).values() if isinstance(value, type) else ())):
             code = getattr(getattr(each, "__wrapped__", None), "__code__", None) if callable(each) else None

@@ -25,7 +25,7 @@ from hodiff._core._nodes import Node
 from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
 from hodiff.graph._case import LIKELY, Explanation, FailedPass, body, labelled
 from hodiff.graph._names import TensorNames, path_of, user_frames
-from hodiff.graph._record import Listener, Lost, Pass, is_gradient, tensors_in
+from hodiff.graph._record import NOTHING, Listener, Lost, Pass, is_gradient, tensors_in
 from hodiff.graph._source import Line, line_of
 from hodiff.graph._watch import Watch, WatchMode, recording
 
@@ -233,7 +233,7 @@ def _freed(case: FailedPass) -> str:
 
 def _freed_by_f(case: FailedPass) -> str:
     """The pass that `f` ran itself."""
-    tags = [case.record.tags.tag(node) for node in _freed_part(case)] if case.record is not None else []
+    tags = map(case.record.tags.tag, _freed_part(case))
     call = next((tag for tag in tags if tag is not None), None)
     if call is None:
         return ""
@@ -246,7 +246,7 @@ def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, rec
     """The lines, or the variables, of the nodes that the message is about."""
     lines: dict[str, None] = {}
     for node in _inspect.executed(_roots(outputs), None):
-        line = record.made(node) if record is not None else None
+        line = (record or NOTHING).made(node)
         if _is_blamed(failure, node):
             if line is not None:
                 lines[labelled("recorded at", line)] = None

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, cached_property
 from itertools import islice
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -191,13 +191,18 @@ class TensorNames:
         """A variable with the frame that it belongs to."""
         return NamedVariable(path, self.owners.get(root(path)))
 
+    @cached_property
+    def at(self) -> dict[str, Tensor]:
+        """The tensor that each path leads to."""
+        return {path: tensor for tensor in self._kept for path in self.paths[id(tensor)]}
+
     def by_node(self) -> dict[Node, tuple[NamedVariable, ...]]:
         """All variables that hold the output of each node."""
         variables: dict[Node, list[NamedVariable]] = {}
-        for tensor in self._kept:
+        for path, tensor in self.at.items():
             node = None if tensor.is_leaf else tensor.grad_fn
             if node is not None:
-                variables.setdefault(node, []).extend(self.held(path) for path in self.paths[id(tensor)])
+                variables.setdefault(node, []).append(self.held(path))
         return {node: tuple(held) for node, held in variables.items()}
 
     def all_tensors(self) -> list[Tensor]:

@@ -462,12 +462,13 @@ class Record:
             if _nodes.is_once_differentiable(function):  # whose own node is of no line
                 self.once[function.__name__, self.made(users.get(node, node))] = None
 
-    def path(self, node: Node) -> Path:
+    def path(self, node: Node | None) -> Path:
         """The user's frames in which a node was made, the innermost first; empty if it was not seen."""
-        number = self._log.line(_saved.sequence(node)) if _saved.answers().sequences else None
+        known = node is not None and _saved.answers().sequences
+        number = self._log.line(_saved.sequence(node)) if known else None
         return () if number is None else self._paths[number]
 
-    def made(self, node: Node) -> Line | None:
+    def made(self, node: Node | None) -> Line | None:
         """The line that made a node; None if it was not seen."""
         path = self.path(node)
         return path[0].line if path else None
@@ -479,6 +480,10 @@ class Record:
     def read_since(self, call: Pass) -> bool:
         """Whether the user has read some `.grad` since a pass."""
         return any(number > call.number for number in self._read.values())
+
+
+NOTHING = Record()
+"""The record of a program that was not recorded."""
 
 
 # --- what a call of PyTorch is to the recorder, and what its arguments are ------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import NamedTuple
 
@@ -92,32 +91,23 @@ def _freed_below(evidence: Evidence) -> str:
 
 def gather(case: FailedPass) -> Evidence | None:
     """The facts of a case that was recorded; None if the record does not show which pass freed what."""
-    record, call = case.record, case.call
-    if record is None or call is None:
+    if case.call is None:
         return None
+    record, graph = case.record, _inspect.below(case.roots)
     nodes = _inspect.executed(case.roots, case.inputs)
-    places = {path: tensor for tensor in case.names.all_tensors() for path in case.names.paths[id(tensor)]}
-    needing = _Needing(nodes, _inspect.below(case.roots), record)
+    spent = [node for node in nodes if _is_spent(node, record)]
+    needing = _nodes.leading_to({node: graph[node] for node in nodes}, spent)
     again = [root for root in case.roots if record.tags.tag(root) is not None and root in needing]
-    begin = again[:1] or _begin(case, record, needing, places)
-    if not begin:
-        return None
-    shared: dict[Node, SharedValue] = {}
-    for node in begin:
-        part = _part(case, record, node, places)
-        shared.setdefault(part.node, part)
-    parts = sorted(shared.values(), key=lambda part: (part.variable == "", not part.replaced, part.variable[:1] == "_"))
-    freed_by = _last_pass(record, parts[0].node)
-    return None if freed_by is None else Evidence(case, record, call, freed_by, tuple(parts), nodes)
+    begin = again[:1] or [_named(case, node) for node in _begin(case, graph, needing)]
+    parts = [_part(case, node) for node in dict.fromkeys(begin)]
+    parts.sort(key=lambda part: (part.variable == "", not part.replaced, part.variable[:1] == "_"))
+    freed_by = _last_pass(record, parts[0].node) if parts else None
+    return None if freed_by is None else Evidence(case, record, case.call, freed_by, tuple(parts), nodes)
 
 
 def _is_spent(node: Node, record: Record) -> bool:
     """Whether a pass freed what a node needs, or it was changed."""
-    if _saved.leaf(node) is not None:
-        return False
     trouble = _inspect.trouble(node)
-    if not trouble:
-        return False
     return trouble == "stale" or (trouble in ("freed", "unknown") and record.tags.tag(node) is not None)
 
 
@@ -132,39 +122,7 @@ def _last_pass(record: Record, node: Node) -> Pass | None:
     return next(tags, held if held is not None and held.retained else None)
 
 
-class _Needing:
-    """The nodes of a pass that lead to one which cannot run: told for those that are asked for, each node once."""
-
-    def __init__(self, nodes: Sequence[Node], below: dict[Node, list[Node]], record: Record) -> None:
-        self._run = set(nodes)
-        self._below = below
-        self._record = record
-        self._known: dict[Node, bool] = {}
-
-    def __contains__(self, node: Node) -> bool:
-        way: list[tuple[Node, Iterator[Node]]] = []
-        if self._look(node, way):
-            return True
-        while way:
-            child = next(way[-1][1], None)
-            if child is None:
-                way.pop()  # nothing was found below: as was noted of it
-            elif self._look(child, way):
-                self._known.update((each, True) for each, _ in way)
-                return True
-        return False
-
-    def _look(self, node: Node, way: list[tuple[Node, Iterator[Node]]]) -> bool:
-        """Whether a node is known to be one; else the way goes on through it."""
-        known = self._known.get(node)
-        if known is None and node in self._run:
-            known = self._known[node] = _is_spent(node, self._record)
-            if not known:
-                way.append((node, iter(self._below[node])))
-        return bool(known)
-
-
-def _begin(case: FailedPass, record: Record, needing: _Needing, places: dict[str, Tensor]) -> list[Node]:
+def _begin(case: FailedPass, graph: dict[Node, list[Node]], needing: set[Node]) -> list[Node]:
     """The values at which the old part begins, met from the loss: those that an earlier pass ran or left behind.
 
     What a pass did not run counts as well (the state beside a recurrent module's output), if the
@@ -172,42 +130,28 @@ def _begin(case: FailedPass, record: Record, needing: _Needing, places: dict[str
     then it is what a step left. Where one thing that a step left cannot be run, all of them are
     named: to cut that one alone would leave the gradient its way through the others.
     """
-    below = _inspect.below(case.roots)
-    nodes: list[Node] = []
-    others: list[Node] = []
-    seen: set[Node] = set()
-    level = [root for root in case.roots if root is not None]
-    while level:
-        following: list[Node] = []
-        for node in level:
-            if node in seen or _saved.leaf(node) is not None:
-                continue
-            seen.add(node)
-            old = node not in case.roots and (record.tags.tag(node) is not None or _is_left(case, record, node, places))
-            if not old:
-                following += below[node]
-            elif node in needing:
-                nodes.append(node)
-            else:
-                others.append(node)
-        level = following
-    if any(_is_left(case, record, node, places) for node in nodes):
-        nodes += [node for node in others if _is_left(case, record, node, places)]
-    return [_named(case, record, node) for node in nodes]
+    computed = [node for node in graph if node not in case.roots and _saved.leaf(node) is None]
+    left = {node for node in computed if _is_left(case, node)}
+    old = _nodes.topmost(case.roots, left | {node for node in computed if case.record.tags.tag(node) is not None})
+    nodes = [node for node in old if node in needing]
+    if left.isdisjoint(nodes):
+        return nodes
+    return nodes + [node for node in old if node in left and node not in needing]
 
 
-def _is_left(case: FailedPass, record: Record, node: Node, places: dict[str, Tensor]) -> bool:
-    call = record.tags.held_at(node)
+def _is_left(case: FailedPass, node: Node) -> bool:
+    tags = case.record.tags
+    call = tags.held_at(node)
     if call is None:
         return False
-    return record.ran_again(node, call) or any(_replaced(case, one, node, places) for one in record.tags.held(node))
+    return case.record.ran_again(node, call) or any(_replaced(case, held, node) for held in tags.held(node))
 
 
-def _named(case: FailedPass, record: Record, node: Node) -> Node:
+def _named(case: FailedPass, node: Node) -> Node:
     """The node, or the nearest below that a variable holds, if what lies between has saved nothing."""
     here = node
     for _ in range(NEAR):
-        if record.tags.held(here) or here in case.names.nodes or _parametrized(here):
+        if case.record.tags.held(here) or here in case.names.nodes or _parametrized(here):
             return here
         children = [child for child in _saved.children(here) if _saved.leaf(child) is None]
         if len(children) != 1 or _saved.slots(here):
@@ -219,32 +163,32 @@ def _named(case: FailedPass, record: Record, node: Node) -> Node:
 NEAR = 8
 
 
-def _replaced(case: FailedPass, held: NamedVariable, node: Node, places: dict[str, Tensor]) -> bool:
+def _replaced(case: FailedPass, held: NamedVariable, node: Node) -> bool:
     """Whether the variable that held a node's output holds something else now."""
-    if case.names.owners.get(_names.root(held.path)) is not held.code:
+    if case.names.held(held.path).code is not held.code:
         return False
-    now = places.get(held.path)
+    now = case.names.at.get(held.path)
     return now is None or now.grad_fn is not node
 
 
-def _part(case: FailedPass, record: Record, node: Node, places: dict[str, Tensor]) -> SharedValue:
+def _part(case: FailedPass, node: Node) -> SharedValue:
+    record = case.record
     path, call = record.path(node), _last_pass(record, node)
     again = call is not None and record.ran_again(node, call)
-    cached = _parametrized(node)
-    if cached:
-        return SharedValue(node, cached, None, True, False, path, again)
-    if not _holding(case, node) and not again and (kept := memoised(case, path)):
-        return SharedValue(node, kept, None, False, False, path, again)
-    now = [NamedVariable(name, case.names.owners.get(_names.root(name))) for name in _holding(case, node)]
-    then = [held for held in record.tags.held(node) if _replaced(case, held, node, places)]
-    likely = [held for held in then if _unlikely(held, call)[0] < OTHER]
+    holding = [path for path, tensor in case.names.at.items() if not tensor.is_leaf and tensor.grad_fn is node]
+    now = list(map(case.names.held, holding))
+    kept = _parametrized(node) or ("" if now or again else memoised(case, path))
+    if kept:
+        return SharedValue(node, kept, None, kept == PARAMETRIZED, False, path, again)
+    then = [held for held in record.tags.held(node) if _replaced(case, held, node)]
+    likely = any(_unlikely(held, call)[0] < OTHER for held in then)
+    replaced = False
     if now and (not likely or _among_entries(case, now)):  # the shortest way to it
-        best, replaced = min(now, key=lambda held: _steps(held.path)), False
+        best = min(now, key=lambda held: _steps(held.path))
     elif then:
-        best, replaced = min(then, key=lambda held: _unlikely(held, call)), bool(likely)
+        best, replaced = min(then, key=lambda held: _unlikely(held, call)), likely
     else:
-        before = record.tags.held(node)
-        best, replaced = (before[0] if before else NamedVariable(*_assigned(path))), False
+        best = next(iter(record.tags.held(node)), NamedVariable(*_assigned(path)))
     if not path and best.path:  # the result of a Python Function, which no watch sees made
         frame = next((frame for frame in case.frames if _source.assignments(best.path, line_of(frame))), None)
         made = _source.only_assignment(best.path, line_of(frame)) if frame is not None else None
@@ -252,15 +196,9 @@ def _part(case: FailedPass, record: Record, node: Node, places: dict[str, Tensor
     return SharedValue(node, best.path, best.code, bool(now), replaced, path, again)
 
 
-def _holding(case: FailedPass, node: Node) -> list[str]:
-    """The variables that hold a node's output now."""
-    tensors = [tensor for tensor in case.names.all_tensors() if not tensor.is_leaf and tensor.grad_fn is node]
-    return [path for tensor in tensors for path in case.names.paths[id(tensor)]]
-
-
 def _among_entries(case: FailedPass, now: list[NamedVariable]) -> bool:
     """Whether what holds it is an entry of what a function assigned in this very call, outside of loops: of a batch."""
-    frames = [frame for frame in (case.call.path if case.call is not None else ()) if frame.code.co_name != "<module>"]
+    frames = [frame for frame in case.path if frame.code.co_name != "<module>"]
     lines = {frame.code: frame.line for frame in frames if not _source.loops(frame.line)}
     return all(
         held.code in lines and "[" in held.path and _source.assignments(_names.root(held.path), lines[held.code])
@@ -396,8 +334,7 @@ def _infer(case: FailedPass, line: Line) -> Likely | None:
     if other is not None:
         return other
     loops = next(filter(None, (_source.loops(line_of(frame)) for frame in case.frames)), [])
-    tensors = [tensor for tensor in case.names.all_tensors() if tensor.grad_fn in graph]
-    sight = [path for tensor in tensors for path in case.names.paths[id(tensor)]]
+    sight = [path for path, tensor in case.names.at.items() if tensor.grad_fn in graph]
     for name in [name for loop in loops for name in _source.carried(loop)]:
         if any(_source.base(held) == name or held.endswith("." + name.split(".")[-1]) for held in sight):
             return _shared(line, None, name, "carried")
