@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 from types import CodeType, FrameType
@@ -132,10 +132,41 @@ class FailedPass:
     frames: list[FrameType]
     recorded: Record | None = None
     call: Pass | None = None
-    names: TensorNames = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.names = TensorNames(self.frames)
+    @cached_property
+    def names(self) -> TensorNames:
+        """The user's variables."""
+        return TensorNames(self.frames)
+
+    @cached_property
+    def graph(self) -> dict[Node, list[Node]]:
+        """The nodes below what is differentiated, outputs first, with the nodes that each leads to."""
+        return _nodes.walk(self.roots)
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """All nodes that the pass needs."""
+        return list(self.graph) if self.inputs is None else _inspect.executed(self.roots, self.inputs)
+
+    @cached_property
+    def troubles(self) -> dict[Node, str]:
+        """Of each node of the graph that could fail, why: see `_inspect.trouble`."""
+        return {node: trouble for node in self.graph if (trouble := _inspect.trouble(node))}
+
+    def having(self, nodes: Iterable[Node], reason: str) -> list[Node]:
+        """The nodes among some of the graph that have this trouble."""
+        return [node for node in nodes if self.troubles.get(node) == reason]
+
+    def below(self, roots: Iterable[Node]) -> dict[Node, list[Node]]:
+        """The part of the graph below some of its nodes."""
+        part = {root: self.graph[root] for root in roots}
+        reached = list(part)
+        for node in reached:  # which grows
+            for child in self.graph[node]:
+                if child not in part:
+                    part[child] = self.graph[child]
+                    reached.append(child)
+        return part
 
     @property
     def record(self) -> Record:
@@ -244,7 +275,6 @@ class Evidence:
         freed_by: The pass that freed the part, or kept it, while values that it needs have changed
             since.
         parts: Where the part begins, the named first.
-        nodes: All nodes that the failing pass needs.
     """
 
     case: FailedPass
@@ -252,7 +282,6 @@ class Evidence:
     call: Pass
     freed_by: Pass
     parts: tuple[SharedValue, ...]
-    nodes: list[Node] = field(repr=False)
 
     @property
     def first(self) -> SharedValue:
@@ -262,7 +291,7 @@ class Evidence:
     @cached_property
     def under(self) -> dict[Node, list[Node]]:
         """The nodes of the part, and below it, with the nodes that each leads to."""
-        return _inspect.below([part.node for part in self.parts])
+        return self.case.below([part.node for part in self.parts])
 
     @cached_property
     def below(self) -> list[Tensor]:
@@ -284,17 +313,21 @@ class Evidence:
     @cached_property
     def changed(self) -> list[Tensor]:
         """The leaves of the failing pass that were changed in place since the part was freed."""
-        return [leaf for leaf in _leaves(self.nodes) if self.moved(leaf)]
+        return [leaf for leaf in _leaves(self.case.nodes) if self.moved(leaf)]
 
     @cached_property
     def stale(self) -> bool:
         """Whether the failing pass needs a value that was changed in place."""
-        return bool(_inspect.having(self.nodes, "stale"))
+        return bool(self.case.having(self.case.nodes, "stale"))
+
+    def changed_since(self, tensor: Tensor) -> bool:
+        """Whether a line was seen to change a tensor in place since the part was freed."""
+        change = self.record.changed(tensor)
+        return change is not None and change.passes > self.freed_by.number
 
     def moved(self, leaf: Tensor) -> bool:
         """Whether a leaf was changed in place since the part was freed."""
-        change = self.record.changed(leaf)
-        if change is not None and change.passes > self.freed_by.number:
+        if self.changed_since(leaf):
             return True
         tags, node = self.record.tags, _nodes.node_of(leaf)
         return tags.tag(node) == self.freed_by and tags.version_then(node) != _saved.version(leaf)
@@ -309,13 +342,13 @@ class Evidence:
             return []
         others = _nodes.leading_to(under, parameters)
         tops = _nodes.topmost(self.case.roots, [node for node in under if node not in others])
-        computed = all(any(map(_saved.slots, _inspect.below([node]))) for node in tops)  # no parameters, as they are
+        computed = all(any(map(_saved.slots, self.case.below([node]))) for node in tops)  # no parameters, as they are
         return tops if computed else []
 
     @cached_property
     def in_sight(self) -> list[Tensor]:
         """The trainable leaves that variables lead to."""
-        return [leaf for leaf in self.case.names.all_tensors() if leaf.is_leaf and leaf.requires_grad]
+        return [leaf for leaf in self.case.names.all if leaf.is_leaf and leaf.requires_grad]
 
     @cached_property
     def stepped(self) -> list[Tensor]:
@@ -447,12 +480,12 @@ class Evidence:
     @cached_property
     def made_before(self) -> bool:
         """Whether all that the failing pass needs had been computed before the pass that freed the part."""
-        return all(_saved.sequence(node) < self.freed_by.place for node in self.nodes if _saved.leaf(node) is None)
+        return all(_saved.sequence(node) < self.freed_by.place for node in self.case.nodes if _saved.leaf(node) is None)
 
     @cached_property
     def last_pass(self) -> Pass:
         """The last pass before this step used the part: what is written behind it comes before the use."""
-        fresh = [_saved.sequence(node) for node in self.nodes if _saved.leaf(node) is None]
+        fresh = [_saved.sequence(node) for node in self.case.nodes if _saved.leaf(node) is None]
         use = min([place for place in fresh if place >= self.freed_by.place], default=self.call.place)
         between = self.record.passes[self.freed_by.number : self.call.number]
         return next((call for call in reversed(between) if call.place <= use), self.freed_by)

@@ -250,14 +250,9 @@ def _reads_the_same(e: Evidence, line: Line, loop: Any) -> bool:
         value = e.case.names.values.get(name)
         if _source.rebound_in(loop, name) or not _is_steady(value):
             return False
-        if isinstance(value, Tensor) and id(value) not in leaves and (value.requires_grad or _has_changed(e, value)):
+        if isinstance(value, Tensor) and id(value) not in leaves and (value.requires_grad or e.changed_since(value)):
             return False  # a value with a graph of its own would be the next to be met again
     return True
-
-
-def _has_changed(e: Evidence, value: Tensor) -> bool:
-    change = e.record.changed(value)
-    return change is not None and change.passes > e.freed_by.number
 
 
 def _is_steady(value: Any) -> bool:
@@ -514,7 +509,7 @@ def _enters_call(e: Evidence) -> bool:
     """Whether the old value is an input of operations with parameters: state, not a term of the loss."""
     reached = set(map(id, e.reached))
     stop = {part.node for part in e.parts}
-    for node in e.nodes:
+    for node in e.case.nodes:
         if any(child in stop for child in _saved.children(node)):
             others = [child for child in _saved.children(node) if child not in stop]
             if any(id(leaf) in reached for child in others if (leaf := _saved.leaf(child)) is not None):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _inspect, _saved, _source
+from hodiff.graph import _saved, _source
 from hodiff.graph._case import Explanation, FailedPass
 from hodiff.graph._record import COPY, Lost
 from hodiff.graph._source import Line, at, line_of, lines_of, quoted
@@ -588,7 +588,7 @@ def _made_by(case: FailedPass, tensor: Tensor) -> str:
 
 def _cut_off(case: FailedPass, leaf: Tensor) -> Lost | None:
     """Where a leaf was cut off on its way to the loss."""
-    cuts = case.record.entering(_inspect.executed(case.roots, None))
+    cuts = case.record.entering(case.graph)
     return next((cut for cut in cuts if any(each is leaf for each in case.record.cuts.leaves(cut))), None)
 
 

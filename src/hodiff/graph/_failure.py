@@ -137,7 +137,7 @@ def _lost(
     given = [name for leaf, name in zip(failure.leaves, failure.names, strict=True) if id(leaf) in ids]
     never = f"no operation in f was given {', '.join(given[:6])}: compute with f's argument"
     names = TensorNames(frames, _closure(failure.function))
-    leaves = [leaf for node in _inspect.executed(_roots(outputs), None) if (leaf := _saved.leaf(node)) is not None]
+    leaves = [leaf for node in _nodes.walk(_roots(outputs)) if (leaf := _saved.leaf(node)) is not None]
     others = sorted({f"`{name}`" for leaf in leaves if (name := names.of(leaf))})[:6]
     there = f"its graph leads to: {', '.join(others)}"
     return body([*([] if ids & clues.used.keys() else [never]), *([there] if others else [])])
@@ -219,8 +219,7 @@ def _from_engine(
 
 def _freed_part(case: FailedPass) -> list[Node]:
     """Where the freed part begins. That is exact: a pass of hodiff's over tensors retains what it runs."""
-    nodes = _inspect.executed(case.roots, case.inputs)
-    return _nodes.topmost(case.roots, _inspect.having(nodes, "freed"))
+    return _nodes.topmost(case.roots, case.having(case.nodes, "freed"))
 
 
 def _freed(case: FailedPass) -> str:
@@ -245,7 +244,7 @@ def _freed_by_f(case: FailedPass) -> str:
 def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, record: WatchMode | None) -> str:
     """The lines, or the variables, of the nodes that the message is about."""
     lines: dict[str, None] = {}
-    for node in _inspect.executed(_roots(outputs), None):
+    for node in _nodes.walk(_roots(outputs)):
         line = (record or NOTHING).made(node)
         if _is_blamed(failure, node):
             if line is not None:

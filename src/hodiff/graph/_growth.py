@@ -539,7 +539,7 @@ def piling_up(
     for path, tensors in _groups(names).items():
         fresh: list[Node] = []
         count = 0
-        if len(tensors) >= ITEMS and path not in names.tensors.values():
+        if len(tensors) >= ITEMS and path not in names.at:
             seen: set[Node] = set()
             own = [_own(tensor, seen, key) for tensor in tensors]
             fresh = [node for nodes in own for node in nodes]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _inspect, _saved, _second_time, _source
+from hodiff.graph import _saved, _second_time, _source
 from hodiff.graph._case import Explanation, FailedPass, FailureCause, said
 from hodiff.graph._record import Change, Pass, tensors_in
 from hodiff.graph._source import Line, at, lines_of, outside
@@ -66,7 +66,7 @@ def explain(case: FailedPass) -> Explanation | None:
 
 def _unnamed(case: FailedPass) -> Explanation | None:
     """What is known where PyTorch does not tell the tensor: the node that had saved it, its line."""
-    for node in _inspect.executed(case.roots, case.inputs):
+    for node in case.nodes:
         for slot in _saved.slots(node):
             if slot.state == _saved.STALE:
                 return case.explanation(
@@ -167,7 +167,7 @@ def _of_loop(case: FailedPass, change: Change) -> Line | None:
 def _left(case: FailedPass, stale: _Stale) -> str:
     """What an earlier pass left in `.grad` of leaves that no step has moved since, for this one to add to."""
     names: dict[str, Pass] = {}
-    for node in _inspect.executed(case.roots, case.inputs):
+    for node in case.nodes:
         leaf = _saved.leaf(node)
         if leaf is None or leaf is stale.leaf:
             continue
@@ -197,7 +197,7 @@ def _caller(case: FailedPass, change: Change | None) -> Line | None:
 
 def _stale_slots(case: FailedPass) -> Iterator[tuple[Node, str, Tensor]]:
     """What the pass needs and was changed: the node that saved it, what that calls it, and the value as it is."""
-    for node in _inspect.executed(case.roots, case.inputs):
+    for node in case.nodes:
         for name, state, value in _saved.slots(node):
             if state == _saved.STALE and value is not None:
                 yield node, name, value
@@ -210,7 +210,7 @@ def _loss(case: FailedPass) -> str:
 
 def _chain(case: FailedPass) -> str:
     """What the pass would meet next: all that was freed or changed, by the lines that made it."""
-    nodes = [n for n in _inspect.executed(case.roots, case.inputs) if _inspect.trouble(n) in ("freed", "stale")]
+    nodes = [n for n in case.nodes if case.troubles.get(n) in ("freed", "stale")]
     lines = {line for node in nodes for line in outside(case.record.path(node))}
     shown = sorted(lines)[:SHOWN]
     if not shown:

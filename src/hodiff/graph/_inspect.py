@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -299,7 +296,7 @@ def _record(
     if variable is None:
         holder, variable = "python", names.storages.get(storage, "")
         if variable:  # of several that share the memory, the one that is that very tensor
-            variable = names.tensors.get(id(value), variable)
+            variable = names.of(value) or variable
         else:
             del value  # the slots alone may hold it while references are counted
             holder = "python" if _saved.held_by_python(slot, slots) else "graph"
@@ -411,7 +408,7 @@ def judge(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: Tens
         return Prediction("fail", tuple(findings))
     certain, possible = False, False
     bad: set[Node] = set()
-    ask = _asking()
+    ask = _asked_trouble
     for node in executed(roots, inputs):
         reason = ask(node)
         if reason:
@@ -419,7 +416,7 @@ def judge(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: Tens
             findings.append(_finding(node, reason, names))
             doubtful = _saved.is_function(node) or reason in ("unknown", "missing")
             certain, possible = certain or not doubtful, possible or doubtful
-            ask = _alike if certain else ask  # the verdict stands; what follows only words it
+            ask = trouble if certain else ask  # the verdict stands; what follows only words it
     verdict = "ok"
     if certain or possible:
         verdict = "fail" if certain else "maybe"
@@ -428,23 +425,20 @@ def judge(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: Tens
 
 
 def trouble(node: Node) -> str:
-    """Why the engine could fail at this node: `freed`, `stale`, `released`, `unknown`, `missing`, or nothing."""
-    return _asking()(node)
+    """Why the engine could fail at this node: `freed`, `stale`, `released`, `unknown`, `missing`, or nothing.
+
+    Of one with nothing left it is told by others of its kind.
+    """
+    return _saved.FREED if _saved.is_freed_like_others(node) else _asked_trouble(node)
 
 
 def having(nodes: Iterable[Node], reason: str) -> list[Node]:
     """The nodes among some that have this trouble."""
-    ask = _asking()
-    return [node for node in nodes if ask(node) == reason]
+    return [node for node in nodes if trouble(node) == reason]
 
 
-def _asking() -> Callable[[Node], str]:
-    """How this thread asks for the trouble of a node now."""
-    known = _state.known()
-    return _trouble if known is None else known.trouble
-
-
-def _trouble(node: Node) -> str:
+def _asked_trouble(node: Node) -> str:
+    """The trouble of a node, as PyTorch tells it of that very node."""
     if _saved.is_whole(node):
         return ""
     if _saved.is_raising(node):
@@ -453,84 +447,18 @@ def _trouble(node: Node) -> str:
     return min(states, key=_TROUBLES.index) if states else ""
 
 
-def _alike(node: Node) -> str:
-    """The trouble of a node: told of one with nothing left by others of its kind."""
-    return _saved.FREED if _saved.is_freed_like_others(node) else _trouble(node)
-
-
-class _Known:
-    """What was found out while nothing changes: each node's trouble, and what lies below which roots."""
-
-    def __init__(self) -> None:
-        self.below: dict[tuple[Node, ...], dict[Node, list[Node]]] = {}
-        self._troubles: dict[Node, str] = {}
-
-    def trouble(self, node: Node) -> str:
-        trouble = self._troubles.get(node)
-        if trouble is None:
-            trouble = self._troubles[node] = _alike(node)
-        return trouble
-
-
-class _InspectionState(threading.local):
-    """What this thread has found out. Weak: what an interrupt keeps from its end is forgotten."""
-
-    known: Callable[[], _Known | None] = staticmethod(lambda: None)
-
-
-_state = _InspectionState()
-
-
-@contextmanager
-def unchanging() -> Iterator[None]:
-    """A context in which no pass runs and nothing is changed: each graph is walked, and each node looked at, once."""
-    mine, before = _Known(), _state.known
-    _state.known = weakref.ref(mine)
-    try:
-        yield
-    finally:
-        _state.known = before
-
-
-def below(roots: Sequence[Node | None]) -> dict[Node, list[Node]]:
-    """The nodes below some roots, outputs first, with the nodes that each leads to. Not to be changed."""
-    known = _state.known()
-    if known is None:
-        return _nodes.walk(roots)
-    key = tuple(root for root in roots if root is not None)
-    reached = known.below.get(key)
-    if reached is None:
-        larger = next((graph for graph in known.below.values() if all(root in graph for root in key)), None)
-        reached = known.below[key] = _nodes.walk(key) if larger is None else _part(larger, key)
-    return reached
-
-
-def _part(graph: dict[Node, list[Node]], roots: Sequence[Node]) -> dict[Node, list[Node]]:
-    """The part of a graph below some of its nodes, without asking PyTorch again."""
-    part: dict[Node, list[Node]] = {}
-    level = list(roots)
-    while level:
-        following: list[Node] = []
-        for node in level:
-            if node not in part:
-                part[node] = children = graph[node]
-                following += children
-        level = following
-    return part
-
-
 _TROUBLES = (_saved.FREED, _saved.RELEASED, _saved.STALE, _saved.UNKNOWN)
 """The states with which a node cannot be run, or might not be; the first that is found is told."""
 
 
-def executed(roots: Sequence[Node | None], inputs: Sequence[Any] | None) -> list[Node]:
+def executed(roots: Iterable[Node | None], inputs: Sequence[Any] | None) -> list[Node]:
     """The nodes that the engine would run: all below `roots`, or those above one of `inputs`."""
-    nodes = below(roots)
+    graph = _nodes.walk(roots)
     if inputs is None:
-        return list(nodes)
+        return list(graph)
     targets = {_nodes.node_of(item) if isinstance(item, Tensor) else item.node for item in inputs}  # or GradientEdges
-    leading = _nodes.leading_to(nodes, targets)
-    return [node for node, children in nodes.items() if not leading.isdisjoint(children)]
+    leading = _nodes.leading_to(graph, targets)
+    return [node for node, children in graph.items() if not leading.isdisjoint(children)]
 
 
 def label(node: Node, names: TensorNames | None) -> str:

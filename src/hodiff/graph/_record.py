@@ -9,7 +9,7 @@ import itertools
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, final
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _inspect, _saved
+from hodiff.graph import _saved
 from hodiff.graph._names import Mark, NamedVariable, Paths, TensorNames, user_frames
 from hodiff.graph._source import Line, Path, line_of, lines_of, quoted
 
@@ -196,11 +196,6 @@ class NodeTags:
         with _saved.without_modes():
             for node, held in names.by_node().items():
                 _saved.tags(node)[self._held] = (len(self._passes) - 1, held)
-
-    def spent(self, nodes: Mapping[Node, Collection[Node]]) -> list[Node]:
-        """The nodes that a failing pass ran: what it freed, and all above, as a node waits for those."""
-        fresh = {node: children for node, children in nodes.items() if self.tag(node) is None}
-        return list(_nodes.leading_to(fresh, _inspect.having(fresh, "freed")))
 
     # --- read when one fails ----------------------------------------------------------------------
 
@@ -445,7 +440,7 @@ class Record:
         """The user's frames in which a leaf's requires_grad was last set; empty if none was seen."""
         return self._switched.get(_saved.memory(leaf), ())
 
-    def entering(self, nodes: Sequence[Node]) -> list[Lost]:
+    def entering(self, nodes: Iterable[Node]) -> list[Lost]:
         """Where the constants among the arguments of some nodes' operations lost their graphs."""
         lines = (self._log.line(_saved.sequence(node)) for node in nodes if _saved.answers().sequences)
         return list(dict.fromkeys(lost for line in lines for lost in self.cuts.entering(line)))
@@ -547,20 +542,16 @@ def as_list(value: Any) -> list[Any] | None:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in arguments, two levels deep."""
+    """The tensors in arguments, and in the containers among them."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (tuple, list)):
+    if not isinstance(value, (tuple, list, dict)):
         return []
-    tensors = []
-    for item in value:
-        if isinstance(item, Tensor):
-            tensors.append(item)
-        elif isinstance(item, (tuple, list, dict)):
-            tensors += tensors_in(item)
-    return tensors
+    items = value.values() if isinstance(value, dict) else value
+    return [each for item in items if isinstance(item, _HOLDING) for each in tensors_in(item)]
+
+
+_HOLDING = (Tensor, tuple, list, dict)
 
 
 def surroundings(frame: FrameType | None) -> tuple[str, FrameType | None]:

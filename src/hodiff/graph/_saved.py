@@ -439,20 +439,13 @@ def storage(tensor: Tensor) -> tuple[int, int]:
 
 def memory(tensor: Tensor) -> int:
     """An identity for the memory under a tensor."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except _WITHOUT_MEMORY:
-        return id(tensor)
+    return storage(tensor)[0]
 
 
 def measure(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
     """A tensor's shape, empty for a nested tensor, which has none; and what `storage` says."""
-    try:
-        memory = tensor.untyped_storage()
-        return tuple(tensor.shape), memory._cdata, 0 if tensor.is_meta else memory.nbytes()
-    except _WITHOUT_MEMORY:
-        nested = tensor.is_nested and tensor.layout is torch.strided
-        return () if nested else tuple(tensor.shape), *storage(tensor)
+    nested = tensor.is_nested and tensor.layout is torch.strided
+    return () if nested else tuple(tensor.shape), *storage(tensor)
 
 
 # --- does this PyTorch answer as expected? Tried once, on small graphs of each state --------------

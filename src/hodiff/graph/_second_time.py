@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _causes, _inspect, _names, _saved, _source
+from hodiff.graph import _causes, _names, _saved, _source
 from hodiff.graph._case import PARAMETRIZED, Evidence, Explanation, FailedPass, SharedValue, memoised, said
 from hodiff.graph._names import NamedVariable, local_variables
-from hodiff.graph._record import Pass, Record
+from hodiff.graph._record import Pass
 from hodiff.graph._source import Frame, Line, Path, line_of, lines_of, quoted
 
 
@@ -80,7 +80,7 @@ def _lost(evidence: Evidence) -> str:
 
 
 def _freed_below(evidence: Evidence) -> str:
-    counts = Counter(type(each).__name__ for each in _inspect.having(evidence.under, "freed"))
+    counts = Counter(type(each).__name__ for each in evidence.case.having(evidence.under, "freed"))
     shown = [name if count == 1 else f"{name} x{count}" for name, count in list(counts.items())[:6]]
     more = f" and {len(counts) - 6} more kinds" if len(counts) > 6 else ""
     return ", ".join(shown) + more or "what it saved cannot be seen from outside"
@@ -93,36 +93,32 @@ def gather(case: FailedPass) -> Evidence | None:
     """The facts of a case that was recorded; None if the record does not show which pass freed what."""
     if case.call is None:
         return None
-    record, graph = case.record, _inspect.below(case.roots)
-    nodes = _inspect.executed(case.roots, case.inputs)
-    spent = [node for node in nodes if _is_spent(node, record)]
-    needing = _nodes.leading_to({node: graph[node] for node in nodes}, spent)
-    again = [root for root in case.roots if record.tags.tag(root) is not None and root in needing]
-    begin = again[:1] or [_named(case, node) for node in _begin(case, graph, needing)]
-    parts = [_part(case, node) for node in dict.fromkeys(begin)]
+    record, tag = case.record, case.record.tags.tag
+    graph = {node: case.graph[node] for node in case.nodes}
+    spent = case.having(graph, "stale")  # or freed by a pass, which of a Function cannot be seen
+    spent += [node for node in graph if case.troubles.get(node) in ("freed", "unknown") and tag(node) is not None]
+    needing = _nodes.leading_to(graph, spent)
+    again = [root for root in case.roots if tag(root) is not None and root in needing]
+    begin = again[:1] or [_named(case, node) for node in _begin(case, needing)]
+    calls = {node: _last_pass(case, node) for node in begin}
+    parts = [_part(case, node, call) for node, call in calls.items()]
     parts.sort(key=lambda part: (part.variable == "", not part.replaced, part.variable[:1] == "_"))
-    freed_by = _last_pass(record, parts[0].node) if parts else None
-    return None if freed_by is None else Evidence(case, record, case.call, freed_by, tuple(parts), nodes)
+    freed_by = calls[parts[0].node] if parts else None
+    return None if freed_by is None else Evidence(case, record, case.call, freed_by, tuple(parts))
 
 
-def _is_spent(node: Node, record: Record) -> bool:
-    """Whether a pass freed what a node needs, or it was changed."""
-    trouble = _inspect.trouble(node)
-    return trouble == "stale" or (trouble in ("freed", "unknown") and record.tags.tag(node) is not None)
-
-
-def _last_pass(record: Record, node: Node) -> Pass | None:
+def _last_pass(case: FailedPass, node: Node) -> Pass | None:
     """The pass that freed what a value needs, or its nodes below; or the last that kept its graph.
 
     Its values have changed then. One that frees what it runs, and left all of this, was another's.
     """
-    inner = (each for each in _inspect.below([node]) if _saved.leaf(each) is None)
-    tags = (tag for each in inner if (tag := record.tags.tag(each)) is not None)
-    held = record.tags.held_at(node)
+    inner = (each for each in case.below([node]) if _saved.leaf(each) is None)
+    tags = (tag for each in inner if (tag := case.record.tags.tag(each)) is not None)
+    held = case.record.tags.held_at(node)
     return next(tags, held if held is not None and held.retained else None)
 
 
-def _begin(case: FailedPass, graph: dict[Node, list[Node]], needing: set[Node]) -> list[Node]:
+def _begin(case: FailedPass, needing: set[Node]) -> list[Node]:
     """The values at which the old part begins, met from the loss: those that an earlier pass ran or left behind.
 
     What a pass did not run counts as well (the state beside a recurrent module's output), if the
@@ -130,13 +126,20 @@ def _begin(case: FailedPass, graph: dict[Node, list[Node]], needing: set[Node]) 
     then it is what a step left. Where one thing that a step left cannot be run, all of them are
     named: to cut that one alone would leave the gradient its way through the others.
     """
-    computed = [node for node in graph if node not in case.roots and _saved.leaf(node) is None]
-    left = {node for node in computed if _is_left(case, node)}
-    old = _nodes.topmost(case.roots, left | {node for node in computed if case.record.tags.tag(node) is not None})
+    old, left = [], set()
+    reached = dict.fromkeys(case.roots)
+    for node in (way := list(reached)):  # which grows
+        if node not in case.roots and _is_left(case, node):
+            left.add(node)
+        if node in left or (node not in case.roots and case.record.tags.tag(node) is not None):
+            old.append(node)
+            continue
+        fresh = [child for child in case.graph[node] if child not in reached and _saved.leaf(child) is None]
+        reached.update(dict.fromkeys(fresh))
+        way += fresh
     nodes = [node for node in old if node in needing]
-    if left.isdisjoint(nodes):
-        return nodes
-    return nodes + [node for node in old if node in left and node not in needing]
+    others = [node for node in old if node in left and node not in needing]
+    return nodes if left.isdisjoint(nodes) else nodes + others
 
 
 def _is_left(case: FailedPass, node: Node) -> bool:
@@ -171,9 +174,10 @@ def _replaced(case: FailedPass, held: NamedVariable, node: Node) -> bool:
     return now is None or now.grad_fn is not node
 
 
-def _part(case: FailedPass, node: Node) -> SharedValue:
+def _part(case: FailedPass, node: Node, call: Pass | None) -> SharedValue:
+    """The value of a node at which the old part begins, and what the pass that freed it tells of it."""
     record = case.record
-    path, call = record.path(node), _last_pass(record, node)
+    path = record.path(node)
     again = call is not None and record.ran_again(node, call)
     holding = [path for path, tensor in case.names.at.items() if not tensor.is_leaf and tensor.grad_fn is node]
     now = list(map(case.names.held, holding))
@@ -317,8 +321,7 @@ def _writers(case: FailedPass, name: str) -> set[str]:
 
 def _infer(case: FailedPass, line: Line) -> Likely | None:
     """Judge by the variables in sight and the source."""
-    graph = _inspect.below(case.roots)
-    needing = _nodes.leading_to(graph, _inspect.having(graph, "freed"))
+    needing = _nodes.leading_to(case.graph, case.having(case.graph, "freed"))
     twice = _same_twice(case, line)
     if twice is not None:
         return twice
@@ -334,7 +337,7 @@ def _infer(case: FailedPass, line: Line) -> Likely | None:
     if other is not None:
         return other
     loops = next(filter(None, (_source.loops(line_of(frame)) for frame in case.frames)), [])
-    sight = [path for path, tensor in case.names.at.items() if tensor.grad_fn in graph]
+    sight = [path for path, tensor in case.names.at.items() if tensor.grad_fn in case.graph]
     for name in [name for loop in loops for name in _source.carried(loop)]:
         if any(_source.base(held) == name or held.endswith("." + name.split(".")[-1]) for held in sight):
             return _shared(line, None, name, "carried")
