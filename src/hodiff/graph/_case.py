@@ -174,6 +174,11 @@ class FailedPass:
         return self.recorded or NOTHING
 
     @property
+    def given(self) -> list[Tensor]:
+        """The tensors among its inputs."""
+        return [each for each in self.inputs or () if isinstance(each, Tensor)]
+
+    @property
     def path(self) -> Path:
         """The user's frames in which a recorded pass was asked for, the innermost first."""
         return self.call.path if self.call is not None else ()
@@ -182,6 +187,11 @@ class FailedPass:
     def line(self) -> Line | None:
         """The user's line that failed."""
         return line_of(self.frames[0]) if self.frames else None
+
+    def loss(self, unknown: str = "") -> str:
+        """What is differentiated, by its variable or as the failing line has it, if either is known."""
+        name = self.names.nodes.get(self.roots[0], "") if self.roots else ""
+        return name or (_source.target_of(self.line) if self.line is not None else "") or unknown
 
     def explanation(
         self,
@@ -327,10 +337,7 @@ class Evidence:
 
     def moved(self, leaf: Tensor) -> bool:
         """Whether a leaf was changed in place since the part was freed."""
-        if self.changed_since(leaf):
-            return True
-        tags, node = self.record.tags, _nodes.node_of(leaf)
-        return tags.tag(node) == self.freed_by and tags.version_then(node) != _saved.version(leaf)
+        return self.changed_since(leaf) or self.record.tags.moved(leaf, self.freed_by)
 
     @cached_property
     def border(self) -> list[Node]:

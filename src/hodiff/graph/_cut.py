@@ -308,9 +308,7 @@ def within_pass(case: FailedPass) -> Explanation | None:
 
 def _inputs_within(case: FailedPass) -> Explanation | None:
     """Inputs of such a pass that it does not reach: a Function's backward gives None for those."""
-    reached = set(_nodes.walk(case.roots))
-    given = [tensor for tensor in case.inputs or () if isinstance(tensor, Tensor)]
-    missing = [each for each in given if not each.requires_grad or _nodes.node_of(each) not in reached]
+    missing = [each for each in case.given if not each.requires_grad or _nodes.node_of(each) not in case.graph]
     if not missing:
         return None
     names = list(filter(None, _parameters(case, missing)))
@@ -341,7 +339,7 @@ def not_scalar(case: FailedPass) -> Explanation | None:
     variable = case.names.of(loss)
     line = case.record.made(loss.grad_fn) or _source.only_assignment(variable, case.line)
     name = variable or "the value"
-    rows = [each for each in case.inputs or () if isinstance(each, Tensor) and each.shape[:1] == loss.shape[:1]]
+    rows = [each for each in case.given if each.shape[:1] == loss.shape[:1]]
     fix = (
         f"differentiate {name}.sum(): each row of {case.names.of(rows[0]) or 'the input'} gets "
         "its own derivative, "
@@ -413,11 +411,10 @@ def _silenced(line: Line | None) -> str:
 
 def _input_without_grad(case: FailedPass) -> Explanation | None:
     """An input that no graph leads to, as it required no grad when the loss was computed."""
-    given = [tensor for tensor in case.inputs or () if isinstance(tensor, Tensor)]
-    missing = [tensor for tensor in given if not tensor.requires_grad]
+    missing = [tensor for tensor in case.given if not tensor.requires_grad]
     if not missing:
         return None
-    among = len(missing) < len(given)
+    among = len(missing) < len(case.given)
     variable = case.names.of(missing[0])
     name = variable or "input"
     lost = case.record.cuts.of(missing[0])
@@ -472,13 +469,11 @@ def _listed(names: Iterable[str]) -> str:
 
 def not_used(case: FailedPass) -> Explanation | None:
     """The explanation of "One of the differentiated Tensors appears to not have been used in the graph"."""
-    reached = set(_nodes.walk(case.roots))
-    given = [tensor for tensor in case.inputs or () if isinstance(tensor, Tensor)]
-    missing = [tensor for tensor in given if _nodes.node_of(tensor) not in reached]
+    missing = [tensor for tensor in case.given if _nodes.node_of(tensor) not in case.graph]
     if not missing:
         return None
     names = [case.names.of(tensor) or f"a tensor of shape {tuple(tensor.shape)}" for tensor in missing]
-    there = sorted(case.names.of(leaf) for node in reached if (leaf := _saved.leaf(node)) is not None)
+    there = sorted(case.names.of(leaf) for node in case.graph if (leaf := _saved.leaf(node)) is not None)
     among = _listed(filter(None, there)).removesuffix(" ...")
     loss = case.record.made(case.roots[0]) if case.roots else None
     known = _why_not_used(case, missing[0], names[0])
@@ -501,7 +496,7 @@ def not_used(case: FailedPass) -> Explanation | None:
         ("failing call", case.line),
         variable=names[0],
         reason="the loss was computed without it: from another tensor of that name, a copy, or a detached one.",
-        fixes=(leave if len(missing) < len(given) else "",),
+        fixes=(leave if len(missing) < len(case.given) else "",),
         unknown=(depends,),
         certain=True,
     )
@@ -573,7 +568,7 @@ def _unused(
 def _taken_by(case: FailedPass, name: str) -> Line | None:
     """The line of a gradient with a graph, by a variable, that the loss was computed from."""
     built = {call.stack[0] for call in case.record.passes if call.built and call.path}
-    lines = dict.fromkeys(map(case.record.made, _nodes.walk(case.roots)))
+    lines = dict.fromkeys(map(case.record.made, case.graph))
     taken = [line for line in lines if line is not None and line in built]
     return next((line for line in taken if name in _source.inputs_of(line)), None)
 
@@ -582,8 +577,7 @@ def _made_by(case: FailedPass, tensor: Tensor) -> str:
     """How the failing call makes an input itself, too late for the loss: `-x`; or empty."""
     here = case.record.made(tensor.grad_fn)
     written = _source.inputs_of(here) if here is not None and here == case.line else []
-    given = [each for each in case.inputs or () if isinstance(each, Tensor)]
-    return next((text for each, text in zip(given, written, strict=False) if each is tensor), "")
+    return next((text for each, text in zip(case.given, written, strict=False) if each is tensor), "")
 
 
 def _cut_off(case: FailedPass, leaf: Tensor) -> Lost | None:
@@ -621,14 +615,13 @@ NAMES_SHOWN = 6
 
 def second_derivative(case: FailedPass) -> Explanation | None:
     """The explanation of a missing or forbidden double backward."""
-    nodes = list(_nodes.walk(case.roots))
     kind = _messages.kind_of(case.error)
     compiled = kind == "compiled"
     once = list(case.record.once) if kind == "once" else []
-    marked = sorted({type(node).__name__ for node in nodes if _saved.is_raising(node)})
+    marked = sorted({type(node).__name__ for node in case.graph if _saved.is_raising(node)})
     operation = "a compiled function" if compiled else [*(name for name, _ in once), *marked, "an operation"][0]
     operation = _messages.without_derivative(case.error) or operation
-    line = once[0][1] if once else _line(case, [*nodes, *_nodes.walk(case.names.nodes)], operation, compiled)
+    line = once[0][1] if once else _line(case, [*case.graph, *_nodes.walk(case.names.nodes)], operation, compiled)
     way = _messages.way_out("compiledfunction" if compiled else operation)
     where = f"at {line}: " if line is not None else ""
     forbidden = f"a second derivative of {operation}: its backward forbids one. Write it without the Function."
@@ -677,10 +670,11 @@ def _assigned(case: FailedPass, node: Node) -> Line | None:
 
 def reentrant(case: FailedPass) -> Explanation:
     """The explanation of a pass by inputs through a checkpoint that serves `backward()` alone."""
-    nodes = list(_nodes.walk(case.roots))
     name = "CheckpointFunction"
-    line = _line(case, nodes, name, compiled=False)
-    above = [node for node in nodes if any(type(child).__name__.startswith(name) for child in _saved.children(node))]
+    line = _line(case, list(case.graph), name, compiled=False)
+    above = [
+        node for node in case.graph if any(type(child).__name__.startswith(name) for child in _saved.children(node))
+    ]
     read = next(filter(None, map(case.record.made, above)), None) if line is None else None
     return case.explanation(
         "checkpoint",
@@ -719,7 +713,7 @@ def _checkpointed(case: FailedPass) -> tuple[Line | None, list[Line]]:
     """The line of the checkpoint, and those within it that leave something in an object for the second run to meet."""
     changes: dict[Line, None] = {}
     outer: Line | None = None
-    for node in _nodes.walk(case.roots):
+    for node in case.graph:
         lines = lines_of(case.record.path(node))
         index = next((number for number, line in enumerate(lines) if _source.calls(line, "checkpoint")), None)
         if index is not None:

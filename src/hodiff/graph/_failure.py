@@ -25,7 +25,7 @@ from hodiff._core._nodes import Node
 from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
 from hodiff.graph._case import LIKELY, Explanation, FailedPass, body, labelled
 from hodiff.graph._names import TensorNames, path_of, user_frames
-from hodiff.graph._record import NOTHING, Listener, Lost, Pass, is_gradient, tensors_in
+from hodiff.graph._record import GRADIENT, NOTHING, Listener, Lost, Pass, kind_of, tensors_in
 from hodiff.graph._source import Line, line_of
 from hodiff.graph._watch import Watch, WatchMode, recording
 
@@ -68,7 +68,7 @@ class _Clues(Listener):
                 self.used.setdefault(id(tensor), line)
         if isinstance(result, Tensor) and not result.is_floating_point() and line not in self.steps:
             self.steps[line] = self._reach(given)
-        if is_gradient(func) and isinstance(result, Tensor) and not result.requires_grad:
+        if kind_of(func) == GRADIENT and isinstance(result, Tensor) and not result.requires_grad:
             self.cut(Lost("gradient", line, "grad"), arguments)
 
     def cut(self, lost: Lost, sources: Any) -> None:

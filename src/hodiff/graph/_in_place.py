@@ -146,7 +146,7 @@ def _of_leaf(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[st
         )
     after = f" after {at(change.line)}" if change is not None else " after the change"
     left = _chain(case) + _left(case, stale)
-    return f"compute {_loss(case)} again{after}, from the forward pass on.{left}", (
+    return f"compute `{case.loss('the loss')}` again{after}, from the forward pass on.{left}", (
         "whether it was meant to be differentiated before the change. A pass moved there adds its gradients to all\n"
         f"the parameters that it reaches, `{stale.variable or 'the changed one'}` included, whose step would use them."
     )
@@ -201,11 +201,6 @@ def _stale_slots(case: FailedPass) -> Iterator[tuple[Node, str, Tensor]]:
         for name, state, value in _saved.slots(node):
             if state == _saved.STALE and value is not None:
                 yield node, name, value
-
-
-def _loss(case: FailedPass) -> str:
-    name = case.names.nodes.get(case.roots[0], "") if case.roots else ""
-    return f"`{name or (_source.target_of(case.line) if case.line is not None else '') or 'the loss'}`"
 
 
 def _chain(case: FailedPass) -> str:

@@ -384,8 +384,7 @@ def predict(loss: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor] |
     losses = tensors(loss, "loss")
     wanted = None if inputs is None else tensors(inputs, "inputs")
     with _saved.without_modes():
-        names = TensorNames(list(user_frames(sys._getframe(1)))[:1])
-        return judge(losses, wanted, names)
+        return _judged(losses, wanted, TensorNames(list(user_frames(sys._getframe(1)))[:1]))
 
 
 def tensors(value: Any, name: str) -> list[Tensor]:
@@ -400,28 +399,23 @@ def tensors(value: Any, name: str) -> list[Tensor]:
     return items
 
 
-def judge(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: TensorNames | None = None) -> Prediction:
-    """The verdict; `names` only words it."""
+def _judged(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: TensorNames) -> Prediction:
+    """The verdict, in the names of the user's variables."""
     roots = [_nodes.node_of(loss) for loss in losses]
     findings = _about_tensors(losses, roots, inputs, names)
     if findings:
         return Prediction("fail", tuple(findings))
-    certain, possible = False, False
-    bad: set[Node] = set()
-    ask = _asked_trouble
+    troubles: dict[Node, str] = {}
+    certain = False
     for node in executed(roots, inputs):
-        reason = ask(node)
+        reason = trouble(node) if certain else _asked_trouble(node)  # where the verdict stands, it only words it
         if reason:
-            bad.add(node)
-            findings.append(_finding(node, reason, names))
-            doubtful = _saved.is_function(node) or reason in ("unknown", "missing")
-            certain, possible = certain or not doubtful, possible or doubtful
-            ask = trouble if certain else ask  # the verdict stands; what follows only words it
-    verdict = "ok"
-    if certain or possible:
-        verdict = "fail" if certain else "maybe"
-    edge = _nodes.topmost(roots, bad) if bad and names is not None else []
-    return Prediction(verdict, tuple(findings), tuple(label(node, names) for node in edge))
+            troubles[node] = reason
+            certain = certain or not (_saved.is_function(node) or reason in ("unknown", "missing"))
+    verdict = "maybe" if troubles else "ok"
+    findings = [_finding(node, reason, names) for node, reason in troubles.items()]
+    edge = _nodes.topmost(roots, troubles) if troubles else []
+    return Prediction("fail" if certain else verdict, tuple(findings), tuple(label(node, names) for node in edge))
 
 
 def trouble(node: Node) -> str:
@@ -461,13 +455,10 @@ def executed(roots: Iterable[Node | None], inputs: Sequence[Any] | None) -> list
     return [node for node, children in graph.items() if not leading.isdisjoint(children)]
 
 
-def label(node: Node, names: TensorNames | None) -> str:
+def label(node: Node, names: TensorNames) -> str:
     """A node for a sentence: its variable, its class, its shape."""
-    variable = names.nodes.get(node, "") if names is not None else ""
-    leaf = _saved.leaf(node)
-    if leaf is not None and names is not None:
-        variable = names.of(leaf)
-    shape = _saved.shape(node)
+    leaf, shape = _saved.leaf(node), _saved.shape(node)
+    variable = names.nodes.get(node, "") if leaf is None else names.of(leaf)
     return f"{f'`{variable}` = ' if variable else ''}{type(node).__name__}{f' {shape}' if shape is not None else ''}"
 
 
@@ -480,22 +471,21 @@ _REASONS = {
 }
 
 
-def _finding(node: Node, reason: str, names: TensorNames | None) -> Finding:
-    variable = names.nodes.get(node, "") if names is not None else ""
+def _finding(node: Node, reason: str, names: TensorNames) -> Finding:
     text = f"{label(node, names)}: {_REASONS[reason]}"
     if reason == "freed" and _saved.is_function(node):
         text += " (a Python Function, which need not use them)"
-    return Finding(type(node).__name__, reason, variable, text)
+    return Finding(type(node).__name__, reason, names.nodes.get(node, ""), text)
 
 
 def _about_tensors(
-    losses: Sequence[Tensor], roots: Sequence[Node | None], inputs: Sequence[Tensor] | None, names: TensorNames | None
+    losses: Sequence[Tensor], roots: Sequence[Node | None], inputs: Sequence[Tensor] | None, names: TensorNames
 ) -> list[Finding]:
     """What is wrong before any node is looked at."""
     findings: list[Finding] = []
 
     def note(tensor: Tensor, reason: str, text: str) -> None:
-        name = (names.of(tensor) if names else "") or "a tensor"
+        name = names.of(tensor) or "a tensor"
         findings.append(Finding("", reason, name, f"{name} {text}"))
 
     for loss, root in zip(losses, roots, strict=True):

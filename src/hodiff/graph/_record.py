@@ -213,10 +213,10 @@ class NodeTags:
         tag = _saved.tags(node).get(self._held)
         return self._passes[tag[0]] if tag else None
 
-    def version_then(self, leaf_node: Node) -> int:
-        """A leaf's version when the pass that is its tag ran."""
-        tag = _saved.tags(leaf_node).get(self.key)
-        return tag.version if tag else -1
+    def moved(self, leaf: Tensor, call: Pass) -> bool:
+        """Whether a leaf was changed in place since a pass, if that was the last that reached it."""
+        tag = _saved.tags(_nodes.node_of(leaf)).get(self.key)
+        return tag is not None and tag.number == call.number and tag.version != _saved.version(leaf)
 
     def given(self, node: Node) -> Pass | None:
         """The pass whose gradient still lies in a leaf's `.grad`, to which at most the failing one has added."""
@@ -492,37 +492,32 @@ def kind_of(func: Callable[..., Any]) -> int:
     if func in PASSES:
         return PASS
     name = getattr(func, "__name__", "")
-    if name == "requires_grad_" or (name == "__set__" and func.__self__.__name__ == "requires_grad"):  # type: ignore[attr-defined]
+    if name in ("__get__", "__set__"):
+        return _ATTRIBUTES.get((name, getattr(getattr(func, "__self__", None), "__name__", "")), PLAIN)
+    if name == "requires_grad_":
         return SWITCH
     if name in _ASKING or (name.startswith("is_") and name != "is_nonzero"):
         return PLAIN
-    if name == "__get__":
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if attribute in ("data", "grad"):
-            return CUT if attribute == "data" else GRADIENT
-        return OPERATION if attribute in ("T", "mT", "H", "mH", "real", "imag") else PLAIN
     if name in LEAVING or name in ("detach", "detach_"):
         return CUT
-    if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") != "data":
-        return PLAIN  # x.grad = None and the like: no value changes
-    if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
-        return INPLACE
-    if name.startswith("__i") and name[3:-2] in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"):
-        return INPLACE
-    return OPERATION
+    writes = name == "__setitem__" or name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
+    return INPLACE if writes else OPERATION
 
 
+_ATTRIBUTES = {
+    ("__get__", "data"): CUT,
+    ("__get__", "grad"): GRADIENT,
+    ("__set__", "data"): INPLACE,  # others, as x.grad = None, change no value
+    ("__set__", "requires_grad"): SWITCH,
+    **{("__get__", name): OPERATION for name in ("T", "mT", "H", "mH", "real", "imag")},
+}
+_AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"))
 _ASKING = frozenset({"size", "dim", "numel", "stride", "storage_offset", "element_size", "get_device", "__len__"})
 """What tells of a tensor what is none of its values."""
 
 
 LEAVING = frozenset({"item", "tolist", "numpy", "__array__", "__float__"})
 """What gives the values of a tensor to Python or NumPy."""
-
-
-def is_gradient(func: Any) -> bool:
-    """Whether a function is the getter of `x.grad`."""
-    return kind_of(func) == GRADIENT
 
 
 def roots_of(given: dict[str, Any]) -> list[Node]:

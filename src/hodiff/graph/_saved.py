@@ -101,12 +101,10 @@ def is_freed_like_others(node: Node) -> bool:
     except (RuntimeError, AttributeError):  # a list, or a nested tensor
         return False
     kind = (node.__class__, *[child is None for child, _ in node.next_functions])
-    if kind in _FREED:
-        return True
-    if FREED in states(node):
-        _FREED.add(kind)
-        return True
-    return False
+    if kind not in _FREED and FREED not in states(node):
+        return False
+    _FREED.add(kind)
+    return True
 
 
 def held_by_python(slot: SavedTensor, slots: list[SavedTensor]) -> bool:

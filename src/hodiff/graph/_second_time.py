@@ -95,7 +95,7 @@ def gather(case: FailedPass) -> Evidence | None:
         return None
     record, tag = case.record, case.record.tags.tag
     graph = {node: case.graph[node] for node in case.nodes}
-    spent = case.having(graph, "stale")  # or freed by a pass, which of a Function cannot be seen
+    spent = case.having(graph, "stale")  # and what a pass freed, or may have: of a Function it cannot be seen
     spent += [node for node in graph if case.troubles.get(node) in ("freed", "unknown") and tag(node) is not None]
     needing = _nodes.leading_to(graph, spent)
     again = [root for root in case.roots if tag(root) is not None and root in needing]
@@ -126,17 +126,16 @@ def _begin(case: FailedPass, needing: set[Node]) -> list[Node]:
     then it is what a step left. Where one thing that a step left cannot be run, all of them are
     named: to cut that one alone would leave the gradient its way through the others.
     """
-    old, left = [], set()
+    old: list[Node] = []
     reached = dict.fromkeys(case.roots)
     for node in (way := list(reached)):  # which grows
-        if node not in case.roots and _is_left(case, node):
-            left.add(node)
-        if node in left or (node not in case.roots and case.record.tags.tag(node) is not None):
+        if node not in case.roots and (case.record.tags.tag(node) is not None or _is_left(case, node)):
             old.append(node)
             continue
         fresh = [child for child in case.graph[node] if child not in reached and _saved.leaf(child) is None]
         reached.update(dict.fromkeys(fresh))
         way += fresh
+    left = {node for node in old if _is_left(case, node)}
     nodes = [node for node in old if node in needing]
     others = [node for node in old if node in left and node not in needing]
     return nodes if left.isdisjoint(nodes) else nodes + others
@@ -192,7 +191,8 @@ def _part(case: FailedPass, node: Node, call: Pass | None) -> SharedValue:
     elif then:
         best, replaced = min(then, key=lambda held: _unlikely(held, call)), likely
     else:
-        best = next(iter(record.tags.held(node)), NamedVariable(*_assigned(path)))
+        before = record.tags.held(node)
+        best = before[0] if before else NamedVariable(*_assigned(path))
     if not path and best.path:  # the result of a Python Function, which no watch sees made
         frame = next((frame for frame in case.frames if _source.assignments(best.path, line_of(frame))), None)
         made = _source.only_assignment(best.path, line_of(frame)) if frame is not None else None
@@ -381,8 +381,7 @@ def _shared(line: Line, node: Node | None, variable: str, cause: str) -> Likely:
 
 def _same_twice(case: FailedPass, line: Line) -> Likely | None:
     """Is there an earlier pass of the same variable, or none of its assignments in the loop?"""
-    root = case.roots[0]
-    variable = case.names.nodes.get(root, "") or _source.target_of(line)
+    variable = case.loss()
     if not variable:
         return None
     numbers = [number for number in _source.made_at(variable, line) if number <= line.number]
@@ -395,7 +394,7 @@ def _same_twice(case: FailedPass, line: Line) -> Likely | None:
         return None
     freed = Line(line.file, earlier[0]) if earlier else line
     created = Line(line.file, numbers[-1]) if numbers else None
-    return Likely(root, variable, created, freed, "same loss twice", "" if earlier else EARLIER)
+    return Likely(case.roots[0], variable, created, freed, "same loss twice", "" if earlier else EARLIER)
 
 
 def _other_loss(case: FailedPass, line: Line, needing: set[Node]) -> Likely | None:
