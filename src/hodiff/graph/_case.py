@@ -135,7 +135,7 @@ class FailedPass:
 
     @cached_property
     def names(self) -> TensorNames:
-        """The user's variables."""
+        """The user's variables, by the tensors that they lead to."""
         return TensorNames(self.frames)
 
     @cached_property
