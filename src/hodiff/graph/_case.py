@@ -165,7 +165,7 @@ class FailedPass:
             for child in self.graph[node]:
                 if child not in part:
                     part[child] = self.graph[child]
-                    reached.append(child)
+                    reached += [child]
         return part
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from types import CodeType
 from typing import NamedTuple
 
@@ -94,17 +95,33 @@ def gather(case: FailedPass) -> Evidence | None:
     if case.call is None:
         return None
     record, tag = case.record, case.record.tags.tag
-    graph = {node: case.graph[node] for node in case.nodes}
-    spent = case.having(graph, "stale")  # and what a pass freed, or may have: of a Function it cannot be seen
-    spent += [node for node in graph if case.troubles.get(node) in ("freed", "unknown") and tag(node) is not None]
-    needing = _nodes.leading_to(graph, spent)
-    again = [root for root in case.roots if tag(root) is not None and root in needing]
-    begin = again[:1] or [_named(case, node) for node in _begin(case, needing)]
+    needs = _needing(case)
+    again = [root for root in case.roots if tag(root) is not None and needs(root)]
+    begin = again[:1] or [_named(case, node) for node in _begin(case, needs)]
     calls = {node: _last_pass(case, node) for node in begin}
     parts = [_part(case, node, call) for node, call in calls.items()]
     parts.sort(key=lambda part: (part.variable == "", not part.replaced, part.variable[:1] == "_"))
     freed_by = calls[parts[0].node] if parts else None
     return None if freed_by is None else Evidence(case, record, case.call, freed_by, tuple(parts))
+
+
+def _needing(case: FailedPass) -> Callable[[Node], bool]:
+    """Tells whether a node of the pass leads to one that cannot run: it was changed, or a pass freed what it needs."""
+    run, clear = set(case.nodes), set[Node]()
+
+    def needs(node: Node) -> bool:
+        reached = {node}
+        for each in (way := [node]):  # which grows
+            trouble = case.troubles.get(each) if each in run else None
+            if trouble == "stale" or (trouble in ("freed", "unknown") and case.record.tags.tag(each) is not None):
+                return True
+            fresh = [child for child in case.graph[each] if child not in clear and child not in reached]
+            reached.update(fresh)
+            way += fresh
+        clear.update(reached)
+        return False
+
+    return needs
 
 
 def _last_pass(case: FailedPass, node: Node) -> Pass | None:
@@ -118,7 +135,7 @@ def _last_pass(case: FailedPass, node: Node) -> Pass | None:
     return next(tags, held if held is not None and held.retained else None)
 
 
-def _begin(case: FailedPass, needing: set[Node]) -> list[Node]:
+def _begin(case: FailedPass, needs: Callable[[Node], bool]) -> list[Node]:
     """The values at which the old part begins, met from the loss: those that an earlier pass ran or left behind.
 
     What a pass did not run counts as well (the state beside a recurrent module's output), if the
@@ -136,8 +153,8 @@ def _begin(case: FailedPass, needing: set[Node]) -> list[Node]:
         reached.update(dict.fromkeys(fresh))
         way += fresh
     left = {node for node in old if _is_left(case, node)}
-    nodes = [node for node in old if node in needing]
-    others = [node for node in old if node in left and node not in needing]
+    nodes = [node for node in old if needs(node)]
+    others = [node for node in old if node in left and not needs(node)]
     return nodes if left.isdisjoint(nodes) else nodes + others
 
 
