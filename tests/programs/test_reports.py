@@ -54,7 +54,7 @@ def run(path, text):
     left = runpy.run_path(str(path), run_name="__main__")
     names = TensorNames(roots={name: value for name, value in left.items() if not name.startswith("_")})
     found = {}
-    for tensor in names.all_tensors():
+    for tensor in names.all:
         if tensor.is_leaf and tensor.requires_grad:
             grad = None if tensor.grad is None else tensor.grad.clone()
             found[names.of(tensor)] = (tensor.detach().clone(), grad)

@@ -13,6 +13,7 @@ import warnings
 import zipfile
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
+from traceback import walk_stack
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, Self, TextIO
 
@@ -218,7 +219,7 @@ class Warnings:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        stack = _frames(sys._getframe(1))
+        stack = [frame for frame, _ in walk_stack(sys._getframe(1))]
         kept = [stack[-1 - index] for index in reversed(seen([frame.f_code for frame in reversed(stack)]))]
         places = [(frame.f_code.co_filename, frame.f_lineno) for frame in stack]
         place = places.index((filename, lineno)) if (filename, lineno) in places else len(kept)
@@ -227,14 +228,6 @@ class Warnings:
                 return
             filename, lineno = kept[place].f_code.co_filename, kept[place].f_lineno or 0
         self._shown(message, category, filename, lineno, file, line)
-
-
-def _frames(frame: FrameType | None) -> list[FrameType]:
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
 
 
 def _known(given: FrameType, right: FrameType, message: Warning | str, category: type[Warning]) -> bool:

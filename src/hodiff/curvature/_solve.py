@@ -150,8 +150,9 @@ def solve(
         without `restart`) takes a product for each column: the dense matrices are solved directly,
         and those that fail iteratively. Not with `iterations`, a `preconditioner`, a `start` or a
         `callback`; and functions of 32 or more columns, or whose products do not fit into one
-        batched pass, take eight steps first. For a single matrix with up to 256 columns, GMRES that does not converge in
-        eight steps also solves the dense matrix, if all products fit into one batched pass.
+        batched pass, take eight steps first. For a single matrix with up to 256 columns, GMRES that
+        does not converge in eight steps also solves the dense matrix, if all products fit into one
+        batched pass.
 
         With `create_graph`, two more differentiable products (for a Hessian an evaluation and two
         passes each). The backward pass solves one more system with the transpose, and two for a

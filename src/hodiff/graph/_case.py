@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 from types import CodeType, FrameType
@@ -18,7 +18,7 @@ from hodiff._core._faults import interrupts
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _saved, _source
 from hodiff.graph._names import TensorNames
-from hodiff.graph._record import Pass, Record
+from hodiff.graph._record import NOTHING, Pass, Record
 from hodiff.graph._source import Line, Path, line_of, quoted
 
 TITLE = "hodiff: why this"
@@ -130,17 +130,68 @@ class FailedPass:
     tensors: list[Tensor]
     inputs: list[Any] | None
     frames: list[FrameType]
-    record: Record | None = None
+    recorded: Record | None = None
     call: Pass | None = None
-    names: TensorNames = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.names = TensorNames(self.frames)
+    @cached_property
+    def names(self) -> TensorNames:
+        """The user's variables, by the tensors that they lead to."""
+        return TensorNames(self.frames)
+
+    @cached_property
+    def graph(self) -> dict[Node, list[Node]]:
+        """The nodes below what is differentiated, outputs first, with the nodes that each leads to."""
+        return _nodes.walk(self.roots)
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """All nodes that the pass needs."""
+        return list(self.graph) if self.inputs is None else _inspect.executed(self.roots, self.inputs)
+
+    @cached_property
+    def troubles(self) -> dict[Node, str]:
+        """Of each node of the graph that could fail, why: see `_inspect.trouble`."""
+        return {node: trouble for node in self.graph if (trouble := _inspect.trouble(node))}
+
+    def having(self, nodes: Iterable[Node], reason: str) -> list[Node]:
+        """The nodes among some of the graph that have this trouble."""
+        return [node for node in nodes if self.troubles.get(node) == reason]
+
+    def below(self, roots: Iterable[Node]) -> dict[Node, list[Node]]:
+        """The part of the graph below some of its nodes."""
+        part = {root: self.graph[root] for root in roots}
+        reached = list(part)
+        for node in reached:  # which grows
+            for child in self.graph[node]:
+                if child not in part:
+                    part[child] = self.graph[child]
+                    reached += [child]
+        return part
+
+    @property
+    def record(self) -> Record:
+        """What was recorded; an empty record where nothing was."""
+        return self.recorded or NOTHING
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The tensors among its inputs."""
+        return [each for each in self.inputs or () if isinstance(each, Tensor)]
+
+    @property
+    def path(self) -> Path:
+        """The user's frames in which a recorded pass was asked for, the innermost first."""
+        return self.call.path if self.call is not None else ()
 
     @property
     def line(self) -> Line | None:
         """The user's line that failed."""
         return line_of(self.frames[0]) if self.frames else None
+
+    def loss(self, unknown: str = "") -> str:
+        """What is differentiated, by its variable or as the failing line has it, if either is known."""
+        name = self.names.nodes.get(self.roots[0], "") if self.roots else ""
+        return name or (_source.target_of(self.line) if self.line is not None else "") or unknown
 
     def explanation(
         self,
@@ -155,7 +206,7 @@ class FailedPass:
         A line is a text, or a label with a line of the user's, a pass or a text; those that are not
         known are left out, as are fixes and what is not known of them.
         """
-        watched = self.record is not None
+        watched = self.recorded is not None
         return Explanation(
             self.name,
             cause,
@@ -234,7 +285,6 @@ class Evidence:
         freed_by: The pass that freed the part, or kept it, while values that it needs have changed
             since.
         parts: Where the part begins, the named first.
-        nodes: All nodes that the failing pass needs.
     """
 
     case: FailedPass
@@ -242,7 +292,6 @@ class Evidence:
     call: Pass
     freed_by: Pass
     parts: tuple[SharedValue, ...]
-    nodes: list[Node] = field(repr=False)
 
     @property
     def first(self) -> SharedValue:
@@ -252,7 +301,7 @@ class Evidence:
     @cached_property
     def under(self) -> dict[Node, list[Node]]:
         """The nodes of the part, and below it, with the nodes that each leads to."""
-        return _inspect.below([part.node for part in self.parts])
+        return self.case.below([part.node for part in self.parts])
 
     @cached_property
     def below(self) -> list[Tensor]:
@@ -274,20 +323,21 @@ class Evidence:
     @cached_property
     def changed(self) -> list[Tensor]:
         """The leaves of the failing pass that were changed in place since the part was freed."""
-        return [leaf for leaf in _leaves(self.nodes) if self.moved(leaf)]
+        return [leaf for leaf in _leaves(self.case.nodes) if self.moved(leaf)]
 
     @cached_property
     def stale(self) -> bool:
         """Whether the failing pass needs a value that was changed in place."""
-        return bool(_inspect.having(self.nodes, "stale"))
+        return bool(self.case.having(self.case.nodes, "stale"))
+
+    def changed_since(self, tensor: Tensor) -> bool:
+        """Whether a line was seen to change a tensor in place since the part was freed."""
+        change = self.record.changed(tensor)
+        return change is not None and change.passes > self.freed_by.number
 
     def moved(self, leaf: Tensor) -> bool:
         """Whether a leaf was changed in place since the part was freed."""
-        change = self.record.changed(leaf)
-        if change is not None and change.passes > self.freed_by.number:
-            return True
-        tags, node = self.record.tags, _nodes.node_of(leaf)
-        return tags.tag(node) == self.freed_by and tags.version_then(node) != _saved.version(leaf)
+        return self.changed_since(leaf) or self.record.tags.moved(leaf, self.freed_by)
 
     @cached_property
     def border(self) -> list[Node]:
@@ -299,13 +349,13 @@ class Evidence:
             return []
         others = _nodes.leading_to(under, parameters)
         tops = _nodes.topmost(self.case.roots, [node for node in under if node not in others])
-        computed = all(any(map(_saved.slots, _inspect.below([node]))) for node in tops)  # no parameters, as they are
+        computed = all(any(map(_saved.slots, self.case.below([node]))) for node in tops)  # no parameters, as they are
         return tops if computed else []
 
     @cached_property
     def in_sight(self) -> list[Tensor]:
         """The trainable leaves that variables lead to."""
-        return [leaf for leaf in self.case.names.all_tensors() if leaf.is_leaf and leaf.requires_grad]
+        return [leaf for leaf in self.case.names.all if leaf.is_leaf and leaf.requires_grad]
 
     @cached_property
     def stepped(self) -> list[Tensor]:
@@ -437,12 +487,12 @@ class Evidence:
     @cached_property
     def made_before(self) -> bool:
         """Whether all that the failing pass needs had been computed before the pass that freed the part."""
-        return all(_saved.sequence(node) < self.freed_by.place for node in self.nodes if _saved.leaf(node) is None)
+        return all(_saved.sequence(node) < self.freed_by.place for node in self.case.nodes if _saved.leaf(node) is None)
 
     @cached_property
     def last_pass(self) -> Pass:
         """The last pass before this step used the part: what is written behind it comes before the use."""
-        fresh = [_saved.sequence(node) for node in self.nodes if _saved.leaf(node) is None]
+        fresh = [_saved.sequence(node) for node in self.case.nodes if _saved.leaf(node) is None]
         use = min([place for place in fresh if place >= self.freed_by.place], default=self.call.place)
         between = self.record.passes[self.freed_by.number : self.call.number]
         return next((call for call in reversed(between) if call.place <= use), self.freed_by)
@@ -457,7 +507,7 @@ PARAMETRIZED = "parametrize.cached()"
 
 def memoised(case: FailedPass, path: Path) -> str:
     """The function behind functools' cache that was running when something was made, and has returned."""
-    codes = {frame.code for frame in path} - {frame.code for frame in (case.call.path if case.call is not None else ())}
+    codes = {frame.code for frame in path} - {frame.code for frame in case.path}
     for value in [*case.names.values.values(), *map(type, case.names.values.values())]:
         for each in (value, *(vars(value).values() if isinstance(value, type) else ())):
             code = getattr(getattr(each, "__wrapped__", None), "__code__", None) if callable(each) else None

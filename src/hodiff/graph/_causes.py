@@ -124,20 +124,17 @@ def _behind_moved(e: Evidence) -> str | None:
         return None
     name = e.case.names.nodes.get(e.border[0], "") if len(e.border) == 1 else ""
     source = f"{name}.detach()" if name else f"what {e.names(moved)} gave at {at(*lines)}, detached"
-    again = _both(e) if e.first.variable else f"`{_second(e)}`"
+    again = _both(e) if e.first.variable else f"`{e.case.loss('the second loss')}`"
     return (
         f"compute {again} once more, from {source}: this pass is for {e.names(stay)}, and {_changer(e)} "
         f"has changed {e.names(moved)} since."
     )
 
 
-def _second(e: Evidence) -> str:
-    return e.case.names.nodes.get(e.case.roots[0], "") or _source.target_of(e.call.stack[0]) or "the second loss"
-
-
 def _both(e: Evidence) -> str:
     """The part and the second loss, which are one variable where a sum goes on after its pass."""
-    return e.all_code if _second(e) in e.variables else f"{e.all_code} and `{_second(e)}`"
+    loss = e.case.loss("the second loss")
+    return e.all_code if loss in e.variables else f"{e.all_code} and `{loss}`"
 
 
 def computed_again(e: Evidence) -> str | None:
@@ -146,7 +143,7 @@ def computed_again(e: Evidence) -> str | None:
         return None
     if first_detached(e) is not None or from_new_values(e) is not None:
         return None
-    what = _second(e)
+    what = e.case.loss("the second loss")
     moved = any(e.moved(leaf) for leaf in e.below)
     if what in e.variables:
         why = f":\n{_changer(e)} has changed what it was computed from." if moved else "."
@@ -250,14 +247,9 @@ def _reads_the_same(e: Evidence, line: Line, loop: Any) -> bool:
         value = e.case.names.values.get(name)
         if _source.rebound_in(loop, name) or not _is_steady(value):
             return False
-        if isinstance(value, Tensor) and id(value) not in leaves and (value.requires_grad or _has_changed(e, value)):
+        if isinstance(value, Tensor) and id(value) not in leaves and (value.requires_grad or e.changed_since(value)):
             return False  # a value with a graph of its own would be the next to be met again
     return True
-
-
-def _has_changed(e: Evidence, value: Tensor) -> bool:
-    change = e.record.changed(value)
-    return change is not None and change.passes > e.freed_by.number
 
 
 def _is_steady(value: Any) -> bool:
@@ -514,7 +506,7 @@ def _enters_call(e: Evidence) -> bool:
     """Whether the old value is an input of operations with parameters: state, not a term of the loss."""
     reached = set(map(id, e.reached))
     stop = {part.node for part in e.parts}
-    for node in e.nodes:
+    for node in e.case.nodes:
         if any(child in stop for child in _saved.children(node)):
             others = [child for child in _saved.children(node) if child not in stop]
             if any(id(leaf) in reached for child in others if (leaf := _saved.leaf(child)) is not None):

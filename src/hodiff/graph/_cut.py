@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _inspect, _saved, _source
+from hodiff.graph import _saved, _source
 from hodiff.graph._case import Explanation, FailedPass
-from hodiff.graph._record import COPY, Lost, Record
+from hodiff.graph._record import COPY, Lost
 from hodiff.graph._source import Line, at, line_of, lines_of, quoted
 
 _INDICES = ("argmax", "argmin", "max", "min", "argsort", "sort", "topk", "multinomial", "bucketize", "searchsorted")
@@ -176,10 +176,8 @@ def _concerned(case: FailedPass, tensor: Tensor) -> list[Lost]:
     Of those the ones whose leaves this very line has trained before, if some are. Elsewhere what is
     frozen, as are networks that give features, is of interest only where nothing else was cut.
     """
-    if case.record is None:
-        return []
-    cuts, places = case.record.cuts, list(case.record.cuts.places(tensor))
-    trained = case.names.trained
+    cuts, trained = case.record.cuts, case.names.trained
+    places = list(cuts.places(tensor))
     concerned = [place for place in places if any(id(leaf) in trained for leaf in cuts.leaves(place))]
     mine = [place for place in concerned if _trained_here(case, cuts.leaves(place))]
     return mine or concerned or [place for place in places if place.kind != "frozen"] or places
@@ -187,17 +185,14 @@ def _concerned(case: FailedPass, tensor: Tensor) -> list[Lost]:
 
 def _trained_here(case: FailedPass, leaves: Iterable[Tensor]) -> bool:
     """Whether an optimizer has stepped some leaves after an earlier pass of the line that fails."""
-    record, call = case.record, case.call
-    if record is None or call is None:
-        return False
-    return any(record.trained_by(leaf) == call.path for leaf in leaves)
+    return case.call is not None and any(case.record.trained_by(leaf) == case.path for leaf in leaves)
 
 
 def _of_frozen(case: FailedPass, lost: Lost, loss: Tensor, *, certain: bool) -> Explanation:
     """The explanation of a loss that was computed from parameters alone that require no grad."""
-    record, variable = case.record, case.names.of(loss)
-    leaves = _frozen(case, [lost] if record is None else record.cuts.places(loss))
-    switches = dict.fromkeys(path for leaf in leaves if record is not None and (path := record.switched(leaf)))
+    variable = case.names.of(loss)
+    leaves = _frozen(case, case.record.cuts.places(loss) or [lost])
+    switches = dict.fromkeys(path for leaf in leaves if (path := case.record.switched(leaf)))
     lines = [line for path in switches for line in dict.fromkeys((path[0].line, path[-1].line))]
     names = _listed(_parameters(case, leaves)) or f"the parameters that {at(lost.line)} computes with"
     again = f"say requires_grad_(True) of them before {at(lost.line)}"
@@ -231,7 +226,7 @@ def _parameters(case: FailedPass, leaves: Iterable[Tensor]) -> Iterator[str]:
 
 def _frozen(case: FailedPass, places: Iterable[Lost]) -> list[Tensor]:
     """The parameters that are frozen at some places; without a record those of the modules that the lines call."""
-    if case.record is not None:
+    if case.recorded is not None:
         leaves = [leaf for place in places if place.kind == "frozen" for leaf in case.record.cuts.leaves(place)]
         return [leaf for leaf in leaves if not leaf.requires_grad]
     values = [case.names.values.get(name) for place in places for name in _source.loaded(place.line)]
@@ -268,7 +263,7 @@ def _recorded(case: FailedPass, lost: Lost) -> str:
 
 def _switched_off(case: FailedPass, kind: str, line: Line | None) -> Line | None:
     """The line that switched gradients off, if the user's source shows one."""
-    if kind not in OFF or line is None or case.record is None:
+    if kind not in OFF or line is None or case.recorded is None:
         return None
     around = case.record.cuts.stack(Lost(kind, line, ""))
     return next((off for each in around if (off := _source.switched_off(each)) is not None), None)
@@ -313,9 +308,7 @@ def within_pass(case: FailedPass) -> Explanation | None:
 
 def _inputs_within(case: FailedPass) -> Explanation | None:
     """Inputs of such a pass that it does not reach: a Function's backward gives None for those."""
-    reached = set(_nodes.walk(case.roots))
-    given = [tensor for tensor in case.inputs or () if isinstance(tensor, Tensor)]
-    missing = [each for each in given if not each.requires_grad or _nodes.node_of(each) not in reached]
+    missing = [each for each in case.given if not each.requires_grad or _nodes.node_of(each) not in case.graph]
     if not missing:
         return None
     names = list(filter(None, _parameters(case, missing)))
@@ -344,11 +337,9 @@ def not_scalar(case: FailedPass) -> Explanation | None:
     if loss is None:
         return None
     variable = case.names.of(loss)
-    node = loss.grad_fn
-    line = case.record.made(node) if case.record is not None and node is not None else None
-    line = line or (_source.only_assignment(variable, case.line) if variable else None)
+    line = case.record.made(loss.grad_fn) or _source.only_assignment(variable, case.line)
     name = variable or "the value"
-    rows = [each for each in case.inputs or () if isinstance(each, Tensor) and each.shape[:1] == loss.shape[:1]]
+    rows = [each for each in case.given if each.shape[:1] == loss.shape[:1]]
     fix = (
         f"differentiate {name}.sum(): each row of {case.names.of(rows[0]) or 'the input'} gets "
         "its own derivative, "
@@ -378,7 +369,7 @@ def _ask(case: FailedPass, kind: str, line: Line | None, made: Line | None) -> s
         values = {name: case.names.values.get(name) for name in given}
         trained = [name for name, each in values.items() if _requires_grad(each)]
         if trained and made is not None:
-            hint = "" if case.record is not None else "\nUnder `hodiff explain` most cuts are recorded."
+            hint = "" if case.recorded is not None else "\nUnder `hodiff explain` most cuts are recorded."
             return f"where it was cut off: `{trained[0]}`, which {at(made)} reads, requires grad.{hint}"
         tensors = {name: each for name, each in values.items() if isinstance(each, Tensor) and each.is_floating_point()}
         if tensors:
@@ -386,7 +377,7 @@ def _ask(case: FailedPass, kind: str, line: Line | None, made: Line | None) -> s
             return f"what it should depend on. It was computed from {listed}: no grad is required there."
         return "what it should depend on: look for an input that requires no grad; hodiff.graph.inspect shows graphs."
     there = f" at {line}" if line is not None else ""
-    hint = "" if case.record is not None else " Under `hodiff explain` most cuts are recorded."
+    hint = "" if case.recorded is not None else " Under `hodiff explain` most cuts are recorded."
     return f"whether that cut{there} is the one.{hint}"
 
 
@@ -399,7 +390,7 @@ def _requires_grad(value: object) -> bool:
 
 def _likely(case: FailedPass, tensor: Tensor, variable: str) -> Lost | None:
     """Where a tensor may have lost its graph: as a number, or as its source says; a record would show another cut."""
-    if case.record is not None:
+    if case.recorded is not None:
         return case.record.cuts.latest
     name = variable or _source.target_of(case.line) if case.line is not None else variable
     cuts = _source.cuts(name, case.line, case.names.values) if name and case.line is not None else []
@@ -420,14 +411,13 @@ def _silenced(line: Line | None) -> str:
 
 def _input_without_grad(case: FailedPass) -> Explanation | None:
     """An input that no graph leads to, as it required no grad when the loss was computed."""
-    given = [tensor for tensor in case.inputs or () if isinstance(tensor, Tensor)]
-    missing = [tensor for tensor in given if not tensor.requires_grad]
+    missing = [tensor for tensor in case.given if not tensor.requires_grad]
     if not missing:
         return None
-    among = len(missing) < len(given)
+    among = len(missing) < len(case.given)
     variable = case.names.of(missing[0])
     name = variable or "input"
-    lost = case.record.cuts.of(missing[0]) if case.record is not None else None
+    lost = case.record.cuts.of(missing[0])
     if lost is not None and lost.kind in ("gradient", "opaque gradient", "constant gradient"):
         return _by_gradient(case, name, lost)
     leave = (
@@ -479,15 +469,13 @@ def _listed(names: Iterable[str]) -> str:
 
 def not_used(case: FailedPass) -> Explanation | None:
     """The explanation of "One of the differentiated Tensors appears to not have been used in the graph"."""
-    reached = set(_nodes.walk(case.roots))
-    given = [tensor for tensor in case.inputs or () if isinstance(tensor, Tensor)]
-    missing = [tensor for tensor in given if _nodes.node_of(tensor) not in reached]
+    missing = [tensor for tensor in case.given if _nodes.node_of(tensor) not in case.graph]
     if not missing:
         return None
     names = [case.names.of(tensor) or f"a tensor of shape {tuple(tensor.shape)}" for tensor in missing]
-    there = sorted(case.names.of(leaf) for node in reached if (leaf := _saved.leaf(node)) is not None)
+    there = sorted(case.names.of(leaf) for node in case.graph if (leaf := _saved.leaf(node)) is not None)
     among = _listed(filter(None, there)).removesuffix(" ...")
-    loss = case.record.made(case.roots[0]) if case.record is not None and case.roots else None
+    loss = case.record.made(case.roots[0]) if case.roots else None
     known = _why_not_used(case, missing[0], names[0])
     if known is not None:
         return known
@@ -510,7 +498,7 @@ def not_used(case: FailedPass) -> Explanation | None:
         ("failing call", case.line),
         variable=names[0],
         reason="the loss was computed without it: from another tensor of that name, a copy, or a detached one.",
-        fixes=(leave if len(missing) < len(given) else "",),
+        fixes=(leave if len(missing) < len(case.given) else "",),
         unknown=(depends,),
         certain=True,
     )
@@ -518,11 +506,8 @@ def not_used(case: FailedPass) -> Explanation | None:
 
 def _why_not_used(case: FailedPass, tensor: Tensor, name: str) -> Explanation | None:
     """The explanation of an input that was cut off, or made too late, or is that of a line."""
-    record = case.record
-    if record is None:
-        return None
-    taken = _taken_by(case, record, name)
-    function = None if taken is None else record.functions.get(taken)
+    taken = _taken_by(case, name)
+    function = None if taken is None else case.record.functions.get(taken)
     if function is not None:
         return _unused(
             case,
@@ -532,7 +517,7 @@ def _why_not_used(case: FailedPass, tensor: Tensor, name: str) -> Explanation | 
             f"that gradient was taken through {function}, whose backward recorded nothing that leads to `{name}`.",
             fixes=(fix_of("opaque gradient", None, function),),
         )
-    cut = _cut_off(case, record, tensor)
+    cut = _cut_off(case, tensor)
     if cut is not None:
         return _used_cut(case, name, cut)
     if taken is not None:
@@ -548,7 +533,7 @@ def _why_not_used(case: FailedPass, tensor: Tensor, name: str) -> Explanation | 
                 "hodiff.hvp, hodiff.hessian and hodiff.nth_derivative return them.",
             ),
         )
-    written = _made_by(case, record, tensor)
+    written = _made_by(case, tensor)
     if not written:
         return None
     return _unused(
@@ -582,26 +567,25 @@ def _unused(
     )
 
 
-def _taken_by(case: FailedPass, record: Record, name: str) -> Line | None:
+def _taken_by(case: FailedPass, name: str) -> Line | None:
     """The line of a gradient with a graph, by a variable, that the loss was computed from."""
-    built = {call.stack[0] for call in record.passes if call.built and call.path}
-    lines = dict.fromkeys(map(record.made, _nodes.walk(case.roots)))
+    built = {call.stack[0] for call in case.record.passes if call.built and call.path}
+    lines = dict.fromkeys(map(case.record.made, case.graph))
     taken = [line for line in lines if line is not None and line in built]
     return next((line for line in taken if name in _source.inputs_of(line)), None)
 
 
-def _made_by(case: FailedPass, record: Record, tensor: Tensor) -> str:
+def _made_by(case: FailedPass, tensor: Tensor) -> str:
     """How the failing call makes an input itself, too late for the loss: `-x`; or empty."""
-    here = record.made(tensor.grad_fn) if tensor.grad_fn is not None else None
+    here = case.record.made(tensor.grad_fn)
     written = _source.inputs_of(here) if here is not None and here == case.line else []
-    given = [each for each in case.inputs or () if isinstance(each, Tensor)]
-    return next((text for each, text in zip(given, written, strict=False) if each is tensor), "")
+    return next((text for each, text in zip(case.given, written, strict=False) if each is tensor), "")
 
 
-def _cut_off(case: FailedPass, record: Record, leaf: Tensor) -> Lost | None:
+def _cut_off(case: FailedPass, leaf: Tensor) -> Lost | None:
     """Where a leaf was cut off on its way to the loss."""
-    cuts = record.entering(_inspect.executed(case.roots, None))
-    return next((cut for cut in cuts if any(each is leaf for each in record.cuts.leaves(cut))), None)
+    cuts = case.record.entering(case.graph)
+    return next((cut for cut in cuts if any(each is leaf for each in case.record.cuts.leaves(cut))), None)
 
 
 def _used_cut(case: FailedPass, name: str, cut: Lost) -> Explanation:
@@ -621,11 +605,7 @@ def _used_cut(case: FailedPass, name: str, cut: Lost) -> Explanation:
 
 def _made(case: FailedPass, tensor: Tensor) -> Line | None:
     """The line that made a tensor, or that said of a leaf that it requires grad."""
-    if case.record is None:
-        return None
-    if tensor.grad_fn is not None:
-        return case.record.made(tensor.grad_fn)
-    path = case.record.switched(tensor)
+    path = case.record.path(tensor.grad_fn) if tensor.grad_fn is not None else case.record.switched(tensor)
     return path[0].line if path else None
 
 
@@ -637,14 +617,13 @@ NAMES_SHOWN = 6
 
 def second_derivative(case: FailedPass) -> Explanation | None:
     """The explanation of a missing or forbidden double backward."""
-    nodes = list(_nodes.walk(case.roots))
     kind = _messages.kind_of(case.error)
     compiled = kind == "compiled"
-    once = list(case.record.once) if case.record is not None and kind == "once" else []
-    marked = sorted({type(node).__name__ for node in nodes if _saved.is_raising(node)})
+    once = list(case.record.once) if kind == "once" else []
+    marked = sorted({type(node).__name__ for node in case.graph if _saved.is_raising(node)})
     operation = "a compiled function" if compiled else [*(name for name, _ in once), *marked, "an operation"][0]
     operation = _messages.without_derivative(case.error) or operation
-    line = once[0][1] if once else _line(case, [*nodes, *_nodes.walk(case.names.nodes)], operation, compiled)
+    line = once[0][1] if once else _line(case, [*case.graph, *_nodes.walk(case.names.nodes)], operation, compiled)
     way = _messages.way_out("compiledfunction" if compiled else operation)
     where = f"at {line}: " if line is not None else ""
     forbidden = f"a second derivative of {operation}: its backward forbids one. Write it without the Function."
@@ -664,7 +643,7 @@ def second_derivative(case: FailedPass) -> Explanation | None:
 
 def _line(case: FailedPass, nodes: list[Node], operation: str, compiled: bool) -> Line | None:
     """The line of the operation: its forward node is in the graph still."""
-    if case.record is None:
+    if case.recorded is None:
         return None
     key = operation.replace("_", "").lower().removesuffix("backward")
     lines = []
@@ -681,7 +660,7 @@ def _line(case: FailedPass, nodes: list[Node], operation: str, compiled: bool) -
 
 def _of_compiled(case: FailedPass, node: Node) -> Line | None:
     """The line of a compiled call, which no watch sees: where what its pass differentiates was assigned, if once."""
-    made = case.record.made(node) if case.record is not None else None
+    made = case.record.made(node)
     return (_source.only_assignment(_source.target_of(made), made) or made) if made is not None else None
 
 
@@ -693,13 +672,12 @@ def _assigned(case: FailedPass, node: Node) -> Line | None:
 
 def reentrant(case: FailedPass) -> Explanation:
     """The explanation of a pass by inputs through a checkpoint that serves `backward()` alone."""
-    nodes = list(_nodes.walk(case.roots))
     name = "CheckpointFunction"
-    line = _line(case, nodes, name, compiled=False)
-    read, record = None, case.record
-    for node in nodes if record is not None and line is None else ():
-        if any(type(child).__name__.startswith(name) for child in _saved.children(node)):
-            read = read or (record.made(node) if record is not None else None)
+    line = _line(case, list(case.graph), name, compiled=False)
+    above = [
+        node for node in case.graph if any(type(child).__name__.startswith(name) for child in _saved.children(node))
+    ]
+    read = next(filter(None, map(case.record.made, above)), None) if line is None else None
     return case.explanation(
         "checkpoint",
         "a re-entrant checkpoint prevents a gradient by inputs",
@@ -737,8 +715,8 @@ def _checkpointed(case: FailedPass) -> tuple[Line | None, list[Line]]:
     """The line of the checkpoint, and those within it that leave something in an object for the second run to meet."""
     changes: dict[Line, None] = {}
     outer: Line | None = None
-    for node in _nodes.walk(case.roots):
-        lines = lines_of(case.record.path(node)) if case.record is not None else ()
+    for node in case.graph:
+        lines = lines_of(case.record.path(node))
         index = next((number for number, line in enumerate(lines) if _source.calls(line, "checkpoint")), None)
         if index is not None:
             outer = lines[index]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
@@ -12,29 +12,17 @@ from torch import Tensor
 
 from hodiff._core import _messages
 from hodiff._core._faults import interrupts
-from hodiff._core._nodes import Node
 from hodiff.errors import GraphError, InputError
-from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
+from hodiff.graph import _cut, _in_place, _saved, _second_time
 from hodiff.graph._case import TITLE, Explanation, FailedPass
 from hodiff.graph._names import is_users, user_frames
 from hodiff.graph._record import PASSES, Pass, Record, as_list
 from hodiff.graph._source import Line, line_of
 
 
-def of_pass(
-    error: BaseException,
-    call: Pass,
-    tensors: list[Tensor],
-    roots: list[Node],
-    inputs: list[Any] | None,
-    frames: list[FrameType],
-    record: Record,
-) -> Explanation | None:
+def of_pass(case: FailedPass) -> Explanation | None:
     """The explanation of a pass that failed under a watch."""
-    nested = _nested(error, steps_of(error.__traceback__))
-    if nested is not None:
-        return nested
-    return _dispatch(FailedPass(error, call.name, roots, tensors, inputs, frames, record, call))
+    return _nested(case.error, steps_of(case.error.__traceback__)) or _dispatch(case)
 
 
 def _nested(error: BaseException, steps: list[TracebackType]) -> Explanation | None:
@@ -44,10 +32,7 @@ def _nested(error: BaseException, steps: list[TracebackType]) -> Explanation | N
     frames = _users(steps[:inner]) if inner is not None else []
     if inner is None or not frames or _messages.kind_of(error) not in ("no graph", "not used"):
         return None
-    tensors, inputs = _given(steps[inner])
-    roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    name = _ENTRIES[steps[inner].tb_frame.f_code]
-    return _cut.within_pass(FailedPass(error, name, roots, tensors, inputs, frames))
+    return _cut.within_pass(_asked_at(steps[inner], error, frames))
 
 
 def of_operation(
@@ -146,7 +131,7 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
         )
     error: BaseException | None = exc
     while error is not None:
-        with _saved.without_modes(), _inspect.unchanging():
+        with _saved.without_modes():
             explanation = _after_the_fact(error)
         if explanation is not None:
             return explanation
@@ -162,13 +147,7 @@ def _after_the_fact(error: BaseException) -> Explanation | None:
     frames = [*_users(steps[: entries[0]]), *user_frames(steps[0].tb_frame.f_back)]
     if not frames:
         return None
-    nested = _nested(error, steps)
-    if nested is not None:
-        return nested
-    entry = steps[entries[0]]
-    tensors, inputs = _given(entry)
-    roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    return _dispatch(FailedPass(error, _ENTRIES[entry.tb_frame.f_code], roots, tensors, inputs, frames))
+    return _nested(error, steps) or _dispatch(_asked_at(steps[entries[0]], error, frames))
 
 
 def left(error: BaseException, record: Record) -> Explanation | None:
@@ -230,20 +209,14 @@ def steps_of(traceback: TracebackType | None) -> list[TracebackType]:
     return steps
 
 
-class _At:
-    """A frame of a traceback, at the line where the exception passed through it."""
-
-    def __init__(self, traceback: TracebackType) -> None:
-        frame = traceback.tb_frame
-        self.f_code = frame.f_code
-        self.f_globals = frame.f_globals
-        self.f_back = frame.f_back
-        self.f_lineno, self.f_locals = traceback.tb_lineno, frame.f_locals
-
-
 def _users(steps: list[TracebackType]) -> list[Any]:
-    """The user's frames in a part of a traceback, the innermost first."""
-    return [_At(step) for step in reversed(steps) if is_users(step.tb_frame.f_code)]
+    """The user's frames in a part of a traceback, the innermost first, each at the line where the exception passed."""
+    read = ("f_code", "f_globals", "f_back", "f_locals")
+    return [
+        SimpleNamespace(f_lineno=step.tb_lineno, **{name: getattr(step.tb_frame, name) for name in read})
+        for step in reversed(steps)
+        if is_users(step.tb_frame.f_code)
+    ]
 
 
 def _entries(steps: list[TracebackType]) -> list[int]:
@@ -251,8 +224,10 @@ def _entries(steps: list[TracebackType]) -> list[int]:
     return [index for index, step in enumerate(steps) if step.tb_frame.f_code in _ENTRIES]
 
 
-def _given(entry: TracebackType) -> tuple[list[Tensor], list[Any] | None]:
-    """What a pass was asked to differentiate, and by which inputs."""
+def _asked_at(entry: TracebackType, error: BaseException, frames: list[Any]) -> FailedPass:
+    """The pass that was asked for at a step of a traceback: what it was to differentiate, and by which inputs."""
     given = dict(entry.tb_frame.f_locals)
     value = next((given[name] for name in ("self", "tensors", "outputs") if name in given), ())
-    return [item for item in as_list(value) or () if isinstance(item, Tensor)], as_list(given.get("inputs"))
+    tensors = [item for item in as_list(value) or () if isinstance(item, Tensor)]
+    roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    return FailedPass(error, _ENTRIES[entry.tb_frame.f_code], roots, tensors, as_list(given.get("inputs")), frames)

@@ -25,7 +25,7 @@ from hodiff._core._nodes import Node
 from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
 from hodiff.graph._case import LIKELY, Explanation, FailedPass, body, labelled
 from hodiff.graph._names import TensorNames, path_of, user_frames
-from hodiff.graph._record import Listener, Lost, Pass, is_gradient, tensors_in
+from hodiff.graph._record import GRADIENT, NOTHING, Listener, Lost, Pass, kind_of, tensors_in
 from hodiff.graph._source import Line, line_of
 from hodiff.graph._watch import Watch, WatchMode, recording
 
@@ -68,7 +68,7 @@ class _Clues(Listener):
                 self.used.setdefault(id(tensor), line)
         if isinstance(result, Tensor) and not result.is_floating_point() and line not in self.steps:
             self.steps[line] = self._reach(given)
-        if is_gradient(func) and isinstance(result, Tensor) and not result.requires_grad:
+        if kind_of(func) == GRADIENT and isinstance(result, Tensor) and not result.requires_grad:
             self.cut(Lost("gradient", line, "grad"), arguments)
 
     def cut(self, lost: Lost, sources: Any) -> None:
@@ -137,7 +137,7 @@ def _lost(
     given = [name for leaf, name in zip(failure.leaves, failure.names, strict=True) if id(leaf) in ids]
     never = f"no operation in f was given {', '.join(given[:6])}: compute with f's argument"
     names = TensorNames(frames, _closure(failure.function))
-    leaves = [leaf for node in _inspect.executed(_roots(outputs), None) if (leaf := _saved.leaf(node)) is not None]
+    leaves = [leaf for node in _nodes.walk(_roots(outputs)) if (leaf := _saved.leaf(node)) is not None]
     others = sorted({f"`{name}`" for leaf in leaves if (name := names.of(leaf))})[:6]
     there = f"its graph leads to: {', '.join(others)}"
     return body([*([] if ids & clues.used.keys() else [never]), *([there] if others else [])])
@@ -219,8 +219,7 @@ def _from_engine(
 
 def _freed_part(case: FailedPass) -> list[Node]:
     """Where the freed part begins. That is exact: a pass of hodiff's over tensors retains what it runs."""
-    nodes = _inspect.executed(case.roots, case.inputs)
-    return _nodes.topmost(case.roots, _inspect.having(nodes, "freed"))
+    return _nodes.topmost(case.roots, case.having(case.nodes, "freed"))
 
 
 def _freed(case: FailedPass) -> str:
@@ -233,7 +232,7 @@ def _freed(case: FailedPass) -> str:
 
 def _freed_by_f(case: FailedPass) -> str:
     """The pass that `f` ran itself."""
-    tags = [case.record.tags.tag(node) for node in _freed_part(case)] if case.record is not None else []
+    tags = map(case.record.tags.tag, _freed_part(case))
     call = next((tag for tag in tags if tag is not None), None)
     if call is None:
         return ""
@@ -245,8 +244,8 @@ def _freed_by_f(case: FailedPass) -> str:
 def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, record: WatchMode | None) -> str:
     """The lines, or the variables, of the nodes that the message is about."""
     lines: dict[str, None] = {}
-    for node in _inspect.executed(_roots(outputs), None):
-        line = record.made(node) if record is not None else None
+    for node in _nodes.walk(_roots(outputs)):
+        line = (record or NOTHING).made(node)
         if _is_blamed(failure, node):
             if line is not None:
                 lines[labelled("recorded at", line)] = None

@@ -435,11 +435,10 @@ class GrowingVariable(NamedTuple):
 def _groups(names: TensorNames) -> dict[str, list[Tensor]]:
     """The tensors with a graph behind each variable: a tensor, and each container on the way to it."""
     groups: dict[str, list[Tensor]] = {}
-    for tensor in names.all_tensors():
+    for path, tensor in names.at.items():
         if tensor.grad_fn is not None:
-            for path in names.paths[id(tensor)]:
-                for place in [each.start() for each in re.finditer(r"\[", path)] + [len(path)]:
-                    groups.setdefault(path[:place], []).append(tensor)
+            for place in [each.start() for each in re.finditer(r"\[", path)] + [len(path)]:
+                groups.setdefault(path[:place], []).append(tensor)
     direct = Counter(path[: path.rindex("[")] for path in groups if path.endswith("]"))
     few = [path for path in groups if not path.endswith("]") or direct[path[: path.rindex("[")]] < ITEMS]
     return {path: groups[path] for path in few}  # each of many states in a list may lead to all before it
@@ -543,7 +542,7 @@ def piling_up(
     for path, tensors in _groups(names).items():
         fresh: list[Node] = []
         count, freed = 0, False
-        if len(tensors) >= ITEMS and path not in names.tensors.values():
+        if len(tensors) >= ITEMS and path not in names.at:
             seen: set[Node] = set()
             own = [_own(tensor, seen, key) for tensor in tensors]
             fresh = [node for nodes, _ in own for node in nodes]

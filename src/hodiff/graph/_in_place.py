@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hodiff._core._nodes import Node
-from hodiff.graph import _inspect, _saved, _second_time, _source
+from hodiff.graph import _saved, _second_time, _source
 from hodiff.graph._case import Explanation, FailedPass, FailureCause, said
-from hodiff.graph._record import Change, Pass, Record, tensors_in
+from hodiff.graph._record import Change, Pass, tensors_in
 from hodiff.graph._source import Line, at, lines_of, outside
 
 ACTIVATIONS = frozenset(
@@ -42,9 +42,7 @@ def explain(case: FailedPass) -> Explanation | None:
         left = _second_time.left_behind(case)
         if left is not None:
             return left
-    record = case.record
-    made = record.made(stale.node) if record is not None else None
-    change = record.changed(stale.value) if record is not None else None
+    change = case.record.changed(stale.value)
     if not stale.variable and change is not None:
         names = _source.changed_at(change.line) or _source.given_by(change.line)
         stale = stale._replace(variable=names[0] if names else "")
@@ -54,7 +52,7 @@ def explain(case: FailedPass) -> Explanation | None:
     return case.explanation(
         "changed in place",
         f"{what} was changed in place, after {type(stale.node).__name__} had saved it (as {stale.slot!r})",
-        ("saved at", made),
+        ("saved at", case.record.made(stale.node)),
         ("changed at", changed),
         ("called from", _caller(case, change)),
         ("failing call", case.call or case.line or "?"),
@@ -68,13 +66,13 @@ def explain(case: FailedPass) -> Explanation | None:
 
 def _unnamed(case: FailedPass) -> Explanation | None:
     """What is known where PyTorch does not tell the tensor: the node that had saved it, its line."""
-    for node in _inspect.executed(case.roots, case.inputs):
+    for node in case.nodes:
         for slot in _saved.slots(node):
             if slot.state == _saved.STALE:
                 return case.explanation(
                     "changed in place",
                     f"a tensor that {type(node).__name__} had saved (as {slot.name!r}) was changed in place",
-                    ("saved at", case.record.made(node) if case.record is not None else None),
+                    ("saved at", case.record.made(node)),
                     ("failing call", case.call or case.line or "?"),
                     reason=REASON,
                     unknown=("which tensor it was, and which line changed it: PyTorch tells neither before 2.12.",),
@@ -120,8 +118,7 @@ def _copied(case: FailedPass, stale: _Stale, change: Change) -> str:
     if change.view or _saved.is_view(stale.value) or not name.isidentifier():
         return ""  # what it is a view of would stay as it was
     memory = _saved.memory(stale.value)
-    sharing = [tensor for tensor in case.names.all_tensors() if _saved.memory(tensor) == memory]
-    holders = {path for tensor in sharing for path in case.names.paths[id(tensor)]}
+    holders = {path for path, tensor in case.names.at.items() if _saved.memory(tensor) == memory}
     if holders - {name} or name in _source.parameters(line) or not _source.is_alone(name, line):
         return ""
     return f"change a copy: before {at(line)}, write\n    {name} = {name}.clone()"
@@ -129,7 +126,7 @@ def _copied(case: FailedPass, stale: _Stale, change: Change) -> str:
 
 def _of_leaf(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[str, str]:
     """A parameter has moved on: the loss is computed again, from there on, with all else that is spent."""
-    if case.record is None:
+    if case.recorded is None:
         return "", (
             f"whether the loss is to be computed again, after the line that changed `{stale.variable}`; or whether\n"
             "this is the graph of an earlier step, through a value that step handed on (a recurrent state):\n"
@@ -137,7 +134,7 @@ def _of_leaf(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[st
         )
     changes = [change, *(case.record.changed(value) for _, _, value in _stale_slots(case))]
     change = max(filter(None, changes), key=lambda each: each.order, default=None)
-    term = _of_loop(case, case.record, change) if change is not None else None
+    term = _of_loop(case, change) if change is not None else None
     if change is not None and term is not None:
         return "", (
             f"which values of `{stale.variable or 'the parameter'}` are meant: "
@@ -148,18 +145,18 @@ def _of_leaf(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[st
             "torch.autograd.grad(term, parameters), whose results are added up."
         )
     after = f" after {at(change.line)}" if change is not None else " after the change"
-    left = _chain(case, case.record) + _left(case, case.record, stale)
-    return f"compute {_loss(case)} again{after}, from the forward pass on.{left}", (
+    left = _chain(case) + _left(case, stale)
+    return f"compute `{case.loss('the loss')}` again{after}, from the forward pass on.{left}", (
         "whether it was meant to be differentiated before the change. A pass moved there adds its gradients to all\n"
         f"the parameters that it reaches, `{stale.variable or 'the changed one'}` included, whose step would use them."
     )
 
 
-def _of_loop(case: FailedPass, record: Record, change: Change) -> Line | None:
+def _of_loop(case: FailedPass, change: Change) -> Line | None:
     """The line of a value of a loop that then changed what it is of, if the pass comes later."""
-    mine, changed = dict(case.call.path if case.call is not None else ()), dict(change.path)
+    mine, changed = dict(case.path), dict(change.path)
     for node, _, _ in _stale_slots(case):
-        for frame in record.path(node):
+        for frame in case.record.path(node):
             code = frame.code
             around = _source.loops(frame.line) if code in changed and code in mine else []
             if any(_source.within(e, changed[code]) and not _source.within(e, mine[code]) for e in around):
@@ -167,14 +164,14 @@ def _of_loop(case: FailedPass, record: Record, change: Change) -> Line | None:
     return None
 
 
-def _left(case: FailedPass, record: Record, stale: _Stale) -> str:
+def _left(case: FailedPass, stale: _Stale) -> str:
     """What an earlier pass left in `.grad` of leaves that no step has moved since, for this one to add to."""
     names: dict[str, Pass] = {}
-    for node in _inspect.executed(case.roots, case.inputs):
+    for node in case.nodes:
         leaf = _saved.leaf(node)
         if leaf is None or leaf is stale.leaf:
             continue
-        given, change = record.tags.given(node), record.changed(leaf)
+        given, change = case.record.tags.given(node), case.record.changed(leaf)
         name = case.names.of(leaf)
         if name and given is not None and (change is None or change.passes <= given.number):
             names[name] = given
@@ -193,28 +190,23 @@ NAMED = 2
 
 def _caller(case: FailedPass, change: Change | None) -> Line | None:
     """How the program came to the change, where that is not how it came to the pass."""
-    here = case.call.stack if case.call is not None else ()
+    here = lines_of(case.path)
     lines = lines_of(change.path)[1:] if change is not None else ()
     return next((line for line in lines if line not in here), None)
 
 
 def _stale_slots(case: FailedPass) -> Iterator[tuple[Node, str, Tensor]]:
     """What the pass needs and was changed: the node that saved it, what that calls it, and the value as it is."""
-    for node in _inspect.executed(case.roots, case.inputs):
+    for node in case.nodes:
         for name, state, value in _saved.slots(node):
             if state == _saved.STALE and value is not None:
                 yield node, name, value
 
 
-def _loss(case: FailedPass) -> str:
-    name = case.names.nodes.get(case.roots[0], "") if case.roots else ""
-    return f"`{name or (_source.target_of(case.line) if case.line is not None else '') or 'the loss'}`"
-
-
-def _chain(case: FailedPass, record: Record) -> str:
+def _chain(case: FailedPass) -> str:
     """What the pass would meet next: all that was freed or changed, by the lines that made it."""
-    nodes = [n for n in _inspect.executed(case.roots, case.inputs) if _inspect.trouble(n) in ("freed", "stale")]
-    lines = {line for node in nodes for line in outside(record.path(node))}
+    nodes = [n for n in case.nodes if case.troubles.get(n) in ("freed", "stale")]
+    lines = {line for node in nodes for line in outside(case.record.path(node))}
     shown = sorted(lines)[:SHOWN]
     if not shown:
         return ""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -299,7 +296,7 @@ def _record(
     if variable is None:
         holder, variable = "python", names.storages.get(storage, "")
         if variable:  # of several that share the memory, the one that is that very tensor
-            variable = names.tensors.get(id(value), variable)
+            variable = names.of(value) or variable
         else:
             del value  # the slots alone may hold it while references are counted
             holder = "python" if _saved.held_by_python(slot, slots) else "graph"
@@ -387,8 +384,7 @@ def predict(loss: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor] |
     losses = tensors(loss, "loss")
     wanted = None if inputs is None else tensors(inputs, "inputs")
     with _saved.without_modes():
-        names = TensorNames(list(user_frames(sys._getframe(1)))[:1])
-        return judge(losses, wanted, names)
+        return _judged(losses, wanted, TensorNames(list(user_frames(sys._getframe(1)))[:1]))
 
 
 def tensors(value: Any, name: str) -> list[Tensor]:
@@ -403,48 +399,40 @@ def tensors(value: Any, name: str) -> list[Tensor]:
     return items
 
 
-def judge(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: TensorNames | None = None) -> Prediction:
-    """The verdict; `names` only words it."""
+def _judged(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: TensorNames) -> Prediction:
+    """The verdict, in the names of the user's variables."""
     roots = [_nodes.node_of(loss) for loss in losses]
     findings = _about_tensors(losses, roots, inputs, names)
     if findings:
         return Prediction("fail", tuple(findings))
-    certain, possible = False, False
-    bad: set[Node] = set()
-    ask = _asking()
+    troubles: dict[Node, str] = {}
+    certain = False
     for node in executed(roots, inputs):
-        reason = ask(node)
+        reason = trouble(node) if certain else _asked_trouble(node)  # where the verdict stands, it only words it
         if reason:
-            bad.add(node)
-            findings.append(_finding(node, reason, names))
-            doubtful = _saved.is_function(node) or reason in ("unknown", "missing")
-            certain, possible = certain or not doubtful, possible or doubtful
-            ask = _alike if certain else ask  # the verdict stands; what follows only words it
-    verdict = "ok"
-    if certain or possible:
-        verdict = "fail" if certain else "maybe"
-    edge = _nodes.topmost(roots, bad) if bad and names is not None else []
-    return Prediction(verdict, tuple(findings), tuple(label(node, names) for node in edge))
+            troubles[node] = reason
+            certain = certain or not (_saved.is_function(node) or reason in ("unknown", "missing"))
+    verdict = "maybe" if troubles else "ok"
+    findings = [_finding(node, reason, names) for node, reason in troubles.items()]
+    edge = _nodes.topmost(roots, troubles) if troubles else []
+    return Prediction("fail" if certain else verdict, tuple(findings), tuple(label(node, names) for node in edge))
 
 
 def trouble(node: Node) -> str:
-    """Why the engine could fail at this node: `freed`, `stale`, `released`, `unknown`, `missing`, or nothing."""
-    return _asking()(node)
+    """Why the engine could fail at this node: `freed`, `stale`, `released`, `unknown`, `missing`, or nothing.
+
+    Of one with nothing left it is told by others of its kind.
+    """
+    return _saved.FREED if _saved.is_freed_like_others(node) else _asked_trouble(node)
 
 
 def having(nodes: Iterable[Node], reason: str) -> list[Node]:
     """The nodes among some that have this trouble."""
-    ask = _asking()
-    return [node for node in nodes if ask(node) == reason]
+    return [node for node in nodes if trouble(node) == reason]
 
 
-def _asking() -> Callable[[Node], str]:
-    """How this thread asks for the trouble of a node now."""
-    known = _state.known()
-    return _trouble if known is None else known.trouble
-
-
-def _trouble(node: Node) -> str:
+def _asked_trouble(node: Node) -> str:
+    """The trouble of a node, as PyTorch tells it of that very node."""
     if _saved.is_whole(node):
         return ""
     if _saved.is_raising(node):
@@ -453,93 +441,24 @@ def _trouble(node: Node) -> str:
     return min(states, key=_TROUBLES.index) if states else ""
 
 
-def _alike(node: Node) -> str:
-    """The trouble of a node: told of one with nothing left by others of its kind."""
-    return _saved.FREED if _saved.is_freed_like_others(node) else _trouble(node)
-
-
-class _Known:
-    """What was found out while nothing changes: each node's trouble, and what lies below which roots."""
-
-    def __init__(self) -> None:
-        self.below: dict[tuple[Node, ...], dict[Node, list[Node]]] = {}
-        self._troubles: dict[Node, str] = {}
-
-    def trouble(self, node: Node) -> str:
-        trouble = self._troubles.get(node)
-        if trouble is None:
-            trouble = self._troubles[node] = _alike(node)
-        return trouble
-
-
-class _InspectionState(threading.local):
-    """What this thread has found out. Weak: what an interrupt keeps from its end is forgotten."""
-
-    known: Callable[[], _Known | None] = staticmethod(lambda: None)
-
-
-_state = _InspectionState()
-
-
-@contextmanager
-def unchanging() -> Iterator[None]:
-    """A context in which no pass runs and nothing is changed: each graph is walked, and each node looked at, once."""
-    mine, before = _Known(), _state.known
-    _state.known = weakref.ref(mine)
-    try:
-        yield
-    finally:
-        _state.known = before
-
-
-def below(roots: Sequence[Node | None]) -> dict[Node, list[Node]]:
-    """The nodes below some roots, outputs first, with the nodes that each leads to. Not to be changed."""
-    known = _state.known()
-    if known is None:
-        return _nodes.walk(roots)
-    key = tuple(root for root in roots if root is not None)
-    reached = known.below.get(key)
-    if reached is None:
-        larger = next((graph for graph in known.below.values() if all(root in graph for root in key)), None)
-        reached = known.below[key] = _nodes.walk(key) if larger is None else _part(larger, key)
-    return reached
-
-
-def _part(graph: dict[Node, list[Node]], roots: Sequence[Node]) -> dict[Node, list[Node]]:
-    """The part of a graph below some of its nodes, without asking PyTorch again."""
-    part: dict[Node, list[Node]] = {}
-    level = list(roots)
-    while level:
-        following: list[Node] = []
-        for node in level:
-            if node not in part:
-                part[node] = children = graph[node]
-                following += children
-        level = following
-    return part
-
-
 _TROUBLES = (_saved.FREED, _saved.RELEASED, _saved.STALE, _saved.UNKNOWN)
 """The states with which a node cannot be run, or might not be; the first that is found is told."""
 
 
-def executed(roots: Sequence[Node | None], inputs: Sequence[Any] | None) -> list[Node]:
+def executed(roots: Iterable[Node | None], inputs: Sequence[Any] | None) -> list[Node]:
     """The nodes that the engine would run: all below `roots`, or those above one of `inputs`."""
-    nodes = below(roots)
+    graph = _nodes.walk(roots)
     if inputs is None:
-        return list(nodes)
+        return list(graph)
     targets = {_nodes.node_of(item) if isinstance(item, Tensor) else item.node for item in inputs}  # or GradientEdges
-    leading = _nodes.leading_to(nodes, targets)
-    return [node for node, children in nodes.items() if not leading.isdisjoint(children)]
+    leading = _nodes.leading_to(graph, targets)
+    return [node for node, children in graph.items() if not leading.isdisjoint(children)]
 
 
-def label(node: Node, names: TensorNames | None) -> str:
+def label(node: Node, names: TensorNames) -> str:
     """A node for a sentence: its variable, its class, its shape."""
-    variable = names.nodes.get(node, "") if names is not None else ""
-    leaf = _saved.leaf(node)
-    if leaf is not None and names is not None:
-        variable = names.of(leaf)
-    shape = _saved.shape(node)
+    leaf, shape = _saved.leaf(node), _saved.shape(node)
+    variable = names.nodes.get(node, "") if leaf is None else names.of(leaf)
     return f"{f'`{variable}` = ' if variable else ''}{type(node).__name__}{f' {shape}' if shape is not None else ''}"
 
 
@@ -552,22 +471,21 @@ _REASONS = {
 }
 
 
-def _finding(node: Node, reason: str, names: TensorNames | None) -> Finding:
-    variable = names.nodes.get(node, "") if names is not None else ""
+def _finding(node: Node, reason: str, names: TensorNames) -> Finding:
     text = f"{label(node, names)}: {_REASONS[reason]}"
     if reason == "freed" and _saved.is_function(node):
         text += " (a Python Function, which need not use them)"
-    return Finding(type(node).__name__, reason, variable, text)
+    return Finding(type(node).__name__, reason, names.nodes.get(node, ""), text)
 
 
 def _about_tensors(
-    losses: Sequence[Tensor], roots: Sequence[Node | None], inputs: Sequence[Tensor] | None, names: TensorNames | None
+    losses: Sequence[Tensor], roots: Sequence[Node | None], inputs: Sequence[Tensor] | None, names: TensorNames
 ) -> list[Finding]:
     """What is wrong before any node is looked at."""
     findings: list[Finding] = []
 
     def note(tensor: Tensor, reason: str, text: str) -> None:
-        name = (names.of(tensor) if names else "") or "a tensor"
+        name = names.of(tensor) or "a tensor"
         findings.append(Finding("", reason, name, f"{name} {text}"))
 
     for loss, root in zip(losses, roots, strict=True):

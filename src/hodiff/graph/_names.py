@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, cached_property
 from itertools import islice
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -102,15 +102,13 @@ class TensorNames:
         *,
         results: bool = False,
     ) -> None:
-        self.tensors: dict[int, str] = {}
-        self.paths: dict[int, list[str]] = {}
+        self.paths: dict[int, list[str]] = {}  # of a tensor's identity
         self.nodes: dict[Node, str] = {}
         self.storages: dict[int, str] = {}
         self.values: dict[str, Any] = {}  # the variables themselves, by name, the innermost first
         self.owners: dict[str, CodeType] = {}
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.trained: dict[int, int] = {}  # of a leaf's identity, which optimizer has it
-        self._kept: list[Tensor] = []  # identities stay true while this lives
+        self.trained: dict[int, int] = {}  # of a leaf's identity, that of the optimizer which has it
+        self.all: list[Tensor] = []  # identities stay true while this lives
         self._seen: set[int] = set()
         self._budget = budget
         self._results = results
@@ -157,9 +155,7 @@ class TensorNames:
                     if self._results:
                         continue
                     for group in value.param_groups:
-                        leaves = map(id, group["params"])
-                        self.trained.update(dict.fromkeys(leaves, len(self.optimizers)))
-                    self.optimizers.append(value)
+                        self.trained.update(dict.fromkeys(map(id, group["params"]), id(value)))
                 inside = islice(_inside(value, leaves=not self._results), self._budget)
                 queue.extend((path + step, item, depth + 1) for step, item in inside)
 
@@ -167,11 +163,11 @@ class TensorNames:
         path = path if path.isprintable() else repr(path)[1:-1]
         if is_lazy(tensor):  # of a module that has not run: it answers next to nothing
             return
-        self.paths.setdefault(id(tensor), []).append(path)
-        if id(tensor) in self.tensors:
+        known = self.paths.setdefault(id(tensor), [])
+        known.append(path)
+        if known[1:]:
             return
-        self._kept.append(tensor)
-        self.tensors[id(tensor)] = path
+        self.all.append(tensor)
         try:
             node = tensor.grad_fn
             self.storages.setdefault(_saved.memory(tensor), path)
@@ -185,28 +181,29 @@ class TensorNames:
 
     def of(self, tensor: Tensor) -> str:
         """The variable that holds this tensor; empty if none was found."""
-        return self.tensors.get(id(tensor), "")
+        return self.paths.get(id(tensor), [""])[0]
 
     def held(self, path: str) -> NamedVariable:
         """A variable with the frame that it belongs to."""
         return NamedVariable(path, self.owners.get(root(path)))
 
+    @cached_property
+    def at(self) -> dict[str, Tensor]:
+        """The tensor that each path leads to."""
+        return {path: tensor for tensor in self.all for path in self.paths[id(tensor)]}
+
     def by_node(self) -> dict[Node, tuple[NamedVariable, ...]]:
         """All variables that hold the output of each node."""
         variables: dict[Node, list[NamedVariable]] = {}
-        for tensor in self._kept:
+        for path, tensor in self.at.items():
             node = None if tensor.is_leaf else tensor.grad_fn
             if node is not None:
-                variables.setdefault(node, []).extend(self.held(path) for path in self.paths[id(tensor)])
+                variables.setdefault(node, []).append(self.held(path))
         return {node: tuple(held) for node, held in variables.items()}
-
-    def all_tensors(self) -> list[Tensor]:
-        """Every tensor that was found."""
-        return list(self._kept)
 
     def memory(self, tensor: Tensor) -> str:
         """A variable that holds this tensor's memory; empty if none was found."""
-        return self.tensors.get(id(tensor)) or self.storages.get(_saved.memory(tensor), "")
+        return self.of(tensor) or self.storages.get(_saved.memory(tensor), "")
 
 
 _ROOT = re.compile(r"\w*")

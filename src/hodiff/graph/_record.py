@@ -9,7 +9,7 @@ import itertools
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, final
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _inspect, _saved
+from hodiff.graph import _saved
 from hodiff.graph._names import Mark, NamedVariable, Paths, TensorNames, user_frames
 from hodiff.graph._source import Line, Path, line_of, lines_of, quoted
 
@@ -197,11 +197,6 @@ class NodeTags:
             for node, held in names.by_node().items():
                 _saved.tags(node)[self._held] = (len(self._passes) - 1, held)
 
-    def spent(self, nodes: Mapping[Node, Collection[Node]]) -> list[Node]:
-        """The nodes that a failing pass ran: what it freed, and all above, as a node waits for those."""
-        fresh = {node: children for node, children in nodes.items() if self.tag(node) is None}
-        return list(_nodes.leading_to(fresh, _inspect.having(fresh, "freed")))
-
     # --- read when one fails ----------------------------------------------------------------------
 
     def tag(self, node: Node) -> Pass | None:
@@ -218,10 +213,10 @@ class NodeTags:
         tag = _saved.tags(node).get(self._held)
         return self._passes[tag[0]] if tag else None
 
-    def version_then(self, leaf_node: Node) -> int:
-        """A leaf's version when the pass that is its tag ran."""
-        tag = _saved.tags(leaf_node).get(self.key)
-        return tag.version if tag else -1
+    def moved(self, leaf: Tensor, call: Pass) -> bool:
+        """Whether a leaf was changed in place since a pass, if that was the last that reached it."""
+        tag = _saved.tags(_nodes.node_of(leaf)).get(self.key)
+        return tag is not None and tag.number == call.number and tag.version != _saved.version(leaf)
 
     def given(self, node: Node) -> Pass | None:
         """The pass whose gradient still lies in a leaf's `.grad`, to which at most the failing one has added."""
@@ -445,7 +440,7 @@ class Record:
         """The user's frames in which a leaf's requires_grad was last set; empty if none was seen."""
         return self._switched.get(_saved.memory(leaf), ())
 
-    def entering(self, nodes: Sequence[Node]) -> list[Lost]:
+    def entering(self, nodes: Iterable[Node]) -> list[Lost]:
         """Where the constants among the arguments of some nodes' operations lost their graphs."""
         lines = (self._log.line(_saved.sequence(node)) for node in nodes if _saved.answers().sequences)
         return list(dict.fromkeys(lost for line in lines for lost in self.cuts.entering(line)))
@@ -462,12 +457,13 @@ class Record:
             if _nodes.is_once_differentiable(function):  # whose own node is of no line
                 self.once[function.__name__, self.made(users.get(node, node))] = None
 
-    def path(self, node: Node) -> Path:
+    def path(self, node: Node | None) -> Path:
         """The user's frames in which a node was made, the innermost first; empty if it was not seen."""
-        number = self._log.line(_saved.sequence(node)) if _saved.answers().sequences else None
+        known = node is not None and _saved.answers().sequences
+        number = self._log.line(_saved.sequence(node)) if known else None
         return () if number is None else self._paths[number]
 
-    def made(self, node: Node) -> Line | None:
+    def made(self, node: Node | None) -> Line | None:
         """The line that made a node; None if it was not seen."""
         path = self.path(node)
         return path[0].line if path else None
@@ -481,6 +477,10 @@ class Record:
         return any(number > call.number for number in self._read.values())
 
 
+NOTHING = Record()
+"""The record of a program that was not recorded."""
+
+
 # --- what a call of PyTorch is to the recorder, and what its arguments are ------------------------
 
 
@@ -492,37 +492,32 @@ def kind_of(func: Callable[..., Any]) -> int:
     if func in PASSES:
         return PASS
     name = getattr(func, "__name__", "")
-    if name == "requires_grad_" or (name == "__set__" and func.__self__.__name__ == "requires_grad"):  # type: ignore[attr-defined]
+    if name in ("__get__", "__set__"):
+        return _ATTRIBUTES.get((name, getattr(getattr(func, "__self__", None), "__name__", "")), PLAIN)
+    if name == "requires_grad_":
         return SWITCH
     if name in _ASKING or (name.startswith("is_") and name != "is_nonzero"):
         return PLAIN
-    if name == "__get__":
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if attribute in ("data", "grad"):
-            return CUT if attribute == "data" else GRADIENT
-        return OPERATION if attribute in ("T", "mT", "H", "mH", "real", "imag") else PLAIN
     if name in LEAVING or name in ("detach", "detach_"):
         return CUT
-    if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") != "data":
-        return PLAIN  # x.grad = None and the like: no value changes
-    if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
-        return INPLACE
-    if name.startswith("__i") and name[3:-2] in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"):
-        return INPLACE
-    return OPERATION
+    writes = name == "__setitem__" or name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
+    return INPLACE if writes else OPERATION
 
 
+_ATTRIBUTES = {
+    ("__get__", "data"): CUT,
+    ("__get__", "grad"): GRADIENT,
+    ("__set__", "data"): INPLACE,  # others, as x.grad = None, change no value
+    ("__set__", "requires_grad"): SWITCH,
+    **{("__get__", name): OPERATION for name in ("T", "mT", "H", "mH", "real", "imag")},
+}
+_AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"))
 _ASKING = frozenset({"size", "dim", "numel", "stride", "storage_offset", "element_size", "get_device", "__len__"})
 """What tells of a tensor what is none of its values."""
 
 
 LEAVING = frozenset({"item", "tolist", "numpy", "__array__", "__float__"})
 """What gives the values of a tensor to Python or NumPy."""
-
-
-def is_gradient(func: Any) -> bool:
-    """Whether a function is the getter of `x.grad`."""
-    return kind_of(func) == GRADIENT
 
 
 def roots_of(given: dict[str, Any]) -> list[Node]:
@@ -542,20 +537,16 @@ def as_list(value: Any) -> list[Any] | None:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in arguments, two levels deep."""
+    """The tensors in arguments, and in the containers among them."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (tuple, list)):
+    if not isinstance(value, (tuple, list, dict)):
         return []
-    tensors = []
-    for item in value:
-        if isinstance(item, Tensor):
-            tensors.append(item)
-        elif isinstance(item, (tuple, list, dict)):
-            tensors += tensors_in(item)
-    return tensors
+    items = value.values() if isinstance(value, dict) else value
+    return [each for item in items if isinstance(item, _HOLDING) for each in tensors_in(item)]
+
+
+_HOLDING = (Tensor, tuple, list, dict)
 
 
 def surroundings(frame: FrameType | None) -> tuple[str, FrameType | None]:

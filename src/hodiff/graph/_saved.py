@@ -101,12 +101,10 @@ def is_freed_like_others(node: Node) -> bool:
     except (RuntimeError, AttributeError):  # a list, or a nested tensor
         return False
     kind = (node.__class__, *[child is None for child, _ in node.next_functions])
-    if kind in _FREED:
-        return True
-    if FREED in states(node):
-        _FREED.add(kind)
-        return True
-    return False
+    if kind not in _FREED and FREED not in states(node):
+        return False
+    _FREED.add(kind)
+    return True
 
 
 def held_by_python(slot: SavedTensor, slots: list[SavedTensor]) -> bool:
@@ -439,15 +437,12 @@ def storage(tensor: Tensor) -> tuple[int, int]:
 
 def memory(tensor: Tensor) -> int:
     """An identity for the memory under a tensor."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except _WITHOUT_MEMORY:
-        return id(tensor)
+    return storage(tensor)[0]
 
 
 def measure(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
     """A tensor's shape, empty for a nested tensor, which has none; and what `storage` says."""
-    try:
+    try:  # most have one: told without another call
         memory = tensor.untyped_storage()
         return tuple(tensor.shape), memory._cdata, 0 if tensor.is_meta else memory.nbytes()
     except _WITHOUT_MEMORY:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from types import CodeType
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _causes, _inspect, _names, _saved, _source
+from hodiff.graph import _causes, _names, _saved, _source
 from hodiff.graph._case import PARAMETRIZED, Evidence, Explanation, FailedPass, SharedValue, memoised, said
 from hodiff.graph._names import NamedVariable, local_variables
-from hodiff.graph._record import Pass, Record
+from hodiff.graph._record import Pass
 from hodiff.graph._source import Frame, Line, Path, line_of, lines_of, quoted
 
 
@@ -81,7 +81,7 @@ def _lost(evidence: Evidence) -> str:
 
 
 def _freed_below(evidence: Evidence) -> str:
-    counts = Counter(type(each).__name__ for each in _inspect.having(evidence.under, "freed"))
+    counts = Counter(type(each).__name__ for each in evidence.case.having(evidence.under, "freed"))
     shown = [name if count == 1 else f"{name} x{count}" for name, count in list(counts.items())[:6]]
     more = f" and {len(counts) - 6} more kinds" if len(counts) > 6 else ""
     return ", ".join(shown) + more or "what it saved cannot be seen from outside"
@@ -92,79 +92,50 @@ def _freed_below(evidence: Evidence) -> str:
 
 def gather(case: FailedPass) -> Evidence | None:
     """The facts of a case that was recorded; None if the record does not show which pass freed what."""
-    record, call = case.record, case.call
-    if record is None or call is None:
+    if case.call is None:
         return None
-    nodes = _inspect.executed(case.roots, case.inputs)
-    places = {path: tensor for tensor in case.names.all_tensors() for path in case.names.paths[id(tensor)]}
-    needing = _Needing(nodes, _inspect.below(case.roots), record)
-    again = [root for root in case.roots if record.tags.tag(root) is not None and root in needing]
-    begin = again[:1] or _begin(case, record, needing, places)
-    if not begin:
-        return None
-    shared: dict[Node, SharedValue] = {}
-    for node in begin:
-        part = _part(case, record, node, places)
-        shared.setdefault(part.node, part)
-    parts = sorted(shared.values(), key=lambda part: (part.variable == "", not part.replaced, part.variable[:1] == "_"))
-    freed_by = _last_pass(record, parts[0].node)
-    return None if freed_by is None else Evidence(case, record, call, freed_by, tuple(parts), nodes)
+    record, tag = case.record, case.record.tags.tag
+    needs = _needing(case)
+    again = [root for root in case.roots if tag(root) is not None and needs(root)]
+    begin = again[:1] or [_named(case, node) for node in _begin(case, needs)]
+    calls = {node: _last_pass(case, node) for node in begin}
+    parts = [_part(case, node, call) for node, call in calls.items()]
+    parts.sort(key=lambda part: (part.variable == "", not part.replaced, part.variable[:1] == "_"))
+    freed_by = calls[parts[0].node] if parts else None
+    return None if freed_by is None else Evidence(case, record, case.call, freed_by, tuple(parts))
 
 
-def _is_spent(node: Node, record: Record) -> bool:
-    """Whether a pass freed what a node needs, or it was changed."""
-    if _saved.leaf(node) is not None:
+def _needing(case: FailedPass) -> Callable[[Node], bool]:
+    """Tells whether a node of the pass leads to one that cannot run: it was changed, or a pass freed what it needs."""
+    run, clear = set(case.nodes), set[Node]()
+
+    def needs(node: Node) -> bool:
+        reached = {node}
+        for each in (way := [node]):  # which grows
+            trouble = case.troubles.get(each) if each in run else None
+            if trouble == "stale" or (trouble in ("freed", "unknown") and case.record.tags.tag(each) is not None):
+                return True
+            fresh = [child for child in case.graph[each] if child not in clear and child not in reached]
+            reached.update(fresh)
+            way += fresh
+        clear.update(reached)
         return False
-    trouble = _inspect.trouble(node)
-    if not trouble:
-        return False
-    return trouble == "stale" or (trouble in ("freed", "unknown") and record.tags.tag(node) is not None)
+
+    return needs
 
 
-def _last_pass(record: Record, node: Node) -> Pass | None:
+def _last_pass(case: FailedPass, node: Node) -> Pass | None:
     """The pass that freed what a value needs, or its nodes below; or the last that kept its graph.
 
     Its values have changed then. One that frees what it runs, and left all of this, was another's.
     """
-    inner = (each for each in _inspect.below([node]) if _saved.leaf(each) is None)
-    tags = (tag for each in inner if (tag := record.tags.tag(each)) is not None)
-    held = record.tags.held_at(node)
+    inner = (each for each in case.below([node]) if _saved.leaf(each) is None)
+    tags = (tag for each in inner if (tag := case.record.tags.tag(each)) is not None)
+    held = case.record.tags.held_at(node)
     return next(tags, held if held is not None and held.retained else None)
 
 
-class _Needing:
-    """The nodes of a pass that lead to one which cannot run: told for those that are asked for, each node once."""
-
-    def __init__(self, nodes: Sequence[Node], below: dict[Node, list[Node]], record: Record) -> None:
-        self._run = set(nodes)
-        self._below = below
-        self._record = record
-        self._known: dict[Node, bool] = {}
-
-    def __contains__(self, node: Node) -> bool:
-        way: list[tuple[Node, Iterator[Node]]] = []
-        if self._look(node, way):
-            return True
-        while way:
-            child = next(way[-1][1], None)
-            if child is None:
-                way.pop()  # nothing was found below: as was noted of it
-            elif self._look(child, way):
-                self._known.update((each, True) for each, _ in way)
-                return True
-        return False
-
-    def _look(self, node: Node, way: list[tuple[Node, Iterator[Node]]]) -> bool:
-        """Whether a node is known to be one; else the way goes on through it."""
-        known = self._known.get(node)
-        if known is None and node in self._run:
-            known = self._known[node] = _is_spent(node, self._record)
-            if not known:
-                way.append((node, iter(self._below[node])))
-        return bool(known)
-
-
-def _begin(case: FailedPass, record: Record, needing: _Needing, places: dict[str, Tensor]) -> list[Node]:
+def _begin(case: FailedPass, needs: Callable[[Node], bool]) -> list[Node]:
     """The values at which the old part begins, met from the loss: those that an earlier pass ran or left behind.
 
     What a pass did not run counts as well (the state beside a recurrent module's output), if the
@@ -172,42 +143,34 @@ def _begin(case: FailedPass, record: Record, needing: _Needing, places: dict[str
     then it is what a step left. Where one thing that a step left cannot be run, all of them are
     named: to cut that one alone would leave the gradient its way through the others.
     """
-    below = _inspect.below(case.roots)
-    nodes: list[Node] = []
-    others: list[Node] = []
-    seen: set[Node] = set()
-    level = [root for root in case.roots if root is not None]
-    while level:
-        following: list[Node] = []
-        for node in level:
-            if node in seen or _saved.leaf(node) is not None:
-                continue
-            seen.add(node)
-            old = node not in case.roots and (record.tags.tag(node) is not None or _is_left(case, record, node, places))
-            if not old:
-                following += below[node]
-            elif node in needing:
-                nodes.append(node)
-            else:
-                others.append(node)
-        level = following
-    if any(_is_left(case, record, node, places) for node in nodes):
-        nodes += [node for node in others if _is_left(case, record, node, places)]
-    return [_named(case, record, node) for node in nodes]
+    old: list[Node] = []
+    reached = dict.fromkeys(case.roots)
+    for node in (way := list(reached)):  # which grows
+        if node not in case.roots and (case.record.tags.tag(node) is not None or _is_left(case, node)):
+            old.append(node)
+            continue
+        fresh = [child for child in case.graph[node] if child not in reached and _saved.leaf(child) is None]
+        reached.update(dict.fromkeys(fresh))
+        way += fresh
+    left = {node for node in old if _is_left(case, node)}
+    nodes = [node for node in old if needs(node)]
+    others = [node for node in old if node in left and not needs(node)]
+    return nodes if left.isdisjoint(nodes) else nodes + others
 
 
-def _is_left(case: FailedPass, record: Record, node: Node, places: dict[str, Tensor]) -> bool:
-    call = record.tags.held_at(node)
+def _is_left(case: FailedPass, node: Node) -> bool:
+    tags = case.record.tags
+    call = tags.held_at(node)
     if call is None:
         return False
-    return record.ran_again(node, call) or any(_replaced(case, one, node, places) for one in record.tags.held(node))
+    return case.record.ran_again(node, call) or any(_replaced(case, held, node) for held in tags.held(node))
 
 
-def _named(case: FailedPass, record: Record, node: Node) -> Node:
+def _named(case: FailedPass, node: Node) -> Node:
     """The node, or the nearest below that a variable holds, if what lies between has saved nothing."""
     here = node
     for _ in range(NEAR):
-        if record.tags.held(here) or here in case.names.nodes or _parametrized(here):
+        if case.record.tags.held(here) or here in case.names.nodes or _parametrized(here):
             return here
         children = [child for child in _saved.children(here) if _saved.leaf(child) is None]
         if len(children) != 1 or _saved.slots(here):
@@ -219,32 +182,34 @@ def _named(case: FailedPass, record: Record, node: Node) -> Node:
 NEAR = 8
 
 
-def _replaced(case: FailedPass, held: NamedVariable, node: Node, places: dict[str, Tensor]) -> bool:
+def _replaced(case: FailedPass, held: NamedVariable, node: Node) -> bool:
     """Whether the variable that held a node's output holds something else now."""
-    if case.names.owners.get(_names.root(held.path)) is not held.code:
+    if case.names.held(held.path).code is not held.code:
         return False
-    now = places.get(held.path)
+    now = case.names.at.get(held.path)
     return now is None or now.grad_fn is not node
 
 
-def _part(case: FailedPass, record: Record, node: Node, places: dict[str, Tensor]) -> SharedValue:
-    path, call = record.path(node), _last_pass(record, node)
+def _part(case: FailedPass, node: Node, call: Pass | None) -> SharedValue:
+    """The value of a node at which the old part begins, and what the pass that freed it tells of it."""
+    record = case.record
+    path = record.path(node)
     again = call is not None and record.ran_again(node, call)
-    cached = _parametrized(node)
-    if cached:
-        return SharedValue(node, cached, None, True, False, path, again)
-    if not _holding(case, node) and not again and (kept := memoised(case, path)):
-        return SharedValue(node, kept, None, False, False, path, again)
-    now = [NamedVariable(name, case.names.owners.get(_names.root(name))) for name in _holding(case, node)]
-    then = [held for held in record.tags.held(node) if _replaced(case, held, node, places)]
-    likely = [held for held in then if _unlikely(held, call)[0] < OTHER]
+    holding = [path for path, tensor in case.names.at.items() if not tensor.is_leaf and tensor.grad_fn is node]
+    now = list(map(case.names.held, holding))
+    kept = _parametrized(node) or ("" if now or again else memoised(case, path))
+    if kept:
+        return SharedValue(node, kept, None, kept == PARAMETRIZED, False, path, again)
+    then = [held for held in record.tags.held(node) if _replaced(case, held, node)]
+    likely = any(_unlikely(held, call)[0] < OTHER for held in then)
+    replaced = False
     if now and (not likely or _among_entries(case, now)):  # the shortest way to it
-        best, replaced = min(now, key=lambda held: _steps(held.path)), False
+        best = min(now, key=lambda held: _steps(held.path))
     elif then:
-        best, replaced = min(then, key=lambda held: _unlikely(held, call)), bool(likely)
+        best, replaced = min(then, key=lambda held: _unlikely(held, call)), likely
     else:
         before = record.tags.held(node)
-        best, replaced = (before[0] if before else NamedVariable(*_assigned(path))), False
+        best = before[0] if before else NamedVariable(*_assigned(path))
     if not path and best.path:  # the result of a Python Function, which no watch sees made
         frame = next((frame for frame in case.frames if _source.assignments(best.path, line_of(frame))), None)
         made = _source.only_assignment(best.path, line_of(frame)) if frame is not None else None
@@ -252,15 +217,9 @@ def _part(case: FailedPass, record: Record, node: Node, places: dict[str, Tensor
     return SharedValue(node, best.path, best.code, bool(now), replaced, path, again)
 
 
-def _holding(case: FailedPass, node: Node) -> list[str]:
-    """The variables that hold a node's output now."""
-    tensors = [tensor for tensor in case.names.all_tensors() if not tensor.is_leaf and tensor.grad_fn is node]
-    return [path for tensor in tensors for path in case.names.paths[id(tensor)]]
-
-
 def _among_entries(case: FailedPass, now: list[NamedVariable]) -> bool:
     """Whether what holds it is an entry of what a function assigned in this very call, outside of loops: of a batch."""
-    frames = [frame for frame in (case.call.path if case.call is not None else ()) if frame.code.co_name != "<module>"]
+    frames = [frame for frame in case.path if frame.code.co_name != "<module>"]
     lines = {frame.code: frame.line for frame in frames if not _source.loops(frame.line)}
     return all(
         held.code in lines and "[" in held.path and _source.assignments(_names.root(held.path), lines[held.code])
@@ -379,8 +338,7 @@ def _writers(case: FailedPass, name: str) -> set[str]:
 
 def _infer(case: FailedPass, line: Line) -> Likely | None:
     """Judge by the variables in sight and the source."""
-    graph = _inspect.below(case.roots)
-    needing = _nodes.leading_to(graph, _inspect.having(graph, "freed"))
+    needing = _nodes.leading_to(case.graph, case.having(case.graph, "freed"))
     twice = _same_twice(case, line)
     if twice is not None:
         return twice
@@ -396,8 +354,7 @@ def _infer(case: FailedPass, line: Line) -> Likely | None:
     if other is not None:
         return other
     loops = next(filter(None, (_source.loops(line_of(frame)) for frame in case.frames)), [])
-    tensors = [tensor for tensor in case.names.all_tensors() if tensor.grad_fn in graph]
-    sight = [path for tensor in tensors for path in case.names.paths[id(tensor)]]
+    sight = [path for path, tensor in case.names.at.items() if tensor.grad_fn in case.graph]
     for name in [name for loop in loops for name in _source.carried(loop)]:
         if any(_source.base(held) == name or held.endswith("." + name.split(".")[-1]) for held in sight):
             return _shared(line, None, name, "carried")
@@ -441,8 +398,7 @@ def _shared(line: Line, node: Node | None, variable: str, cause: str) -> Likely:
 
 def _same_twice(case: FailedPass, line: Line) -> Likely | None:
     """Is there an earlier pass of the same variable, or none of its assignments in the loop?"""
-    root = case.roots[0]
-    variable = case.names.nodes.get(root, "") or _source.target_of(line)
+    variable = case.loss()
     if not variable:
         return None
     numbers = [number for number in _source.made_at(variable, line) if number <= line.number]
@@ -455,7 +411,7 @@ def _same_twice(case: FailedPass, line: Line) -> Likely | None:
         return None
     freed = Line(line.file, earlier[0]) if earlier else line
     created = Line(line.file, numbers[-1]) if numbers else None
-    return Likely(root, variable, created, freed, "same loss twice", "" if earlier else EARLIER)
+    return Likely(case.roots[0], variable, created, freed, "same loss twice", "" if earlier else EARLIER)
 
 
 def _other_loss(case: FailedPass, line: Line, needing: set[Node]) -> Likely | None:

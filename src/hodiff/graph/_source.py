@@ -354,19 +354,17 @@ def _puts_into(node: ast.AST, name: str) -> bool:
 def guarded(name: str, file: str) -> str:
     """How a file asks whether an attribute was filled: `is None`, `in`, `hasattr`; empty if it does not."""
     attribute = name.rpartition(".")[2]
-    for node in nodes_in(file):
-        if isinstance(node, (ast.If, ast.IfExp)):
-            for test in ast.walk(node.test):
-                if isinstance(test, ast.Compare) and len(test.ops) == 1:
-                    left, right = ast.unparse(test.left), ast.unparse(test.comparators[0])
-                    none = isinstance(test.ops[0], (ast.Is, ast.IsNot)) and right == "None"
-                    if none and left.rpartition(".")[2] == attribute:
-                        return "is None"
-                    inside = isinstance(test.ops[0], (ast.In, ast.NotIn))
-                    if inside and right.rpartition(".")[2] == attribute:
-                        return "in"
-                elif isinstance(test, ast.Call) and ast.unparse(test.func) == "hasattr" and test.args[1:]:
-                    return "hasattr" if ast.unparse(test.args[1]) == repr(attribute) else ""
+    asked = [node.test for node in nodes_in(file) if isinstance(node, (ast.If, ast.IfExp))]
+    for test in [each for condition in asked for each in ast.walk(condition)]:
+        if isinstance(test, ast.Compare) and len(test.ops) == 1:
+            left, right = ast.unparse(test.left), ast.unparse(test.comparators[0])
+            none = isinstance(test.ops[0], (ast.Is, ast.IsNot)) and right == "None"
+            if none and left.rpartition(".")[2] == attribute:
+                return "is None"
+            if isinstance(test.ops[0], (ast.In, ast.NotIn)) and right.rpartition(".")[2] == attribute:
+                return "in"
+        elif isinstance(test, ast.Call) and ast.unparse(test.func) == "hasattr" and test.args[1:]:
+            return "hasattr" if ast.unparse(test.args[1]) == repr(attribute) else ""
     return ""
 
 

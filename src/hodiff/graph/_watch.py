@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _settings
-from hodiff._core._nodes import Node
+from hodiff._core import _nodes, _settings
 from hodiff._core._settings import Undo, undo_all
 from hodiff.errors import GraphError
 from hodiff.graph import _explain, _inspect, _record, _saved
-from hodiff.graph._case import Explanation
+from hodiff.graph._case import Explanation, FailedPass
 from hodiff.graph._names import USERS, marked, user_frames
 from hodiff.graph._record import CUT, GRADIENT, INPLACE, PASS, PASSES, SWITCH, Listener, Lost, Pass, Record
 from hodiff.graph._source import lines_of
@@ -247,7 +246,7 @@ class WatchMode(Record, TorchFunctionMode):
             result = func(*args, **kwargs)
         except Exception as error:
             tensors = [item for item in _record.as_list(given.get("tensors")) or () if isinstance(item, Tensor)]
-            self._failed(error, call, tensors, roots, inputs, frame)
+            self._failed(FailedPass(error, name, roots, tensors, inputs, list(user_frames(frame)), self, call), call)
             raise
         after = counter()
         if after != before:
@@ -270,21 +269,11 @@ class WatchMode(Record, TorchFunctionMode):
                     self.cuts.cut(tensor, lost, args)
         return result
 
-    def _failed(
-        self,
-        error: Exception,
-        call: Pass,
-        tensors: list[Tensor],
-        roots: list[Node],
-        inputs: list[Any] | None,
-        frame: FrameType,
-    ) -> None:
-        """Explain, and then tag the nodes that the failing pass freed on its way."""
-        with _inspect.unchanging():
-            frames = list(user_frames(frame))
-            _explain.note(error, partial(_explain.of_pass, error, call, tensors, roots, inputs, frames, self))
-            graph = _inspect.below(roots)
-            self.tags.freed(call, self.tags.spent({node: graph[node] for node in _inspect.executed(roots, inputs)}))
+    def _failed(self, case: FailedPass, call: Pass) -> None:
+        """Explain, and then tag the nodes that the failing pass ran: what it freed, and all above, which come first."""
+        _explain.note(case.error, partial(_explain.of_pass, case))
+        fresh = {node: case.graph[node] for node in case.nodes if self.tags.tag(node) is None}
+        self.tags.freed(call, list(_nodes.leading_to(fresh, case.having(fresh, "freed"))))
         for listener in self._listeners:
             listener.after(self, call, failed=True)
 

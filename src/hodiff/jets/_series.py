@@ -253,9 +253,7 @@ def scaled(coefficient: Any, factor: Any) -> Any:
     """A coefficient times a factor (a number, or shaped like the value), where None is zero."""
     if coefficient is None or factor is None:
         return None
-    return (
-        coefficient if factor is not True and isinstance(factor, (int, float)) and factor == 1 else coefficient * factor
-    )
+    return coefficient if isinstance(factor, (int, float)) and factor == 1 else coefficient * factor
 
 
 def added(sum_so_far: Any, coefficient: Any, factor: Any) -> Any:

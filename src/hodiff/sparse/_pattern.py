@@ -69,7 +69,8 @@ class Pattern:
 
     def starts(self) -> Tensor:
         """Where each row begins among the places, and where the last one ends."""
-        return starts(self.rows, self.shape[0])
+        counts = torch.bincount(self.rows, minlength=self.shape[0])
+        return torch.cat([self.rows.new_zeros(1), counts.cumsum(0)])
 
     def transposed(self) -> Pattern:
         """The pattern of the transposed matrix."""
@@ -108,11 +109,6 @@ class Pattern:
     def __repr__(self) -> str:
         wide = f", without a rule: {', '.join(self.without_rule)}" if self.without_rule else ""
         return f"Pattern {self.shape[0]} x {self.shape[1]}, {self.nnz} entries{wide}"
-
-
-def starts(rows: Tensor, count: int) -> Tensor:
-    """Where each of `count` rows begins, given the row of each entry, ascending."""
-    return torch.cat([rows.new_zeros(1), torch.bincount(rows, minlength=count).cumsum(0)])
 
 
 GIVEN = "a hodiff Pattern, a SciPy sparse matrix, a sparse tensor, or a pair (rows, columns) of index vectors"

@@ -66,16 +66,13 @@ class Plan:
         """The column of each entry."""
         return self.pattern.columns
 
-    @property
-    def _remarks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return self.pattern.without_rule, self.pattern.values_read
-
     def lower(self) -> Plan:
         """A plan of the lower triangle alone: what interior-point solvers take of a Hessian."""
         held = self.rows >= self.columns
         part = Plan.__new__(Plan)
         part.__dict__.update(self.__dict__)
-        part.pattern = Pattern(self.rows[held], self.columns[held], self.shape, *self._remarks)
+        remarks = self.pattern.without_rule, self.pattern.values_read
+        part.pattern = Pattern(self.rows[held], self.columns[held], self.shape, *remarks)
         part.place = self.place[held]
         return part
 
@@ -276,8 +273,10 @@ class Point:
 
     def where(self, x: Any) -> Where:
         """A point of this structure: as such, or as one vector of all its numbers."""
-        if type(x).__module__ == "numpy" or (isinstance(x, Tensor) and self._is_flat(x)):
-            x = self._unflattened(x if isinstance(x, Tensor) else torch.as_tensor(x.copy()))
+        if type(x).__module__ == "numpy":
+            x = self._unflattened(torch.as_tensor(x.copy()))
+        elif isinstance(x, Tensor) and x.shape == (self.space.size,) and [x.shape] != self.space.shapes:
+            x = self._unflattened(x)
         where = Where(x)
         if where.names != self.space.names:
             where = self._by_name(x)
@@ -308,9 +307,6 @@ class Point:
         if different:
             raise InputError(f"f: {different}, as when the plan was made.")
         return _tree.reordered(outputs, tree, self.returned)
-
-    def _is_flat(self, x: Tensor) -> bool:
-        return x.shape == (self.space.size,) and [x.shape] != self.space.shapes
 
     def _unflattened(self, x: Tensor) -> Any:
         if self._owned:

@@ -197,25 +197,23 @@ class Recorder(_Counting):
 
     def _look(self, kind: int, key: Key, name: str, result: Any, frame: FrameType) -> None:
         """Note a result that should have a graph, and has none."""
-        if kind == GRADIENT:
-            kind_of_cut = "gradient" if isinstance(result, Tensor) and not result.requires_grad else ""
-        elif kind == PASS:
-            lost = isinstance(result, tuple) and not any(t.requires_grad for t in result if isinstance(t, Tensor))
-            kind_of_cut = "gradient" if lost else ""
-        elif kind == CUT:
-            kind_of_cut = "detached" if name in ("detach", "detach_", "__get__") else "constant"
-        elif name in _COPIES:
-            kind_of_cut = "constant"
-        elif not _lost(result):
-            kind_of_cut = ""
-        elif torch.is_grad_enabled():
-            kind_of_cut = "constant"
-        else:
-            kind_of_cut = _record.surroundings(frame)[0] or "no_grad"
-        if kind_of_cut == "constant" and name in _messages.CONSTANTS:
-            kind_of_cut = "smooth"
-        if kind_of_cut and kind_of_cut not in ("inside a Function", "checkpoint"):
-            self.sites.append(Site(key, kind_of_cut, name, self.place(frame), _constants(result)))
+        cut = _cut_of(kind, name, result, frame)
+        if cut not in ("", "inside a Function", "checkpoint"):
+            self.sites.append(Site(key, cut, name, self.place(frame), _constants(result)))
+
+
+def _cut_of(kind: int, name: str, result: Any, frame: FrameType) -> str:
+    """How a call lost the graph of its arguments; empty if it did not."""
+    if kind in (GRADIENT, PASS):
+        return "gradient" if tensors_in(result) and not _differentiable(result) else ""
+    if kind == CUT and name not in _record.LEAVING:
+        return "detached"
+    leaves = kind == CUT or name in _COPIES
+    if not leaves and not _lost(result):
+        return ""
+    if leaves or torch.is_grad_enabled():
+        return "smooth" if name in _messages.CONSTANTS else "constant"
+    return _record.surroundings(frame)[0] or "no_grad"
 
 
 @final

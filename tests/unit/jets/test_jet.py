@@ -454,3 +454,19 @@ def test_an_operation_without_a_rule_has_the_keywords_it_was_given() -> None:
     f = lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([1, 2]), axis=0)
     with pytest.raises(hodiff.GraphError, match="no second derivative of segment_reduce"):
         hodiff.jet(f, torch.ones(3, dtype=torch.float64), [torch.ones(3, dtype=torch.float64)])
+
+
+@pytest.mark.parametrize(
+    ("f", "third"),
+    [
+        (lambda x: x**3 / 3, 2.0),
+        (lambda x: x**3 * 2, 12.0),
+        (lambda x: 2 * x**3 - 1, 12.0),
+        (lambda x: 6 / x, -36 / 16),
+        (lambda x: x**3 / torch.tensor([1.0, 2.0], dtype=D).sum(), 2.0),
+    ],
+)
+def test_a_number_stays_one_through_arithmetic_with_numbers(f, third):
+    value = hodiff.nth_derivative(f, torch.tensor(2.0, dtype=D), 3)
+    assert value.shape == ()
+    assert value.item() == pytest.approx(third, rel=1e-14)

@@ -42,8 +42,8 @@ def multiply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     series = series_of(a, expansion)
     if belongs(b, expansion):
         return product(expansion, series, series if a is b else series_of(b, expansion))
-    ndim = max(series[0].ndim, b.ndim if hasattr(b, "ndim") else 0)
-    return [series[0] * b, *each(series[1:], lambda c: aligned(c, ndim) * b)]
+    value = series[0] * b
+    return [value, *each(series[1:], lambda c: aligned(c, value.ndim) * b)]
 
 
 @rule("bilinear", "div", "rdiv")
@@ -58,8 +58,8 @@ def divide(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     if belongs(b, expansion):
         return quotient(expansion, series_of(a, expansion), series_of(b, expansion))
     series = series_of(a, expansion)
-    ndim = max(series[0].ndim, b.ndim if hasattr(b, "ndim") else 0)
-    return [series[0] / b, *each(series[1:], lambda c: aligned(c, ndim) / b)]
+    value = series[0] / b
+    return [value, *each(series[1:], lambda c: aligned(c, value.ndim) / b)]
 
 
 @rule("bilinear", "matmul", "rmatmul", "mm", "bmm", "mv", "dot")
