@@ -57,6 +57,11 @@ def traced(function: F) -> F:
     return function
 
 
+def by_passes(function: F) -> F:
+    """As `traced`, of a function that takes reverse passes: which the tracer follows from 2.13 on (see `_traced`)."""
+    return traced(function) if _versions.RELEASE >= (2, 13) else uncompiled(function)
+
+
 def check_point(leaves: Iterable[Tensor]) -> None:
     """While tracing: leave the route through the tracer where `f` could reach the point past its argument unseen."""
     if any(leaf.requires_grad for leaf in leaves):
