@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hodiff._core import _arguments, _independence, _reverse, _settings, _tree
 from hodiff._core._arguments import Allowed, BatchedOptions, ChunkedBatchedOptions, ChunkedOptions, ChunkSize, is_set
 from hodiff._core._call import call
-from hodiff._core._compiled_callers import by_passes
+from hodiff._core._compiled_callers import by_passes, stands_for
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Space, generic
@@ -460,6 +460,12 @@ def tall_jacobian(graph: OutputGraph, outputs: list[Tensor], *, chunk_size: int 
         ]
         for i, output in enumerate(outputs)
     ]
+
+
+@stands_for(tall_jacobian)
+def _no_columns(graph: OutputGraph, outputs: list[Tensor], *, chunk_size: int | None) -> None:
+    """Nothing in a traced region can hold columns against the pass that they came from."""
+    return None
 
 
 def _is_linear(graph: OutputGraph, outputs: list[Tensor]) -> bool:
