@@ -27,6 +27,7 @@ from hodiff._core import (
     _kernels,
     _loans,
     _messages,
+    _near_zero,
     _nodes,
     _refusals,
     _reverse,
@@ -39,7 +40,7 @@ from hodiff._core import (
 from hodiff._core._compiled_callers import check_functions, functions_traced, stands_for, uncompiled
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph, Watched
-from hodiff._core._substitutes import ExactNorms
+from hodiff._core._substitutes import TAKEN_FOR_CONSTANTS, ExactNorms
 from hodiff.errors import GraphError, HodiffError, InputError
 
 # --- looks at the trace: evaluated as the tracer comes to them, with the tracer's frames above ----
@@ -130,8 +131,7 @@ def _before() -> None:
     """Note what there is before `f` runs."""
     translator = next(_translators())
     watched = [*_inputs(translator).values(), *_known(translator.symbolic_locals["leaves"])]
-    versions = {id(x): (x, x._version) for x in watched if isinstance(x, Tensor)}
-    setattr(translator, _BEFORE, (len(_nodes_of_trace(translator)), versions))
+    setattr(translator, _BEFORE, (len(_nodes_of_trace(translator)), {id(x): x._version for x in watched}))
 
 
 def _made(translator: Any) -> list[Any]:
@@ -139,31 +139,31 @@ def _made(translator: Any) -> list[Any]:
     return _nodes_of_trace(translator)[getattr(translator, _BEFORE)[0] :]
 
 
-_NORMS = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
+_STATISTICS = {
+    F.batch_norm: slice(1, 3),
+    F.instance_norm: slice(1, 3),
+    torch.batch_norm: slice(3, 5),
+    torch.instance_norm: slice(3, 5),
+}
+"""What these write to, without saying so, as arguments."""
 
 
-@at_trace
-def _changed() -> int:
-    """Which buffers `f` has changed in place, as bits of a number; raise where it changed what is not put back."""
-    translator = next(_translators())
-    leaves, buffers = _locals("leaves", "buffers")
-    versions = getattr(translator, _BEFORE)[1]
-    news = {id(x) for x, version in versions.values() if x._version != version}
-    for node in _made(translator):  # whose kernels write without saying so
-        if node.target in _NORMS:
-            given = [*node.args, *node.kwargs.values()]
-            if True in given:
-                news |= {id(x.meta.get("example_value")) for x in given[1:5] if isinstance(x, torch.fx.Node)}
+def _check_changed(translator: Any, leaves: list[Tensor]) -> None:
+    """Raise where `f` has changed in place what is not put back."""
+    versions, inputs = getattr(translator, _BEFORE)[1], _inputs(translator)
+    news = {id(x) for x in [*inputs.values(), *leaves] if x._version != versions.get(id(x), 0)}
+    for node in _made(translator):
+        if node.target in _STATISTICS and True in [*node.args, *node.kwargs.values()]:
+            statistics = [*node.args[_STATISTICS[node.target]], *map(node.kwargs.get, ("running_mean", "running_var"))]
+            news |= {id(x.meta.get("example_value")) for x in statistics if isinstance(x, torch.fx.Node)}
     if any(id(leaf) in news for leaf in leaves):
         _refuse("f changes its argument in place; begin f with x = x.clone().")
-    own = {id(x) for x in buffers}
-    names = [name for name, x in _inputs(translator).items() if "_buffers" in name and id(x) in news - own]
+    names = [name for name, x in inputs.items() if "_buffers" in name and id(x) in news]
     if names:
         _refuse(
             f"f changes a buffer of a module that is not the point ({names[0]}), as BatchNorm does in training mode, "
             f"and a traced region cannot put it back."
         )
-    return sum(1 << place for place, x in enumerate(buffers) if id(x) in news)
 
 
 def _survey(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> _nodes.Survey:
@@ -182,13 +182,19 @@ def _otherwise() -> int:
     """
     translator = next(_translators())
     outputs, leaves, order = _locals("outputs", "leaves", "order")
-    survey, by_hand = _survey(outputs, leaves), sum(node.target in _PASSES for node in _made(translator))
+    _check_changed(translator, leaves)
+    made = [node.target for node in _made(translator)]
+    constant = next((TAKEN_FOR_CONSTANTS[target] for target in made if target in TAKEN_FOR_CONSTANTS), None)
+    if constant is not None:
+        _refuse(str(_messages.constant(constant)))
+    survey, by_hand = _survey(outputs, leaves), sum(target in _PASSES for target in made)
     names, higher = survey.names(), min(order + by_hand, 9)
-    if order < 2 and not by_hand:
+    if higher < 2:
         return 2 * bool(names & {*_versions.PRODUCTS, _messages.DET})
-    some = names & _messages.WRITTEN_AT_SOME - _messages.NORMS or _refusals.BIASED.among(survey)
-    third = higher >= 3 and _messages.at_third(names)
-    return max(higher, 2) if some or third or names & _messages.WRITTEN_OUT else 0
+    some = names & (_messages.WRITTEN_OUT | _messages.WRITTEN_AT_SOME - _messages.NORMS)
+    some = some or _refusals.BIASED.among(survey)
+    third = higher >= 3 and (_messages.at_third(names) or names & _near_zero.NODES.keys())
+    return higher if some or third else 0
 
 
 @at_trace
@@ -300,13 +306,12 @@ def outer_order() -> int:
 
 
 @stands_for(OutputGraph.__enter__)
-def enter(self: Any, exact: int = 0) -> Any:
+def enter(self: Any) -> Any:
     call = self.call
     _begin()
     if call.builds_graph:
         self.leaves = _leaves(call)
-        exact = max(exact, call.order if call.order >= 3 else 0)
-        value, exact = _run(call, self.leaves, exact)
+        value, exact = _run(call, self.leaves, 0)
         if exact:
             value, _ = _run(call, self.leaves, exact)
         self.outputs, self.aux = _graph.split(value) if call.has_aux else (value, None)
@@ -320,8 +325,8 @@ def enter(self: Any, exact: int = 0) -> Any:
 
 @stands_for(Watched.__enter__)
 def enter_watched(self: Any) -> Any:
-    """As written out, where what PyTorch takes for constant is refused."""
-    return enter(self, 2)
+    """What PyTorch takes for constants is refused in each trace."""
+    return enter(self)
 
 
 @stands_for(OutputGraph.__exit__)
@@ -344,35 +349,32 @@ def _leaves(call: Any) -> list[Tensor]:
     ]
 
 
-def _buffers(call: Any) -> list[Tensor]:
-    """Those of the modules of the point, and of `f` where that is one."""
-    modules = [part.module for part in call.where.module_slices]
-    modules += [call.what] if isinstance(call.what, nn.Module) else []
-    return [x for module in modules for x in module.buffers() if not x.requires_grad]
-
-
 def _run(call: Any, leaves: list[Tensor], exact: int) -> tuple[Any, int]:
     """What `f` returns, and the order up to which it has to be written out, where it was not and should be."""
-    buffers = _buffers(call)
-    kept = [x.clone() for x in buffers]
+    theirs = [(module._buffers, dict(module._buffers)) for module in _changing(call)]
+    for buffers, originals in theirs:
+        for name in originals:
+            buffers[name] = None if originals[name] is None else originals[name].clone()
     functions = functions_traced()
     argument = call.where.argument(leaves)
     points = argument if call.unpack_point else (argument,)
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        value, changed, otherwise = _evaluate(
-            call.what, points, call.args, call.kwargs, leaves, buffers, call.order, exact
-        )
+        value, otherwise = _evaluate(call.what, points, call.args, call.kwargs, leaves, call.order, exact)
     check_functions(functions)
-    with torch.no_grad():
-        for place, (buffer, before) in enumerate(zip(buffers, kept, strict=True)):
-            if changed >> place & 1:
-                buffer.copy_(before)
+    for buffers, originals in theirs:
+        for name in originals:
+            buffers[name] = originals[name]
     return value, 0 if exact else otherwise
 
 
-def _evaluate(
-    f: Any, points: Any, args: Any, kwargs: Any, leaves: Any, buffers: Any, order: int, exact: int
-) -> tuple[Any, int, int]:
+def _changing(call: Any) -> list[nn.Module]:
+    """The modules of the point, and of `f` where that is one, that may write to their buffers."""
+    roots = [part.module for part in call.where.module_slices]
+    roots += [call.what] if isinstance(call.what, nn.Module) else []
+    return [module for root in roots for module in root.modules() if module.training and module._buffers]
+
+
+def _evaluate(f: Any, points: Any, args: Any, kwargs: Any, leaves: Any, order: int, exact: int) -> tuple[Any, int]:
     """The frame by which calls inside of `f` know that they are (see `enclosing`)."""
     _before()
     if exact:
@@ -381,13 +383,19 @@ def _evaluate(
     else:
         value = f(*points, *args, **kwargs)
     outputs = _tree.flatten(value)[0]  # which the look below reads
-    return value, _changed(), _otherwise() if outputs else 0
-
-
+    return value, _otherwise() if outputs else 0
 
 
 def _judged(
-    outputs: Any, leaves: Any, points: Any, names: Any, order: Any, strict: Any, builds: Any, batch_ndim: Any, allow: Any
+    outputs: Any,
+    leaves: Any,
+    points: Any,
+    names: Any,
+    order: Any,
+    strict: Any,
+    builds: Any,
+    batch_ndim: Any,
+    allow: Any,
 ) -> bool:
     return _judge()
 
