@@ -32,6 +32,7 @@ from hodiff._core import (
     _refusals,
     _reverse,
     _settings,
+    _substitutes,
     _tree,
     _vectors,
     _versions,
@@ -41,7 +42,7 @@ from hodiff._core._compiled_callers import check_functions, functions_traced, st
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph, Watched
 from hodiff._core._substitutes import TAKEN_FOR_CONSTANTS, ExactNorms
-from hodiff.errors import GraphError, HodiffError, InputError
+from hodiff.errors import GraphError, HodiffError
 
 # --- looks at the trace: evaluated as the tracer comes to them, with the tracer's frames above ----
 
@@ -171,6 +172,14 @@ def _survey(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> _nodes.Survey:
     return _nodes.Survey([_nodes.node_of(x) for x in outputs if isinstance(x, Tensor)], starts)
 
 
+def _unseen() -> tuple[type[Exception], ...]:
+    """What stand-ins raise where they are asked for numbers."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
+
+
 _PASSES = (torch.autograd.grad, torch.Tensor.backward, torch._C._functorch._grad_increment_nesting)
 
 
@@ -197,6 +206,29 @@ def _otherwise() -> int:
     return higher if some or third else 0
 
 
+_TOLD, _REPLACED = _substitutes._TOLD, _substitutes._REPLACED
+_WRITTEN = [*_TOLD.items(), *((f, definition) for f, definition in _REPLACED.items() if f not in _TOLD)]
+_PLACES = {function: place for place, (function, _) in enumerate(_WRITTEN)}
+
+
+@at_trace
+def _place(function: Any) -> int:
+    """Where the definition of a function stands; below 0 where it has none. The tracer need not guard the table."""
+    return _PLACES.get(function, -1)
+
+
+@stands_for(ExactNorms.__torch_function__)
+def written(self: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    given = kwargs or {}
+    place = _place(func) if given.get("out") is None else -1
+    if place < 0:
+        return func(*args, **given)
+    given = _substitutes.named_by_torch(given)
+    if place < len(_TOLD):
+        return _WRITTEN[place][1](self, *args, **given)
+    return _WRITTEN[place][1](*args, **given)
+
+
 @at_trace
 def _judge() -> bool:
     """Raise where the result would not be right, as `OutputGraph._judge` does. Whether passes are to be recorded."""
@@ -220,6 +252,12 @@ def _judge() -> bool:
             recorded = survey.is_remarkable(order) and _refusals.judge(survey, leaves, order, allow)
     except HodiffError as error:
         _refuse(str(error))
+    except _unseen():
+        told = [piece for piece, least, _ in _refusals.REMARKS if order >= least]
+        known = sorted({name for name in survey.names() if any(piece in name for piece in told)})
+        _refuse(
+            f"whether a derivative is right depends on numbers that a traced region cannot see: {', '.join(known)}."
+        )
     if batch_ndim and _refusals.MIXING.among(survey):
         _refusals.warn_of_mixing(batch_ndim)
     return recorded
@@ -310,7 +348,8 @@ def enter(self: Any) -> Any:
     call = self.call
     _begin()
     if call.builds_graph:
-        self.leaves = _leaves(call)
+        with torch.enable_grad():
+            self.leaves = _leaves(call)
         value, exact = _run(call, self.leaves, 0)
         if exact:
             value, _ = _run(call, self.leaves, exact)
