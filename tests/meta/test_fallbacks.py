@@ -19,6 +19,7 @@ SIGNATURE = "`inspect` has no signature of what is built in, or the arguments do
 STANDING = {
     ("_core._lending", "signature_error", "(TypeError, ValueError)"): SIGNATURE,
     ("_core._lending", "signature_error", "TypeError"): SIGNATURE,
+    ("_core._traced", "_judge", "_unseen()"): "a stand-in is asked for numbers: the trace is refused",
     ("cli", "main", "BrokenPipeError"): "the reader of a pipe has read enough",
     ("memory._blocks", "Tangents.along", "RuntimeError"): "raised again, unless forward mode is what is missing",
     ("memory._blocks", "_captured", "suppress(ValueError)"): "a cell that is empty yet, as Python has it",

@@ -643,9 +643,13 @@ at_trace(_vectors.matches)
 
 
 @stands_for(_where.Assembly.of)
-def assembly(cls: Any, root: nn.Module) -> Any:
-    made = cls({}, [])
-    made._add(_where.plain(root), "")
+def assembly(root: nn.Module) -> Any:
+    made = _where.Assembly({}, [])
+    for path, module in _where.plain(root).named_modules():
+        made.modules[module] = None
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                made.slots.append((module, name, f"{path}.{name}" if path else name, parameter))
     return made
 
 
