@@ -4,7 +4,8 @@ hodiff reads graphs, lends modules, switches settings and warns; none of that ca
 needs it is marked when it is imported, at no cost for any call: the tracer (Dynamo) ends its graph before a marked
 function, calls it as plain Python together with everything below it, and begins a new graph behind it. Where no break
 is allowed (`fullgraph=True`) it raises, and says `REASON`. That is what `torch.compiler.disable` does, but that
-imports Dynamo (seconds), and puts a wrapper around each function.
+imports Dynamo (seconds), and puts a wrapper around each function. What stands for a function in a trace is a mark,
+too (`stands_for`): `_traced` has the forms that the road takes there.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ TRACED: set[Callable[..., Any]] = set()
 
 REASON = (
     "hodiff: this call needs PyTorch's own graphs, which a traced region does not have. Leave out fullgraph=True: the "
-    "graph then breaks around the call, which runs uncompiled; or call it outside of the compiled function. From "
-    "PyTorch 2.12 on, inside one graph run the functions of a field by Taylor mode (hodiff.laplacian and the like), "
-    "and of the penalties only gradient_penalty and its recipes, with a function and tensors"
+    "graph then breaks around the call, which runs uncompiled; or call it outside of the compiled function. Inside "
+    "one graph run, from PyTorch 2.13 on, the calculus (hodiff.grad, hvp, hessian and the like), and from 2.12 on the "
+    "functions of a field by Taylor mode (hodiff.laplacian and the like), and of the penalties only gradient_penalty "
+    "and its recipes, with a function and tensors"
 )
 
 
@@ -48,13 +50,36 @@ def uncompiled(function: F, reason: str = REASON) -> F:
 
 
 def traced(function: F) -> F:
-    """`function` itself, marked: the tracer follows it whole, or not at all. Half a route would be switched half."""
+    """`function` itself, marked: the tracer follows it whole, or not at all. Half a route would be switched half.
+
+    Of a class, its methods.
+    """
     TRACED.add(function)
     if _versions.RELEASE < (2, 12):  # whose tracer gives up halfway
         return uncompiled(function)
-    marked: Any = function
-    _skip(marked.__code__)
+    for each in _methods(function) if inspect.isclass(function) else [function]:
+        if _is_ours(each):
+            _skip(each.__code__)
     return function
+
+
+def by_passes(function: F) -> F:
+    """As `traced`, of a function that takes reverse passes: which the tracer follows from 2.13 on (see `_traced`)."""
+    if _versions.RELEASE >= (2, 13):
+        return traced(function)
+    mark(function)
+    return function
+
+
+def stands_for(function: Any) -> Callable[[F], F]:
+    """What the tracer follows in place of a function, by a mark on that; it costs no call anything."""
+
+    def mark(form: F) -> F:
+        if _versions.RELEASE >= (2, 13):  # see `by_passes`
+            function._torchdynamo_inline = form
+        return form
+
+    return mark
 
 
 def check_point(leaves: Iterable[Tensor]) -> None:
@@ -113,18 +138,24 @@ def break_graphs(namespace: dict[str, Any]) -> None:
 
 def mark(function: Any) -> None:
     """Mark what is public: a function that is not traced, or the methods of a class."""
+    if function in TRACED:
+        return
     if inspect.isclass(function):
         if not issubclass(function, BaseException):
             _mark_all(_methods(function))
-    elif inspect.isfunction(function) and function not in TRACED:
+    elif inspect.isfunction(function):
         uncompiled(function)
 
 
 def _mark_all(functions: Iterable[Any]) -> None:
     for function in functions:
-        # what a namedtuple brings along is every namedtuple's
-        if inspect.isfunction(function) and function.__globals__.get("__name__", "").partition(".")[0] == "hodiff":
+        if _is_ours(function):
             uncompiled(function)
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether a method is ours: what a namedtuple brings along is every namedtuple's."""
+    return inspect.isfunction(function) and function.__globals__.get("__name__", "").partition(".")[0] == "hodiff"
 
 
 def _methods(cls: type) -> list[Any]:
