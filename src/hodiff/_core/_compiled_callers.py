@@ -57,7 +57,8 @@ def traced(function: F) -> F:
     TRACED.add(function)
     if _versions.RELEASE < (2, 12):  # whose tracer gives up halfway
         return uncompiled(function)
-    for each in _methods(function) if inspect.isclass(function) else [function]:
+    functions: list[Any] = _methods(function) if inspect.isclass(function) else [function]
+    for each in functions:
         if _is_ours(each):
             _skip(each.__code__)
     return function
