@@ -28,7 +28,7 @@ def number(release: str) -> tuple[int, ...]:
 
 def wrong_now(came: str, went: str) -> bool:
     ended = re.match(r"2\.\d+", went)
-    return number(came) <= RELEASE and not (ended and RELEASE >= number(ended[0]))
+    return number(came) <= RELEASE and not (ended and number(ended[0]) <= RELEASE)
 
 
 ROWS = {row["what"]: wrong_now(row["came"], row["went"]) for row in ROW.finditer(TEXT)}
