@@ -1,4 +1,7 @@
-"""A machine that lacks something: a home, a compiler, a network, a locale, open streams, a reader."""
+"""A machine that lacks something: a home, a compiler, a network, a locale, open streams.
+
+A reader who has read enough is in `test_shown`.
+"""
 
 import subprocess
 import sys
@@ -77,12 +80,6 @@ def test_closed_streams(command: str, closed: str, program: Path) -> None:
         assert ("differentiated twice" in ran.stderr) is (closed == ">&-")
     else:
         assert not ran.stderr and bool(ran.stdout) is (closed == "2>&-")
-
-
-def test_a_reader_who_has_read_enough() -> None:
-    """Of `tour`, which prints as it goes; of `info`: `test_shown`."""
-    ran = run(["/bin/sh", "-c", f"'{sys.executable}' -u -m hodiff tour | head -n 1"])
-    assert ran.stdout.startswith("hodiff ") and not ran.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="/dev/null is no folder where there is one")
