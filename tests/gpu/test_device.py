@@ -442,9 +442,9 @@ def test_what_is_queued_on_a_stream_is_waited_for(threaded: bool, device: torch.
             settle(device)
 
     if threaded:
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        thread.join()
+        thread.join(120)
     else:
         run()
     agree(on_cpu(results[0]), fields(X))

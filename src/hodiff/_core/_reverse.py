@@ -199,8 +199,7 @@ def vjps(
         chunk = cotangents(start, stop)
         chunk = [chunk[index] for index in live]
         another = more or stop < count
-        # The first batched pass may find an operation without a batching rule: the graph must survive it.
-        keep = start == 0 or _keep(graph, another)
+        keep = start == 0 or _keep(graph, another)  # the first may find an operation without a batching rule
         try:
             if batched and stop - start > 1:
                 products = _vjps_batched(graph, outputs, chunk, inputs, keep=keep)
