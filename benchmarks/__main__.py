@@ -23,7 +23,7 @@ from benchmarks import (
     scale,
     sparse,
 )
-from benchmarks.table import header, line, write
+from benchmarks.table import device, header, line, write
 
 SUBJECTS = {
     "bilevel": bilevel,
@@ -48,13 +48,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"any of {', '.join(SUBJECTS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="a few rounds each: a trial run, not a measurement")
+    parser.add_argument("--device", default="cpu", help="where the models and their data are made, such as cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="put the rows into this file: docs/benchmarks.json")
     options = parser.parse_args()
     unknown = set(options.subjects) - set(SUBJECTS)
     if unknown:
         parser.error(f"unknown subject {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, one thread; median [least - most] over interleaved rounds\n")
+    torch.set_default_device(options.device)
+    print(f"torch {torch.__version__}, {device()}; median [least - most] over interleaved rounds\n")
     print(header())
     missed = 0
     for name in options.subjects or SUBJECTS:

@@ -56,12 +56,16 @@ def where() -> dict[str, Any]:
     return {
         "date": date.today().isoformat(),
         "processor": _processor(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, one thread",
+        "device": device(),
         "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "peers": {name: version(name) for name in PEERS if list(distributions(name=name))},
     }
+
+
+def device() -> str:
+    return "CPU, one thread" if torch.get_default_device().type == "cpu" else torch.cuda.get_device_name()
 
 
 def _plain(row: Row) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 Times are CPU times of the calling thread, which is the only one that works here (`main` sets one
 thread, and reverse passes on the CPU run in their caller): what other processes take does not count.
+With `--device cuda` they are those of the clock, and all that was queued is waited for.
 """
 
 import ctypes
@@ -19,6 +20,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import torch
 
 Times = dict[str, list[float]]
 
@@ -51,10 +54,17 @@ def _repeats(call: Callable[[], object], least: float) -> int:
 
 
 def _time(call: Callable[[], object], repeats: int) -> float:
-    start = time.thread_time()
+    start = _now()
     for _ in range(repeats):
         call()
-    return (time.thread_time() - start) / repeats
+    return (_now() - start) / repeats
+
+
+def _now() -> float:
+    if torch.get_default_device().type == "cpu":
+        return time.thread_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def best(times: Times, names: list[str]) -> str:

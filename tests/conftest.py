@@ -1,4 +1,4 @@
-"""What every test shares: one thread, a limit of time, seeded randomness, the device, Hypothesis profiles, --slow.
+"""What every test shares: one thread, a limit of time, seeded randomness, Hypothesis profiles, --slow.
 
 A table of thousands of cases is marked `drawn(n)`: of each of its functions n cases run, others after each change of
 the tree. All run under `--slow`, and whatever is named (`FILE::CASE`, `-k`, `--lf`) runs.
@@ -144,10 +144,3 @@ def few_objects() -> None:
     """A collection looks at what a module's tests make, and not at all that was ever imported: many tests collect."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session")
-def device() -> torch.device:
-    """Where device-aware tests run: HODIFF_DEVICE, else a GPU if there is one, else the CPU."""
-    name = os.environ.get("HODIFF_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)

@@ -14,10 +14,20 @@ from typing import Any
 import pytest
 import torch
 
+from hodiff._core import _settings
 from tests.support.audit import Stream, left_behind, unchanged
 from tests.support.callers import CALLERS, SCALE, Caller, public, tensors
 from tests.support.everything import ALONE, CALLED_WITH_A_MODULE, WITH_MODULES, of_module, with_a_module
 from tests.support.scene import Model, X
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    """The switch of compiled code loads what it needs at its first use: a test that runs alone would see that."""
+    undo: list[Any] = []
+    _settings.eager.enter(undo)
+    _settings.undo_all(undo)
+
 
 pytestmark = pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
 

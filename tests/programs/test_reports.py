@@ -16,6 +16,7 @@ from hodiff.graph import watch
 from hodiff.graph._names import TensorNames
 from tests.programs import OF_AUTOGRAD
 from tests.programs.reported import AS_PRINTED, KEPT, REPORTS
+from tests.support.releases import UNTOLD
 
 HERE = Path(__file__).parent / "reports"
 FAILING = [name for name in REPORTS if name != "distances_twice" or RELEASE < (2, 14)]
@@ -83,6 +84,8 @@ def explained(name):
 
 def fixes(note):
     """The printed fixes, each with its further lines."""
+    if RELEASE < (2, 12) and "PyTorch tells neither before 2.12" in note:
+        pytest.skip(UNTOLD)
     found = re.findall(r"^    fix \d+: (.*(?:\n {11}.*)*)", note, re.MULTILINE)
     return [re.sub(r"\n {11}", "\n", each) for each in found]
 

@@ -78,13 +78,18 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
+def place(x: Any) -> torch.device:
+    """Where a point is, a module too."""
+    return x.device if isinstance(x, Tensor) else next(x.parameters()).device
+
+
 def direction(x: Any) -> Tensor:
     """A fixed vector like `x`."""
     return torch.cos(torch.arange(x.numel(), dtype=x.dtype, device=x.device)).reshape(x.shape)
 
 
-def _weight() -> Tensor:
-    return torch.tensor([[2.0, 0.5, 0.0], [0.5, 1.0, 0.0], [0.0, 0.0, 3.0]], dtype=D, device="cpu")
+def _weight(x: Tensor) -> Tensor:
+    return torch.tensor([[2.0, 0.5, 0.0], [0.5, 1.0, 0.0], [0.0, 0.0, 3.0]], dtype=D, device=place(x))
 
 
 def _hessian_operator(f: Any, x: Any, args: Sequence[Any]) -> Tensor:
@@ -103,7 +108,7 @@ def _gauss_newton(f: Any, x: Any, args: Sequence[Any]) -> Tensor:
 
 
 def _fisher(f: Any, x: Any, args: Sequence[Any]) -> Tensor:
-    targets = torch.zeros(2, 3, dtype=D, device="cpu")
+    targets = torch.zeros(2, 3, dtype=D, device=place(x))
     operator = hodiff.FisherOperator(
         lambda z, batch: f(z, *batch[0]), nn.MSELoss(), x, data=[(tuple(args), targets)], kind="exact"
     )
@@ -128,12 +133,12 @@ def _seen(solution: Any, f: Any, x: Any, args: Sequence[Any]) -> Tensor:
     with torch.inference_mode(False), torch.enable_grad():
         value = solution(f, x, args=args, gradient_tol=1e9)
         (by,) = torch.autograd.grad(value.sum(), SCALE, allow_unused=True)
-    return torch.cat([value.detach().reshape(-1), torch.zeros(1, dtype=D) if by is None else by.reshape(1)])
+    return torch.cat([value.detach().reshape(-1), value.new_zeros(1) if by is None else by.reshape(1).to(value)])
 
 
 def _path_length(f: Any, x: Any, args: Sequence[Any]) -> Tensor:
     images = lambda z, *rest: f(z, *rest)[:, None, None]
-    return hodiff.PathLengthPenalty().double()(images, x, generator=generator(), args=args)
+    return hodiff.PathLengthPenalty().to(x)(images, x, generator=generator(), args=args)
 
 
 CALLERS: tuple[Caller, ...] = (
@@ -144,7 +149,9 @@ CALLERS: tuple[Caller, ...] = (
     Caller("jacobian", "same", 1, lambda f, x, a: hodiff.jacobian(f, x, args=a)),
     Caller(
         "per_sample_grad", "rows", 1,
-        lambda f, x, a: hodiff.per_sample_grad(lambda z, batch, *r: f(z, *r), x, torch.zeros(2, dtype=D), args=a),
+        lambda f, x, a: hodiff.per_sample_grad(
+            lambda z, batch, *r: f(z, *r), x, torch.zeros(2, dtype=D, device=place(x)), args=a
+        ),
     ),
     Caller("hessian", "scalar", 2, lambda f, x, a: hodiff.hessian(f, x, args=a)),
     Caller("value_grad_and_hessian", "scalar", 2, lambda f, x, a: hodiff.value_grad_and_hessian(f, x, args=a)),
@@ -152,13 +159,13 @@ CALLERS: tuple[Caller, ...] = (
     Caller(
         "cross_hessian", "scalar", 2,
         lambda f, x, a: hodiff.cross_hessian(
-            lambda z, y, *rest: (f(z, *rest) * y).sum(), x, torch.ones(2, dtype=D, device="cpu"), args=a
+            lambda z, y, *rest: (f(z, *rest) * y).sum(), x, torch.ones(2, dtype=D, device=place(x)), args=a
         ),
     ),
     Caller(
         "cross_hvp", "scalar", 2,
         lambda f, x, a: hodiff.cross_hvp(
-            lambda z, y, *rest: (f(z, *rest) * y).sum(), x, *(torch.ones(2, dtype=D, device="cpu"),) * 2, args=a
+            lambda z, y, *rest: (f(z, *rest) * y).sum(), x, *(torch.ones(2, dtype=D, device=place(x)),) * 2, args=a
         ),
     ),
     Caller("implicit.argmin", "scalar", 2, _argmin),
@@ -209,7 +216,7 @@ CALLERS: tuple[Caller, ...] = (
     Caller("laplacian", "rows", 2, lambda f, x, a: hodiff.laplacian(f, x, args=a)),
     Caller("laplacian, reverse", "rows", 2, lambda f, x, a: hodiff.laplacian(f, x, method="reverse", args=a)),
     Caller("value_grad_and_laplacian", "rows", 2, lambda f, x, a: hodiff.value_grad_and_laplacian(f, x, args=a)),
-    Caller("second_order_operator", "rows", 2, lambda f, x, a: hodiff.second_order_operator(f, x, _weight(), args=a)),
+    Caller("second_order_operator", "rows", 2, lambda f, x, a: hodiff.second_order_operator(f, x, _weight(x), args=a)),
     Caller("biharmonic", "rows", 4, lambda f, x, a: hodiff.biharmonic(f, x, args=a)),
     Caller("divergence", "same", 1, lambda f, x, a: hodiff.divergence(f, x, args=a)),
     Caller("value_and_divergence", "same", 1, lambda f, x, a: hodiff.value_and_divergence(f, x, args=a)),
@@ -246,16 +253,16 @@ def _view(x: Tensor) -> Tensor:
     return hodiff.derivatives_of((points**3).sum(-1), points)[0, 0].detach()
 
 
-def _matrix() -> hodiff.MatrixOperator:
-    return hodiff.MatrixOperator(_weight())
+def _matrix(x: Tensor) -> hodiff.MatrixOperator:
+    return hodiff.MatrixOperator(_weight(x))
 
 
 def _layers() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double()
 
 
-def _attends() -> Tensor:
-    q = torch.tensor([[0.5], [0.2]], device="cpu").requires_grad_()
+def _attends(x: Tensor) -> Tensor:
+    q = torch.tensor([[0.5], [0.2]], device=place(x)).requires_grad_()
     with hodiff.twice_differentiable():
         value = nn.functional.scaled_dot_product_attention(q, q, q.exp()).sum()
     (gradient,) = torch.autograd.grad(value, q, create_graph=True)
@@ -278,22 +285,22 @@ PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "interpolate": lambda x: hodiff.interpolate(x, 2 * x, generator=generator()),
     "sample_norm": lambda x: hodiff.sample_norm(x),
     "derivatives_of": lambda x: _view(x),
-    "twice_differentiable": lambda x: _attends(),
+    "twice_differentiable": lambda x: _attends(x),
     "select": lambda x: len(hodiff.select(_layers(), "0.*")),
     "Selection": lambda x: len(hodiff.Selection(_layers(), ["0.weight"])),
-    "MatrixOperator": lambda x: hodiff.MatrixOperator(_weight()) @ x[0],
-    "LinearOperator": lambda x: (2 * _matrix() + 0.1).T @ x[0],
-    "trace": lambda x: hodiff.trace(_matrix(), generator=generator()),
-    "diagonal": lambda x: hodiff.diagonal(_matrix(), generator=generator()),
-    "eigsh": lambda x: hodiff.eigsh(_matrix(), 1, generator=generator()),
-    "eigs": lambda x: hodiff.eigs(_matrix(), 1, generator=generator()),
-    "spectral_radius": lambda x: hodiff.spectral_radius(_matrix(), generator=generator()),
-    "solve": lambda x: hodiff.solve(_matrix(), x[0]),
+    "MatrixOperator": lambda x: hodiff.MatrixOperator(_weight(x)) @ x[0],
+    "LinearOperator": lambda x: (2 * _matrix(x) + 0.1).T @ x[0],
+    "trace": lambda x: hodiff.trace(_matrix(x), generator=generator()),
+    "diagonal": lambda x: hodiff.diagonal(_matrix(x), generator=generator()),
+    "eigsh": lambda x: hodiff.eigsh(_matrix(x), 1, generator=generator()),
+    "eigs": lambda x: hodiff.eigs(_matrix(x), 1, generator=generator()),
+    "spectral_radius": lambda x: hodiff.spectral_radius(_matrix(x), generator=generator()),
+    "solve": lambda x: hodiff.solve(_matrix(x), x[0]),
     "NewtonCG": _newton,
     "LevenbergMarquardt": _fitted,
-    "spectral_density": lambda x: hodiff.spectral_density(_matrix(), samples=4, steps=2, generator=generator()),
-    "nystrom": lambda x: hodiff.nystrom(_matrix(), 2, 0.5, generator=generator()) @ x[0],
-    "logdet": lambda x: hodiff.logdet(_matrix(), shift=1.0, samples=4, steps=2, generator=generator()),
+    "spectral_density": lambda x: hodiff.spectral_density(_matrix(x), samples=4, steps=2, generator=generator()),
+    "nystrom": lambda x: hodiff.nystrom(_matrix(x), 2, 0.5, generator=generator()) @ x[0],
+    "logdet": lambda x: hodiff.logdet(_matrix(x), shift=1.0, samples=4, steps=2, generator=generator()),
     "sparse.color": lambda x: hodiff.sparse.color(torch.eye(3, device="cpu").to_sparse()),
     "graph.inspect": lambda x: len(hodiff.graph.inspect(_loss(x)).nodes),
     "graph.predict": lambda x: hodiff.graph.predict(_loss(x)).verdict,

@@ -91,6 +91,24 @@ def test_an_automatic_chunk_is_halved_when_memory_runs_out(monkeypatch):
         hodiff.hessian(lambda x: (x**3).sum(), x, chunk_size=4)
 
 
+def test_memory_that_runs_out_in_the_pass_that_frees_is_said(monkeypatch):
+    """That pass cannot be repeated: what it has freed is gone."""
+    sizes, batched = [], _reverse.batched
+
+    def last_fails(function, vectors):
+        sizes.append(len(vectors[0]))
+        products = batched(function, vectors)
+        if len(sizes) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return products
+
+    monkeypatch.setattr(_reverse, "batched", last_fails)
+    monkeypatch.setattr(_reverse, "auto_chunk", lambda *given: 3)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        hodiff.hessian(lambda x: (x**3).sum(), torch.arange(5.0))
+    assert sizes == [3, 2]
+
+
 @pytest.mark.parametrize("seen", [False, True])
 def test_batches_are_entered_by_the_public_function_where_a_mode_is_on(monkeypatch, seen):
     class Mode(TorchFunctionMode):

@@ -57,8 +57,8 @@ def traced(function: F) -> F:
     TRACED.add(function)
     if _versions.RELEASE < (2, 12):  # whose tracer gives up halfway
         return uncompiled(function)
-    functions: list[Any] = _methods(function) if inspect.isclass(function) else [function]
-    for each in functions:
+    marked: Any = function
+    for each in _methods(marked) if inspect.isclass(marked) else [marked]:
         if _is_ours(each):
             _skip(each.__code__)
     return function

@@ -199,14 +199,14 @@ def vjps(
         chunk = cotangents(start, stop)
         chunk = [chunk[index] for index in live]
         another = more or stop < count
+        keep = start == 0 or _keep(graph, another)  # the first may find an operation without a batching rule
         try:
             if batched and stop - start > 1:
-                # The first batched pass may find an operation without a batching rule: the graph must survive it.
-                products = _vjps_batched(graph, outputs, chunk, inputs, keep=start == 0 or _keep(graph, another))
+                products = _vjps_batched(graph, outputs, chunk, inputs, keep=keep)
             else:
                 products = _vjps_one_by_one(graph, outputs, chunk, inputs, more=another)
         except torch.OutOfMemoryError:
-            if chunk_size or size == 1:
+            if chunk_size or size == 1 or not keep:  # a pass that frees has freed a part
                 raise
             size = (size + 1) // 2
             continue

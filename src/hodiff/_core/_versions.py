@@ -178,7 +178,7 @@ def remember_in_thread(key: str, value: object) -> None:
 
 def dense(x: Any) -> Any:
     """2.8 does not transform a tensor that is expanded (MKL: "Inconsistent configuration ...")."""
-    return x.contiguous() if RELEASE < (2, 10) else x
+    return x.contiguous() if RELEASE < (2, 9) else x
 
 
 # Until 2.11 the fused attention of the processor reads beyond the keys of fewer heads than the queries have (measured

@@ -1,0 +1,104 @@
+"""A machine that lacks something: a home, a compiler, a network, a locale, open streams.
+
+A reader who has read enough is in `test_shown`.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.meta.source import ROOT
+
+PROGRAM = """\
+import torch
+straße = torch.ones(2, requires_grad=True)
+größe = (straße * straße).sum()
+größe.backward()
+größe.backward()
+"""
+ALONE = """\
+import socket, sys
+def refused(*given, **options):
+    raise OSError("no network here")
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = refused
+from hodiff.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+COMMANDS = {"info": 0, "tour": 0, "explain": 1}
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "straße.py"
+    path.write_text(PROGRAM, "utf-8")
+    return path
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """No home that can be written to, no programs (so no compiler), no characters but ASCII."""
+    return {
+        "PATH": str(tmp_path / "no programs"), "CC": "/no/compiler", "CXX": "/no/compiler",
+        "HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null", "XDG_CONFIG_HOME": "/dev/null",
+        "LANG": "C", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii",
+        "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
+        "MPLBACKEND": "Agg",
+    }  # fmt: skip
+
+
+def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, check=False, text=True, timeout=240, **options)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="/dev/null is no folder where there is one")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_machine_without_anything(command: str, bare: dict[str, str], program: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    given = ["--picture", str(picture), str(program)] if command == "explain" else []
+    ran = run([sys.executable, "-c", ALONE, command, *given], env=bare, encoding="ascii")
+    assert ran.returncode == COMMANDS[command], ran.stderr
+    if command == "explain":
+        assert "=> the same loss is differentiated twice" in ran.stderr and not ran.stdout
+        assert "gr\\xf6\\xdfe" in ran.stderr  # which ASCII has no letters for
+        assert "größe" in picture.read_text("utf-8")
+    else:
+        assert not ran.stderr and len(ran.stdout.splitlines()) > 20
+
+
+@pytest.mark.parametrize(
+    ("command", "closed"), [("info", "2>&-"), ("tour", ">&- 2>&- <&-"), ("explain", ">&-"), ("explain", "2>&-")]
+)
+def test_closed_streams(command: str, closed: str, program: Path) -> None:
+    """What would be written is lost, and nothing else: the status is the same, and an open stream has its part."""
+    given = f"'{program}'" if command == "explain" else ""
+    ran = run(["/bin/sh", "-c", f"exec '{sys.executable}' -m hodiff {command} {given} {closed}"])
+    assert ran.returncode == COMMANDS[command], ran.stderr
+    if command == "explain":
+        assert ("differentiated twice" in ran.stderr) is (closed == ">&-")
+    else:
+        assert not ran.stderr and bool(ran.stdout) is (closed == "2>&-")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="/dev/null is no folder where there is one")
+def test_what_is_compiled_needs_a_compiler_and_nothing_else_does(bare: dict[str, str]) -> None:
+    """PyTorch's error says what is missing; the same call, not compiled, is right before and after."""
+    ran = run([sys.executable, "-c", COMPILED], env=bare | {"PYTHONUTF8": "1"})  # PyTorch's compiler needs it
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["right", "a compiler is missing", "right"], ran
+
+
+COMPILED = """\
+import torch, hodiff
+x = torch.tensor([[0.3, -0.7]], dtype=torch.float64)
+f = lambda x: (x ** 3).sum(-1)
+right = lambda: print("right" if torch.allclose(hodiff.laplacian(f, x), 6 * x.sum(-1)) else "wrong")
+right()
+try:
+    torch.compile(lambda x: hodiff.laplacian(f, x).sin().cos() * 2)(x)
+except Exception as error:
+    print("a compiler is missing" if "compiler" in str(error) else error)
+right()
+"""
