@@ -1,0 +1,1 @@
+"""A training step, loss and gradient in one graph; see `compile_step`."""
