@@ -7,10 +7,13 @@ parameters). A key that is looked up in vain in an object's `__dict__` has no gu
 
 from __future__ import annotations
 
+import functools
+import gc
 import threading
 import types
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +22,11 @@ from torch._dynamo import exc, variables
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
+from hodiff._core import _settings
 from hodiff._core._settings import Scope, Undo
 from hodiff.steps._graph import Refused, StepGraph
+
+_torch: Any = torch._C
 
 FAILED = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 """What Dynamo raises where it does not compile; errors of the loss itself come out of it in one of these, too."""
@@ -71,8 +77,8 @@ def _enter(undo: Undo) -> None:
 
 
 def _no_guard(self: Any, tx: Any, args: Any) -> None:
-    """Refuse a look for a key in an object's `__dict__`, whose absence Dynamo does not guard."""
-    if _compiling.on:
+    """Refuse a look for a key in an object's `__dict__`, whose absence Dynamo does not guard; PyTorch's own is right."""
+    if _compiling.on and not tx.f_code.co_filename.startswith(_OWN):
         exc.unimplemented(
             gb_type="a key of __dict__",
             context="",
@@ -81,6 +87,7 @@ def _no_guard(self: Any, tx: Any, args: Any) -> None:
         )
 
 
+_OWN = tuple(str(Path(module.__file__).parent) for module in (torch,)) + (functools.__file__,)
 variables.dicts.DunderDictVariable.install_dict_contains_guard = _no_guard
 
 
@@ -108,11 +115,34 @@ def _check_side_effects() -> None:
     if tracer.output.random_calls:
         raise Refused("it draws from Python's random; draw outside, and give it as an argument")
     effects = tracer.output.side_effects
-    new = (AttributeMutationNew, ValueMutationNew)
     for changed in effects._get_modified_vars():
-        if not isinstance(changed.mutation_type, new):
-            source = getattr(changed, "source", None)
-            raise Refused(f"it changes a Python object ({source.name if source else changed}); return such things as aux")
+        if not isinstance(changed.mutation_type, (AttributeMutationNew, ValueMutationNew)):
+            if not _restored(changed, effects.store_attr_mutations.get(changed, {})):
+                source = getattr(changed, "source", None)
+                raise Refused(f"it changes a Python object, {source.name if source else changed}; return it as aux")
+
+
+def _restored(changed: Any, attributes: dict[str, Any]) -> bool:
+    """Whether an object is in the end what it was: `functional_call` changes modules so."""
+    if getattr(changed.source, "name", "").startswith("G['__import_hodiff_"):
+        return True  # switches of ours
+    if attributes:
+        return all(
+            now.is_python_constant() and now.as_python_constant() is getattr(changed.value, name, _restored)
+            for name, now in attributes.items()
+        )
+    before, now = getattr(changed, "original_items", None), getattr(changed, "items", None)
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return False
+    now = {key.vt.as_python_constant(): value.source for key, value in now.items() if key.vt.is_python_constant()}
+    before = {key.as_python_constant(): value.source for key, value in before.items() if key.is_python_constant()}
+    return None not in now.values() and now == before and len(now) == len(changed.items)
+
+
+def forget() -> None:
+    """Collect what a compilation that failed has left: some of it, when it goes, puts back the thread's dispatch keys."""
+    with _settings.recording(), _torch._PreserveDispatchKeyGuard():
+        gc.collect()
 
 
 def reason(error: BaseException) -> str:

@@ -196,9 +196,10 @@ class CompiledStep:
         except failed as error:
             if isinstance(error, _Different):
                 return self._for_once(error, args, kwargs)
-            reason = _guards.reason(error); import os, traceback; os.environ.get("DBG") and traceback.print_exception(error)
+            reason = _guards.reason(error)
         finally:
             self.report.seconds += time.perf_counter() - begun
+        _guards.forget()
         result = self._plain(args, kwargs)  # where the loss itself raises, this does
         self._settle(f"it cannot be traced: {reason}")
         return result
