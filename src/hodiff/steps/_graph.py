@@ -29,6 +29,10 @@ class Refused(Exception):
     """Why a step is not compiled, in words that end a sentence."""
 
 
+class Different(Exception):
+    """Why a call is not what was traced, in words that end a sentence; it runs uncompiled."""
+
+
 class StepGraph:
     """Loss and gradient of a step as one function of Dynamo's inputs.
 
@@ -42,11 +46,16 @@ class StepGraph:
         written: Which inputs it writes into: buffers.
         leaves: Whether each of those is a leaf: a derivative that the loss takes ends there.
         inner: By which inputs the loss itself differentiates.
+        shared: Which inputs share memory, where it writes into one.
+        methods: Methods of classes that it was traced through, as (namespace, name, method).
         calls: How often it ran.
     """
 
+    methods: Sequence[tuple[Any, str, Any]] = ()
+
     def __init__(self, module: fx.GraphModule, given: Sequence[Any], backend: str, mark: Any) -> None:
         self.value = _loss(module, mark)
+        _open_checkpoints(module)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         stand_ins = [node.meta["example_value"] for node in placeholders]
         self.calls, self.order = 0, 1 + passes(module)
@@ -62,6 +71,7 @@ class StepGraph:
         clean(self.graph)
         self.own_results()
         self.written = _written(self.graph)
+        self.shared = memories(given) if self.written else None
         self.leaves = [given[i].is_leaf for i in self.wanted]
         self.inner = [i for i, node in enumerate(placeholders) if _differentiated(node)]
         self.operations = sum(node.op == "call_function" for node in self.graph.nodes)
@@ -88,6 +98,23 @@ class StepGraph:
             return [*(x.detach() if isinstance(x, Tensor) else x for x in outputs), *(g for _, g in used)]
 
         return whole
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Raise where something has changed that Dynamo does not guard."""
+        leaves = [inputs[i] for i in self.wanted]
+        if torch.nn.modules.module._has_any_global_hook():
+            raise Different("there are hooks for all modules")
+        if any(namespace.get(name) is not method for namespace, name, method in self.methods):
+            raise Different("a method of a class has been replaced")
+        if len({id(x) for x in leaves}) < len(leaves):
+            raise Different("two of its tensors have become one")
+        if self.order > 1:
+            if [x.is_leaf for x in leaves] != self.leaves:
+                raise Different("a tensor that it differentiates by has another graph than when it was traced")
+            if any(inputs[i]._backward_hooks for i in self.inner):
+                raise Different("a tensor that the loss differentiates by has a hook")
+        if self.shared is not None and memories(inputs) != self.shared:
+            raise Different("tensors share memory that did not, or the reverse, and it writes into one")
 
     def own_results(self) -> None:
         """Copy each result that is an input, a constant, or a view of one or of another result."""
@@ -125,6 +152,26 @@ def _loss(module: fx.GraphModule, mark: Any) -> int:
     end.args = (tuple(node.args[0].args[0] if i == marked[0] else node for i, node in enumerate(results)),)
     module.recompile()
     return marked[0]
+
+
+def _open_checkpoints(module: fx.GraphModule) -> None:
+    """Run the blocks of activation checkpoints as they are: in one graph nothing runs again."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
+                node.target, node.kwargs = _run_block, {}
+                part.recompile()
+
+
+def _run_block(block: Callable[..., Any], *inputs: Any) -> Any:
+    return block(*inputs)
+
+
+def memories(inputs: Sequence[Any]) -> list[int]:
+    """Which inputs share memory: for each the first that has its own."""
+    first: dict[int, int] = {}
+    places = [x.untyped_storage()._cdata if isinstance(x, Tensor) else -1 for x in inputs]
+    return [first.setdefault(each, index) for index, each in enumerate(places)]
 
 
 def passes(module: fx.GraphModule) -> int:

@@ -11,6 +11,7 @@ import functools
 import gc
 import threading
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,9 @@ from typing import Any
 
 import torch
 import torch._dynamo.config
+from torch import Tensor
 from torch._dynamo import exc, variables
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
 from hodiff._core import _settings
@@ -76,19 +78,30 @@ def _enter(undo: Undo) -> None:
     _compiling.on = True
 
 
-def _no_guard(self: Any, tx: Any, args: Any) -> None:
-    """Refuse a look for a key in an object's `__dict__`, whose absence Dynamo does not guard; PyTorch's own is right."""
-    if _compiling.on and not tx.f_code.co_filename.startswith(_OWN):
-        exc.unimplemented(
-            gb_type="a key of __dict__",
-            context="",
-            explanation="it looks up a key in the __dict__ of an object, which is not guarded; getattr is",
-            hints=[],
-        )
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), functools.__file__)
+"""Whose own lookups are right."""
 
 
-_OWN = tuple(str(Path(module.__file__).parent) for module in (torch,)) + (functools.__file__,)
-variables.dicts.DunderDictVariable.install_dict_contains_guard = _no_guard
+def _refuse(self: Any, what: str) -> None:
+    if _compiling.on and not self.f_code.co_filename.startswith(_OWN):
+        exc.unimplemented(gb_type="hodiff: no guard", context="", explanation=what, hints=[])
+
+
+def _key_of_an_object(self: Any, tx: Any, args: Any) -> None:
+    """In the place of a method of Dynamo's that does nothing: there is no guard that the key is not there."""
+    _refuse(tx, "it looks up a key in the __dict__ of an object, which is not guarded; getattr is")
+
+
+def _handled(self: Any, raised: exc.ObservedException) -> Any:
+    """Before an exception is handled: that what was looked up is not there has no guard either."""
+    if isinstance(raised, (exc.ObservedLookupError, exc.ObservedAttributeError)):
+        _refuse(self, "it catches that a key or an attribute is not there, which is not guarded; get and getattr are")
+    return _handler(self, raised)
+
+
+_handler = InstructionTranslatorBase.exception_handler
+InstructionTranslatorBase.exception_handler = _handled
+variables.dicts.DunderDictVariable.install_dict_contains_guard = _key_of_an_object
 
 
 def compiler(build: Callable[..., StepGraph], ran: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,6 +117,7 @@ def compiler(build: Callable[..., StepGraph], ran: Callable[..., Any]) -> Callab
             raise Refused("compiled without its settings")
         _check_side_effects()
         graph = build(module, given)
+        graph.methods = _methods()
         return lambda *inputs: ran(graph, inputs)
 
     return backend
@@ -120,6 +134,36 @@ def _check_side_effects() -> None:
             if not _restored(changed, effects.store_attr_mutations.get(changed, {})):
                 source = getattr(changed, "source", None)
                 raise Refused(f"it changes a Python object, {source.name if source else changed}; return it as aux")
+
+
+def _methods() -> list[tuple[Any, str, Any]]:
+    """The methods of the classes that a loss meets: that one is replaced has no guard."""
+    effects = InstructionTranslator.current_tx().output.side_effects
+    classes: dict[type, None] = {}
+    for variable in effects.id_to_variable.values():
+        if isinstance(variable, (variables.ConstDictVariable, variables.UserDefinedObjectVariable)):
+            _check_order(variable)
+        if isinstance(variable, variables.UserDefinedObjectVariable):
+            kind = type(variable.value)
+            classes.update(dict.fromkeys(kind.__mro__[:-1]))
+            if hasattr(kind, "__getattr__") and kind.__setattr__ is object.__setattr__:
+                raise Refused(f"it reads a {kind.__name__}, whose __getattr__ an attribute may hide later")
+    methods: list[tuple[Any, str, Any]] = []
+    for cls in classes:
+        names = {"forward", "__call__", "_call_impl", "__getattr__"}
+        if not cls.__module__.startswith("torch."):
+            names |= {name for name, method in vars(cls).items() if callable(method)}
+        methods += [(vars(cls), name, vars(cls).get(name)) for name in names]
+    return methods
+
+
+def _check_order(variable: Any) -> None:
+    """Refuse an `OrderedDict`: the guard of its keys does not see their order."""
+    value = getattr(variable, "value", None) if isinstance(variable, variables.UserDefinedObjectVariable) else None
+    if isinstance(value, OrderedDict) or getattr(variable, "user_cls", None) is OrderedDict:
+        size = len(variable.items) if value is None else len(value)
+        if variable.source and size > 1 and "_hooks" not in variable.source.name:
+            raise Refused("it reads an OrderedDict, whose order is not guarded")
 
 
 def _restored(changed: Any, attributes: dict[str, Any]) -> bool:
@@ -152,7 +196,9 @@ def reason(error: BaseException) -> str:
         return str(inner)
     if inner is not None and not isinstance(error, exc.Unsupported):
         error = inner
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith(("Explanation:", "hodiff:"))]
-    text = told[0].removeprefix("Explanation:").strip() if told else f"{type(error).__name__}: {lines[0] if lines else ''}"
-    return text[:300]
+    text = str(error)
+    if "Explanation:" in text:
+        text = text.partition("Explanation:")[2].partition("\n  Hint:")[0]
+    else:
+        text = f"{type(error).__name__}: {text.partition(chr(10))[0]}"
+    return " ".join(text.split())[:300]

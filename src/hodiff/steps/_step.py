@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
+from torch.utils._device import DeviceContext
 
 from hodiff._core import _settings, _tree, _versions
 from hodiff._core._arguments import outside
@@ -25,6 +27,9 @@ from hodiff.steps._hand_over import HandOver, check_wrappers, watch_wrappers
 
 if TYPE_CHECKING:
     from hodiff.steps._graph import StepGraph
+
+
+_torch: Any = torch._C
 
 
 class StepReport:
@@ -49,10 +54,6 @@ class StepReport:
 
     def __repr__(self) -> str:
         return f"StepReport({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
-
-
-class _Different(Exception):
-    """A call in which the loss means something else than what was traced; it runs uncompiled."""
 
 
 class _Call(threading.local):
@@ -101,6 +102,18 @@ MARK = torch.detach_copy
 
 def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
+
+
+def _watched() -> str:
+    """What of the caller's wants to see the operations of the eager loss, or changes them."""
+    if _torch._len_torch_dispatch_stack():
+        return "a mode sees each operation"
+    if _torch._len_torch_function_stack():
+        if not all(isinstance(mode, DeviceContext) for mode in _settings.those_on(TorchFunctionMode)):
+            return "a mode sees each call"
+    if _torch._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return "hooks see what is saved for the backward pass"
+    return ""
 
 
 class CompiledStep:
@@ -173,13 +186,16 @@ class CompiledStep:
         with Scope(self._freeze) if self._selects else nullcontext():
             if self._settled:
                 return self._plain(args, kwargs)
+            if watched := _watched():
+                return self._for_once(watched, args, kwargs)
             result = self._traced(args, kwargs)
             return result if call.before is None else self._held_against_eager(result, args, kwargs)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from hodiff.steps import _guards
+        from hodiff.steps._graph import Different
 
-        failed = (*_guards.FAILED, _Different)
+        failed = (*_guards.FAILED, Different)
         if self._compiled is None:
             backend = _guards.compiler(self._build, self._replay)
             self._compiled = torch.compile(_guards.fresh(self._whole), backend=backend, fullgraph=True)
@@ -187,15 +203,15 @@ class CompiledStep:
             try:
                 return self._compiled(*args, **kwargs)
             except failed as error:  # most often: to be compiled anew, which needs settings
-                if isinstance(error, _Different):
-                    return self._for_once(error, args, kwargs)
+                if isinstance(error, Different):
+                    return self._for_once(str(error), args, kwargs)
         begun = time.perf_counter()
         try:
             with _guards.settings():
                 return self._compiled(*args, **kwargs)
         except failed as error:
-            if isinstance(error, _Different):
-                return self._for_once(error, args, kwargs)
+            if isinstance(error, Different):
+                return self._for_once(str(error), args, kwargs)
             reason = _guards.reason(error)
         finally:
             self.report.seconds += time.perf_counter() - begun
@@ -204,8 +220,8 @@ class CompiledStep:
         self._settle(f"it cannot be traced: {reason}")
         return result
 
-    def _for_once(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._tell(str(error), "This call")
+    def _for_once(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._tell(reason, "This call")
         return self._plain(args, kwargs)
 
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,11 +245,7 @@ class CompiledStep:
     def _replay(self, graph: StepGraph, inputs: tuple[Any, ...]) -> Any:
         """Called by what Dynamo made of the loss."""
         call = self._call
-        if graph.order > 1:
-            if [inputs[i].is_leaf for i in graph.wanted] != graph.leaves:
-                raise _Different("a tensor that it differentiates by has another graph than when it was traced")
-            if any(inputs[i]._backward_hooks for i in graph.inner):
-                raise _Different("a tensor that the loss differentiates by has a hook")
+        graph.check(inputs)
         graph.calls += 1
         if graph.calls & (graph.calls - 1) == 0:
             call.before = _Before(graph, inputs)
