@@ -93,7 +93,7 @@ if typing.TYPE_CHECKING:
         trace,
     )
     from hodiff.implicit._unroll import unroll
-    from hodiff.steps._step import compile_step
+    from hodiff.steps import compile_step
 
 __version__ = "0.1.0"
 
@@ -185,6 +185,6 @@ __getattr__, __dir__ = _lazy.names(
         "implicit._unroll": ("unroll",),
         "plotting": (),
         "rules": (),
-        "steps._step": ("compile_step",),
+        "steps": ("compile_step",),
     },
 )

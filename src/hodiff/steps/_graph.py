@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree
 
 from hodiff._core import _settings
 from hodiff._core._substitutes import ExactNorms, weight_norm
@@ -25,7 +24,7 @@ _SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 _NORMS = {torch._weight_norm, weight_norm}
 
 
-class Refused(Exception):
+class NotCompiled(Exception):
     """Why a step is not compiled, in words that end a sentence."""
 
 
@@ -53,7 +52,9 @@ class StepGraph:
 
     methods: Sequence[tuple[Any, str, Any]] = ()
 
-    def __init__(self, module: fx.GraphModule, given: Sequence[Any], backend: str, mark: Any) -> None:
+    def __init__(
+        self, module: fx.GraphModule, given: Sequence[Any], backend: str, mark: Any
+    ) -> None:
         self.value = _loss(module, mark)
         _open_checkpoints(module)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -61,10 +62,12 @@ class StepGraph:
         self.calls, self.order = 0, 1 + passes(module)
         self.exact = self.order > 2 or (self.order == 2 and _has(module, _NORMS))
         mode = next(x.fake_mode for x in stand_ins if isinstance(x, Tensor))
-        with mode, torch.enable_grad():
+        with mode, _settings.recording():
             stand_ins = [_leaf(x) for x in stand_ins]
             differentiable = [
-                index for index, x in enumerate(stand_ins) if isinstance(x, Tensor) and x.requires_grad
+                index
+                for index, x in enumerate(stand_ins)
+                if isinstance(x, Tensor) and x.requires_grad
             ]
             traced = make_fx(self._whole(module, differentiable))(*stand_ins)
         self.graph = traced.graph
@@ -80,7 +83,9 @@ class StepGraph:
         self.traced = traced
         self.run = bound(traced) if backend == "replay" else compiled(traced, stand_ins, backend)
 
-    def _whole(self, module: fx.GraphModule, differentiable: Sequence[int]) -> Callable[..., list[Tensor]]:
+    def _whole(
+        self, module: fx.GraphModule, differentiable: Sequence[int]
+    ) -> Callable[..., list[Tensor]]:
         """The function to trace: Dynamo's outputs, detached, and the gradients that are not None."""
 
         def whole(*inputs: Any) -> list[Any]:
@@ -88,14 +93,19 @@ class StepGraph:
                 outputs = module(*inputs)
             loss, self.outputs = outputs[self.value], len(outputs)
             if not loss.requires_grad:
-                raise Refused("the loss depends on nothing that requires grad")
+                raise NotCompiled("the loss depends on nothing that requires grad")
             if loss.numel() != 1:
-                raise Refused(f"the loss has the shape {tuple(loss.shape)}, not one element")
+                raise NotCompiled(f"the loss has the shape {tuple(loss.shape)}, not one element")
             with _settings.autocast(loss.device.type):
-                gradients = torch.autograd.grad(loss, [inputs[i] for i in differentiable], allow_unused=True)
+                gradients = torch.autograd.grad(
+                    loss, [inputs[i] for i in differentiable], allow_unused=True
+                )
             used = [(i, g) for i, g in zip(differentiable, gradients, strict=True) if g is not None]
             self.wanted = [i for i, _ in used]
-            return [*(x.detach() if isinstance(x, Tensor) else x for x in outputs), *(g for _, g in used)]
+            return [
+                *(x.detach() if isinstance(x, Tensor) else x for x in outputs),
+                *(g for _, g in used),
+            ]
 
         return whole
 
@@ -110,16 +120,22 @@ class StepGraph:
             raise Different("two of its tensors have become one")
         if self.order > 1:
             if [x.is_leaf for x in leaves] != self.leaves:
-                raise Different("a tensor that it differentiates by has another graph than when it was traced")
+                raise Different(
+                    "a tensor that it differentiates by has another graph than when it was traced"
+                )
             if any(inputs[i]._backward_hooks for i in self.inner):
                 raise Different("a tensor that the loss differentiates by has a hook")
         if self.shared is not None and memories(inputs) != self.shared:
-            raise Different("tensors share memory that did not, or the reverse, and it writes into one")
+            raise Different(
+                "tensors share memory that did not, or the reverse, and it writes into one"
+            )
 
     def own_results(self) -> None:
         """Copy each result that is an input, a constant, or a view of one or of another result."""
         end = next(iter(reversed(self.graph.nodes)))
-        taken = {_memory(node) for node in self.graph.nodes if node.op in ("placeholder", "get_attr")}
+        taken = {
+            _memory(node) for node in self.graph.nodes if node.op in ("placeholder", "get_attr")
+        }
         results = []
         for node in end.args[0]:
             if isinstance(node, fx.Node) and isinstance(node.meta["val"], Tensor):
@@ -132,10 +148,13 @@ class StepGraph:
 
     def _precision(self) -> float:
         dtypes = {
-            x.dtype for node in self.graph.nodes if isinstance(x := node.meta.get("val"), Tensor) if x.is_floating_point()
+            x.dtype
+            for node in self.graph.nodes
+            if isinstance(x := node.meta.get("val"), Tensor)
+            if x.is_floating_point()
         }
         if torch.float16 in dtypes:
-            raise Refused(
+            raise NotCompiled(
                 "it computes in float16, whose gradients a GradScaler must scale inside of the backward pass "
                 "(bfloat16 needs none)"
             )
@@ -148,8 +167,10 @@ def _loss(module: fx.GraphModule, mark: Any) -> int:
     (results,) = end.args
     marked = [i for i, node in enumerate(results) if getattr(node, "target", None) is mark]
     if len(marked) != 1:
-        raise Refused("the loss is not among what it traces")
-    end.args = (tuple(node.args[0].args[0] if i == marked[0] else node for i, node in enumerate(results)),)
+        raise NotCompiled("the loss is not among what it traces")
+    end.args = (
+        tuple(node.args[0].args[0] if i == marked[0] else node for i, node in enumerate(results)),
+    )
     module.recompile()
     return marked[0]
 
@@ -158,7 +179,10 @@ def _open_checkpoints(module: fx.GraphModule) -> None:
     """Run the blocks of activation checkpoints as they are: in one graph nothing runs again."""
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-            if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            if (
+                node.op == "call_function"
+                and node.target is torch.ops.higher_order.tag_activation_checkpoint
+            ):
                 node.target, node.kwargs = _run_block, {}
                 part.recompile()
 
@@ -179,13 +203,17 @@ def passes(module: fx.GraphModule) -> int:
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     nodes = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
     if any(getattr(node.target, "__name__", "") == "autograd_function_apply" for node in nodes):
-        raise Refused("it applies a Python autograd.Function, whose second derivative PyTorch's tracer gets wrong")
+        raise NotCompiled(
+            "it applies a Python autograd.Function, whose second derivative PyTorch's tracer gets wrong"
+        )
     grads = sum(node.target is torch.autograd.grad for node in nodes)
     return grads + sum("_grad_increment_nesting" in str(node.target) for node in nodes)
 
 
 def _differentiated(node: fx.Node) -> bool:
-    return any(user.target is torch.autograd.grad and node in _nodes(user.args[1:2]) for user in node.users)
+    return any(
+        user.target is torch.autograd.grad and node in _nodes(user.args[1:2]) for user in node.users
+    )
 
 
 def _nodes(argument: Any) -> list[fx.Node]:
@@ -206,7 +234,11 @@ def _leaf(x: Any) -> Any:
 def _memory(node: fx.Node) -> Any:
     """What tells whether two nodes share memory: their stand-ins do."""
     value = node.meta.get("val")
-    return torch.multiprocessing.reductions.StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else node
+    return (
+        torch.multiprocessing.reductions.StorageWeakRef(value.untyped_storage())
+        if isinstance(value, Tensor)
+        else node
+    )
 
 
 def _like(node: fx.Node, model: fx.Node) -> fx.Node:
@@ -219,7 +251,9 @@ def _like(node: fx.Node, model: fx.Node) -> fx.Node:
 
 def _writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return schema is None and isinstance(node.target, torch._ops.HigherOrderOperator) or bool(schema and schema.is_mutable)
+    return (schema is None and isinstance(node.target, torch._ops.HigherOrderOperator)) or bool(
+        schema and schema.is_mutable
+    )
 
 
 def _draws(node: fx.Node) -> bool:
@@ -231,18 +265,29 @@ def _targets(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return [*node.all_input_nodes] if _writes(node) else []
-    given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+    given = {
+        argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)
+    } | node.kwargs
     written: list[fx.Node] = []
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = given.get(argument.name)
-            written += [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, fx.Node)]
+            written += [
+                x
+                for x in (value if isinstance(value, (list, tuple)) else [value])
+                if isinstance(x, fx.Node)
+            ]
     return written
 
 
 def _written(graph: fx.Graph) -> list[int]:
     """Which inputs the graph writes into, be it by a view."""
-    memories = {_memory(target) for node in graph.nodes if node.op == "call_function" for target in _targets(node)}
+    memories = {
+        _memory(target)
+        for node in graph.nodes
+        if node.op == "call_function"
+        for target in _targets(node)
+    }
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     # native batch norm writes into its statistics, which its schema does not say
     statistics = {
@@ -251,12 +296,19 @@ def _written(graph: fx.Graph) -> list[int]:
         if "native_batch_norm" in str(node.target) or "cudnn_batch_norm" in str(node.target)
         for argument in node.args[3:5]
     }
-    return [i for i, node in enumerate(placeholders) if _memory(node) in memories or node in statistics]
+    return [
+        i for i, node in enumerate(placeholders) if _memory(node) in memories or node in statistics
+    ]
 
 
 def clean(graph: fx.Graph) -> None:
     """Leave out what changes nothing: detach, equal operations, a transpose of a transpose, what nobody reads."""
-    changed = {_memory(target) for node in graph.nodes if node.op == "call_function" for target in _targets(node)}
+    changed = {
+        _memory(target)
+        for node in graph.nodes
+        if node.op == "call_function"
+        for target in _targets(node)
+    }
     known: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node.op != "call_function":
@@ -269,7 +321,9 @@ def clean(graph: fx.Graph) -> None:
         if same is not None and same is not node:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _writes(node) or _draws(node))
+    graph.eliminate_dead_code(
+        lambda node: node.op in ("placeholder", "output") or _writes(node) or _draws(node)
+    )
 
 
 def _identical(node: fx.Node) -> Any:
@@ -315,7 +369,12 @@ def bound(traced: fx.GraphModule) -> Callable[..., Any]:
 def _in_c(node: fx.Node) -> Any:
     """The C function of the same name, where it gives a stand-in the same shape and dtype."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or _writes(node) or _draws(node):
+    if (
+        not isinstance(target, torch._ops.OpOverload)
+        or target.namespace != "aten"
+        or _writes(node)
+        or _draws(node)
+    ):
         return target
     name = target._schema.name.partition("::")[2]
     function = getattr(torch, name, None) or getattr(Tensor, name, None)
@@ -324,7 +383,7 @@ def _in_c(node: fx.Node) -> Any:
     arguments, given = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
     expected = node.meta["val"]
     try:
-        with expected.fake_mode, torch.no_grad():
+        with expected.fake_mode, _settings.grad_mode(False):
             got = function(*arguments, **given)
     except (TypeError, AttributeError, RuntimeError):  # another signature
         return target
@@ -338,57 +397,11 @@ def compiled(traced: fx.GraphModule, stand_ins: Sequence[Any], backend: str) -> 
         import torch._inductor.config as settings
         from torch._inductor import standalone_compile
 
-        with settings.patch(fallback_random=True), torch.no_grad():
-            return standalone_compile(traced, list(stand_ins), dynamic_shapes="from_tracing_context")
+        with settings.patch(fallback_random=True), _settings.grad_mode(False):
+            return standalone_compile(
+                traced, list(stand_ins), dynamic_shapes="from_tracing_context"
+            )
     from torch._dynamo.backends.registry import lookup_backend
 
-    with torch.no_grad():
+    with _settings.grad_mode(False):
         return lookup_backend(backend)(traced, list(stand_ins))
-
-
-
-
-# --- where it differs from the eager loss -----------------------------------------------------------------------------
-
-
-class Watch(_settings.DispatchMode):
-    """Keeps the results of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what it gives."""
-        result = func(*args, **(kwargs or {}))
-        self.seen += [x.detach().clone() for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        return result
-
-
-class _Run(fx.Interpreter):
-    """Runs a graph up to the first operation whose result is not among those given."""
-
-    def __init__(self, graph: StepGraph, seen: Sequence[Tensor]) -> None:
-        super().__init__(graph.traced)
-        self.limit, self.place = 100 * graph.eps, ""
-        self.known: dict[Any, list[Tensor]] = {}
-        for x in seen:
-            self.known.setdefault((x.shape, x.dtype), []).append(x)
-
-    def run_node(self, n: fx.Node) -> Any:
-        """The result of an operation, looked up among those that are known."""
-        result = super().run_node(n)
-        if n.op == "call_function" and isinstance(result, Tensor) and result.is_floating_point() and not self.place:
-            alike = self.known.get((result.shape, result.dtype), ())
-            if not any(torch.allclose(result, x, rtol=self.limit, atol=self.limit, equal_nan=True) for x in alike):
-                lines = [line for line in (n.meta.get("stack_trace") or "").splitlines() if line.strip()]
-                self.place = f"{n.name} ({n.target})" + (f", of `{lines[-1].strip()}`" if lines else "")
-        return result
-
-
-def first_unseen(graph: StepGraph, inputs: Sequence[Any], seen: Sequence[Tensor]) -> str:
-    """The first operation whose result the eager loss does not have."""
-    run = _Run(graph, seen)
-    with torch.no_grad():
-        run.run(*inputs)
-    return run.place or "none of them: what follows them differs"

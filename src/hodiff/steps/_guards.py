@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 import torch._dynamo.config
-from torch import Tensor
 from torch._dynamo import exc, variables
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
 from hodiff._core import _settings
 from hodiff._core._settings import Scope, Undo
-from hodiff.steps._graph import Refused, StepGraph
+from hodiff.steps._graph import NotCompiled, StepGraph
 
 _torch: Any = torch._C
 
@@ -46,7 +45,11 @@ _SETTINGS = {
 def fresh(function: types.FunctionType) -> Any:
     """The function with a code object of its own: Dynamo keeps what it compiled, and its limits, by code object."""
     copied = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
@@ -95,7 +98,10 @@ def _key_of_an_object(self: Any, tx: Any, args: Any) -> None:
 def _handled(self: Any, raised: exc.ObservedException) -> Any:
     """Before an exception is handled: that what was looked up is not there has no guard either."""
     if isinstance(raised, (exc.ObservedLookupError, exc.ObservedAttributeError)):
-        _refuse(self, "it catches that a key or an attribute is not there, which is not guarded; get and getattr are")
+        _refuse(
+            self,
+            "it catches that a key or an attribute is not there, which is not guarded; get and getattr are",
+        )
     return _handler(self, raised)
 
 
@@ -114,10 +120,11 @@ def compiler(build: Callable[..., StepGraph], ran: Callable[..., Any]) -> Callab
 
     def backend(module: torch.fx.GraphModule, given: list[Any]) -> Callable[..., Any]:
         if not _compiling.on:
-            raise Refused("compiled without its settings")
+            raise NotCompiled("compiled without its settings")
         _check_side_effects()
+        methods = _methods()
         graph = build(module, given)
-        graph.methods = _methods()
+        graph.methods = methods
         return lambda *inputs: ran(graph, inputs)
 
     return backend
@@ -127,13 +134,15 @@ def _check_side_effects() -> None:
     """Refuse a loss that changes Python objects: what is held against eager would change them twice."""
     tracer = InstructionTranslator.current_tx()
     if tracer.output.random_calls:
-        raise Refused("it draws from Python's random; draw outside, and give it as an argument")
+        raise NotCompiled("it draws from Python's random; draw outside, and give it as an argument")
     effects = tracer.output.side_effects
     for changed in effects._get_modified_vars():
         if not isinstance(changed.mutation_type, (AttributeMutationNew, ValueMutationNew)):
             if not _restored(changed, effects.store_attr_mutations.get(changed, {})):
                 source = getattr(changed, "source", None)
-                raise Refused(f"it changes a Python object, {source.name if source else changed}; return it as aux")
+                raise NotCompiled(
+                    f"it changes a Python object, {source.name if source else changed}; return it as aux"
+                )
 
 
 def _methods() -> list[tuple[Any, str, Any]]:
@@ -147,7 +156,9 @@ def _methods() -> list[tuple[Any, str, Any]]:
             kind = type(variable.value)
             classes.update(dict.fromkeys(kind.__mro__[:-1]))
             if hasattr(kind, "__getattr__") and kind.__setattr__ is object.__setattr__:
-                raise Refused(f"it reads a {kind.__name__}, whose __getattr__ an attribute may hide later")
+                raise NotCompiled(
+                    f"it reads a {kind.__name__}, whose __getattr__ an attribute may hide later"
+                )
     methods: list[tuple[Any, str, Any]] = []
     for cls in classes:
         names = {"forward", "__call__", "_call_impl", "__getattr__"}
@@ -159,11 +170,15 @@ def _methods() -> list[tuple[Any, str, Any]]:
 
 def _check_order(variable: Any) -> None:
     """Refuse an `OrderedDict`: the guard of its keys does not see their order."""
-    value = getattr(variable, "value", None) if isinstance(variable, variables.UserDefinedObjectVariable) else None
+    value = (
+        getattr(variable, "value", None)
+        if isinstance(variable, variables.UserDefinedObjectVariable)
+        else None
+    )
     if isinstance(value, OrderedDict) or getattr(variable, "user_cls", None) is OrderedDict:
         size = len(variable.items) if value is None else len(value)
         if variable.source and size > 1 and "_hooks" not in variable.source.name:
-            raise Refused("it reads an OrderedDict, whose order is not guarded")
+            raise NotCompiled("it reads an OrderedDict, whose order is not guarded")
 
 
 def _restored(changed: Any, attributes: dict[str, Any]) -> bool:
@@ -172,14 +187,23 @@ def _restored(changed: Any, attributes: dict[str, Any]) -> bool:
         return True  # switches of ours
     if attributes:
         return all(
-            now.is_python_constant() and now.as_python_constant() is getattr(changed.value, name, _restored)
+            now.is_python_constant()
+            and now.as_python_constant() is getattr(changed.value, name, _restored)
             for name, now in attributes.items()
         )
     before, now = getattr(changed, "original_items", None), getattr(changed, "items", None)
     if not isinstance(before, dict) or not isinstance(now, dict):
         return False
-    now = {key.vt.as_python_constant(): value.source for key, value in now.items() if key.vt.is_python_constant()}
-    before = {key.as_python_constant(): value.source for key, value in before.items() if key.is_python_constant()}
+    now = {
+        key.vt.as_python_constant(): value.source
+        for key, value in now.items()
+        if key.vt.is_python_constant()
+    }
+    before = {
+        key.as_python_constant(): value.source
+        for key, value in before.items()
+        if key.is_python_constant()
+    }
     return None not in now.values() and now == before and len(now) == len(changed.items)
 
 
@@ -192,7 +216,7 @@ def forget() -> None:
 def reason(error: BaseException) -> str:
     """What kept a step from being compiled, in a line."""
     inner = getattr(error, "inner_exception", None) or error.__cause__
-    if isinstance(inner, Refused):
+    if isinstance(inner, NotCompiled):
         return str(inner)
     if inner is not None and not isinstance(error, exc.Unsupported):
         error = inner

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -44,28 +43,24 @@ _wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _note(module: Any, name: str, below: Any) -> None:
-    if type(module).__name__ == "DistributedDataParallel" or "DistributedDataParallel" in map(_name, type(module).__mro__):
+    if any(cls.__name__ == "DistributedDataParallel" for cls in type(module).__mro__):
         _wrappers.add(module)
-
-
-def _name(cls: type) -> str:
-    return cls.__name__
 
 
 def watch_wrappers() -> None:
     """Know each DistributedDataParallel from now on, and those that are there."""
     if _note not in modules._global_module_registration_hooks.values():
         modules.register_module_module_registration_hook(_note)
-        if "torch.distributed" in sys.modules and torch.distributed.is_available() and torch.distributed.is_initialized():
-            parallel = sys.modules["torch.nn.parallel"].DistributedDataParallel
-            _wrappers.update(each for each in gc.get_objects() if isinstance(each, parallel))
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            parallel = torch.nn.parallel.DistributedDataParallel
+            _wrappers.update(each for each in gc.get_objects() if issubclass(type(each), parallel))
 
 
 def check_wrappers(leaves: Sequence[Tensor]) -> None:
     """Raise where gradients of these would not be reduced, because their wrapper's forward is not running."""
     if not _wrappers:
         return
-    active = sys.modules["torch.nn.parallel"].DistributedDataParallel._get_active_ddp_module()
+    active = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
     ours = {id(leaf) for leaf in leaves}
     for wrapper in _wrappers:
         if wrapper is not active and not ours.isdisjoint(map(id, wrapper.module.parameters())):
