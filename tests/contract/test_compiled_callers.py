@@ -194,6 +194,9 @@ REFUSALS = [
 @pytest.mark.parametrize(("caller", "wrong", "fullgraph"), REFUSALS, ids=repr)
 def test_what_is_refused_outside_is_refused_inside(caller: Caller, wrong: str, fullgraph: bool) -> None:
     g, kind, words = WRONG[wrong]
+    if wrong != "f raises" and caller.name.startswith("cross_"):  # whose result is zero there: of y all depends
+        agree(compiled(lambda x: caller.run(caller.shaped(g), x, ()), fullgraph)(X), caller(g, X))
+        return
     with pytest.raises(Exception if fullgraph else kind, match=words):  # of one graph Dynamo wraps what was raised
         compiled(lambda x: caller.run(caller.shaped(g), x, ()), fullgraph)(X)
 

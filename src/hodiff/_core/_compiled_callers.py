@@ -48,13 +48,36 @@ def uncompiled(function: F, reason: str = REASON) -> F:
 
 
 def traced(function: F) -> F:
-    """`function` itself, marked: the tracer follows it whole, or not at all. Half a route would be switched half."""
+    """`function` itself, marked: the tracer follows it whole, or not at all. Half a route would be switched half.
+
+    Of a class, its methods.
+    """
     TRACED.add(function)
     if _versions.RELEASE < (2, 12):  # whose tracer gives up halfway
         return uncompiled(function)
-    marked: Any = function
-    _skip(marked.__code__)
+    for each in _methods(function) if inspect.isclass(function) else [function]:
+        if _is_ours(each):
+            _skip(each.__code__)
     return function
+
+
+def by_passes(function: F) -> F:
+    """As `traced`, of a function that takes reverse passes: which the tracer follows from 2.13 on (see `_traced`)."""
+    if _versions.RELEASE >= (2, 13):
+        return traced(function)
+    mark(function)
+    return function
+
+
+def stands_for(function: Any) -> Callable[[F], F]:
+    """What the tracer follows in place of a function, by a mark on that; it costs no call anything."""
+
+    def mark(form: F) -> F:
+        if _versions.RELEASE >= (2, 13):  # see `by_passes`
+            getattr(function, "__func__", function)._torchdynamo_inline = form
+        return form
+
+    return mark
 
 
 def check_point(leaves: Iterable[Tensor]) -> None:
@@ -113,18 +136,24 @@ def break_graphs(namespace: dict[str, Any]) -> None:
 
 def mark(function: Any) -> None:
     """Mark what is public: a function that is not traced, or the methods of a class."""
+    if function in TRACED:
+        return
     if inspect.isclass(function):
         if not issubclass(function, BaseException):
             _mark_all(_methods(function))
-    elif inspect.isfunction(function) and function not in TRACED:
+    elif inspect.isfunction(function):
         uncompiled(function)
 
 
 def _mark_all(functions: Iterable[Any]) -> None:
     for function in functions:
-        # what a namedtuple brings along is every namedtuple's
-        if inspect.isfunction(function) and function.__globals__.get("__name__", "").partition(".")[0] == "hodiff":
+        if _is_ours(function):
             uncompiled(function)
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether a method is ours: what a namedtuple brings along is every namedtuple's."""
+    return inspect.isfunction(function) and function.__globals__.get("__name__", "").partition(".")[0] == "hodiff"
 
 
 def _methods(cls: type) -> list[Any]:

@@ -222,6 +222,11 @@ _Inference: Any = _torch._InferenceMode
 """A guard: from when it is made until it goes, or `__exit__` in C: it puts back inference mode and grad mode."""
 
 
+def records() -> bool:
+    """Whether operations are recorded now."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
 def recording() -> Context:
     """The state in which operations are recorded, whatever the caller's modes are. It begins when this is called."""
     return _Inference(False)

@@ -200,6 +200,10 @@ class Space:
             # As every dict of parameters is.
             if known and [*map(_form, leaves)] == [*map(_form, self.likes)]:
                 return leaves, None
+        return self.rearranged(value, name, tree)
+
+    def rearranged(self, value: Any, name: str, tree: _tree.Tree) -> tuple[Leaves, int | None]:
+        """The same of a container in any order, each leaf checked."""
         expected = f"it must be {self._meaning}" + (f", or flat: ({self.size},)." if self.operator else ".")
         if tree is not None and isinstance(value, Tensor):
             raise self._wrong_shape(value, name)

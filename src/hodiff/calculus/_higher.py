@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _reverse, _settings, _vectors
+from hodiff._core import _arguments, _call, _reverse, _settings, _traced, _vectors
 from hodiff._core._arguments import Allowed
 from hodiff._core._call import call
+from hodiff._core._compiled_callers import by_passes, stands_for
 from hodiff._core._graph import OutputGraph, Watched, detached
 from hodiff._core._loans import memory_of
 from hodiff._core._settings import RandomState
@@ -34,6 +35,7 @@ MULTIPLES = (0.73, 1.37, 1.91)
 """Of the weights; no powers of two, along which rounding errors are multiples, too."""
 
 
+@by_passes
 def nth_derivative(
     f: What,
     x: Tensor,
@@ -84,6 +86,7 @@ def nth_derivative(
     return derivatives(f, x, n, create_graph=create_graph, allow=allow, args=args, kwargs=kwargs)[n]
 
 
+@by_passes
 def derivatives(
     f: What,
     x: Tensor,
@@ -189,6 +192,16 @@ def _check_elementwise(
                 f"no single number is the derivative of an entry. Use hodiff.hessian or hodiff.jacobian, with "
                 f"batch_ndim=1 for independent rows."
             )
+
+
+@stands_for(_check_elementwise)
+def _check_elementwise_traced(weighted: Sequence[Tensor], plain: Sequence[Tensor], weights: Tensor, again: Any) -> None:
+    """By the numbers with which the function is traced: whether entries mix is no matter of numbers."""
+    for order, (given, ones) in enumerate(zip(weighted[1:], plain[1:], strict=True), 1):
+        expected = weights**order * ones
+        _traced.check_alike(
+            given, expected, "f: is not elementwise, or a derivative of it is made of rounding errors alone."
+        )
 
 
 def _repeats(

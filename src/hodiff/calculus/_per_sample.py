@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hodiff._core import _arguments, _call, _nodes, _reverse, _settings, _tree, _vectors
 from hodiff._core._arguments import Allowed, ChunkedOptions, ChunkSize
 from hodiff._core._call import call
+from hodiff._core._compiled_callers import by_passes, stands_for
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Selection
@@ -32,6 +33,7 @@ def per_sample_grad(
 def per_sample_grad(f: Callable[..., Tensor], where: T, batch: Any, **options: Unpack[ChunkedOptions]) -> T: ...
 
 
+@by_passes
 def per_sample_grad(
     f: Callable[..., Tensor],
     where: Any,
@@ -108,7 +110,7 @@ def per_sample_grad(
         losses = _losses(graph)
         check_not_crossed(graph, samples, losses, "f")
         gradients = None
-        if not graph.create_graph and not graph.context.random.moved() and not _call.nested():
+        if not graph.create_graph and not _call.nested() and not graph.context.random.moved():
             gradients = _by_samples(graph, samples, losses, chunk)
         if gradients is None:
             [gradients] = _reverse.blocks(graph, [losses], chunk_size=chunk)
@@ -183,6 +185,16 @@ def check_not_crossed(graph: OutputGraph, samples: Samples, output: Tensor, name
             f"sample is crossed with each other one, as (N, 1) and (N,) are by broadcasting. Give both the shape "
             f"(N,): model(x).squeeze(-1)."
         )
+
+
+@stands_for(check_not_crossed)
+def _uncrossed(graph: OutputGraph, samples: Samples, output: Tensor, name: str) -> None:
+    """A traced region does not call `f` again, at fewer samples."""
+    if output.shape == (len(output), len(output)) and len(output) > 1 and samples.tensors(len(output)):
+        raise InputError(f"{name}: returned shape {tuple(output.shape)}, maybe samples crossed with samples; {CROSSED}")
+
+
+CROSSED = "whether they are is only seen outside of a compiled function, or without fullgraph=True."
 
 
 def _by_samples(graph: OutputGraph, samples: Samples, losses: Tensor, chunk: int | None) -> list[Tensor] | None:

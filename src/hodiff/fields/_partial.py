@@ -447,6 +447,7 @@ class Partials(tuple[Tensor, ...]):
 # --- the derivatives of a tensor, computed when they are looked at, and once ------------------------------------------
 
 
+@_compiled_callers.by_passes
 def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
     r"""The partial derivatives of a tensor already computed, each computed when it is looked at, and once.
 
@@ -507,6 +508,7 @@ def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
     return Derivatives(u, x, batch_ndim)
 
 
+@_compiled_callers.by_passes
 class Derivatives:
     """What `derivatives_of` returns: `d[0, 1]` is a derivative of the tensor, computed at the first look."""
 
@@ -522,7 +524,7 @@ class Derivatives:
 
     def __getitem__(self, index: Any) -> Tensor:
         wanted = parsed(index, self._x.shape[-1])
-        recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        recorded = _settings.records()
         if wanted not in self._known:
             with _settings.recording():
                 columns = self._partial(wanted)
@@ -558,6 +560,3 @@ class Derivatives:
         # The passes below count too: of the second order on, a differentiable result is a third derivative.
         with OutputGraph(call([*columns], self._x, order, create_graph=True, batch_ndim=self._batch_ndim)) as graph:
             return [_reverse.vjp(graph, [column], [torch.ones_like(column)])[0] for column in columns]
-
-
-_compiled_callers.mark(Derivatives)
