@@ -183,7 +183,9 @@ def _check_order(variable: Any) -> None:
 
 def _restored(changed: Any, attributes: dict[str, Any]) -> bool:
     """Whether an object is in the end what it was: `functional_call` changes modules so."""
-    if getattr(changed.source, "name", "").startswith("G['__import_hodiff_"):
+    if isinstance(changed, variables.torch_function.TorchFunctionModeStackVariable):
+        return True  # modes within the loss
+    if changed.source is not None and changed.source.name.startswith("G['__import_hodiff_"):
         return True  # switches of ours
     if attributes:
         return all(

@@ -105,11 +105,55 @@ def pair(net, x):
     return F.mse_loss(net(x), target) + (net(x).detach() * slopes(net, x)[1].sum(1, keepdim=True)).mean()
 
 
+def point_grad(net, x):
+    return hodiff.grad(lambda x: net(x).sum(), x, create_graph=True).square().mean() + net(x).mean()
+
+
+def force_loss(net, x):
+    energy, force = hodiff.value_and_grad(lambda x: net(x).sum(), x, create_graph=True)
+    return energy.square() + (force + 1).square().mean()
+
+
+def point_hvp(net, x):
+    return hodiff.hvp(lambda x: net(x).square().sum(), x, torch.ones_like(x), create_graph=True).square().mean()
+
+
+def weight_hvp(net, x):
+    ones = {name: torch.ones_like(p) for name, p in net.named_parameters()}
+    product = hodiff.hvp(lambda net: plain(net, x), net, ones, create_graph=True)
+    return sum(each.square().sum() for each in product.values()) + plain(net, x)
+
+
+def dense_hessian(net, x):
+    matrix = hodiff.hessian(lambda x: net(x).square(), x, batch_ndim=1, create_graph=True)
+    return matrix.square().mean()
+
+
+def dense_jacobian(net, x):
+    return hodiff.jacobian(lambda x: net(x) * x, x, batch_ndim=1, create_graph=True).square().mean()
+
+
+def tangents(net, x):
+    along = hodiff.jvp(lambda x: net(x) * x, x, torch.ones_like(x), create_graph=True)
+    back = hodiff.vjp(lambda x: net(x) * x, x, torch.ones_like(x), create_graph=True)
+    return along.square().mean() + back.square().mean()
+
+
+def elementwise(net, x):
+    return hodiff.nth_derivative(lambda t: torch.sin(t * net[0].bias[0]), x, 3, create_graph=True).square().mean()
+
+
+def few_partials(net, x):
+    u_x, u_yy = hodiff.partials(net, x, [0, (1, 1)])
+    return (u_x - u_yy).square().mean()
+
+
 KINDS = {
     f.__name__: f
     for f in (
         plain, forces, penalty, residual, third, product, flat, inner_step, batched_rows, func_jacobian, func_hessian,
-        func_grad, samples, field, critic, pair,
+        func_grad, samples, field, critic, pair, point_grad, force_loss, point_hvp, weight_hvp, dense_hessian,
+        dense_jacobian, tangents, elementwise, few_partials,
     )
 }  # fmt: skip
 
