@@ -59,7 +59,10 @@ def inner_step(net, x):
     """A step of training inside, as MAML takes."""
     weights = dict(net.named_parameters())
     first = F.mse_loss(functional_call(net, weights, (x,)).squeeze(-1), x.sum(1))
-    moved = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), AG(first, list(weights.values()), create_graph=True))}
+    moved = {
+        n: w - 0.1 * g
+        for (n, w), g in zip(weights.items(), AG(first, list(weights.values()), create_graph=True), strict=False)
+    }
     return functional_call(net, moved, (x,)).square().mean()
 
 
