@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
+import re
 import threading
 import types
 from collections import OrderedDict
@@ -42,17 +44,13 @@ _SETTINGS = {
 }
 
 
-def fresh(function: types.FunctionType) -> Any:
-    """The function with a code object of its own: Dynamo keeps what it compiled, and its limits, by code object."""
-    copied = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
+_names = itertools.count()
+
+
+def fresh(function: Any) -> Any:
+    """The function with code of its own: by it Dynamo keeps what it compiled, its limits, and sizes that have varied."""
+    code = function.__code__.replace(co_name=f"step_{next(_names)}")
+    return types.FunctionType(code, function.__globals__, closure=function.__closure__)
 
 
 class _Compiling(threading.local):
@@ -224,7 +222,7 @@ def reason(error: BaseException) -> str:
         error = inner
     text = str(error)
     if "Explanation:" in text:
-        text = text.partition("Explanation:")[2].partition("\n  Hint:")[0]
+        text = re.split(r"\n\s*(?:Hint|Developer debug)", text.partition("Explanation:")[2])[0]
     else:
         text = f"{type(error).__name__}: {text.partition(chr(10))[0]}"
     return " ".join(text.split())[:300]

@@ -32,9 +32,8 @@ class HandOver(torch.autograd.Function):
                 "the value of a compiled step has a first derivative only (create_graph=True was asked for). Take "
                 "the further derivative inside of the loss, or differentiate the loss itself."
             )
-        gradients = ctx.saved_tensors[: ctx.count]
-        factor = factor.reshape(())
-        return None, None, *[gradient * factor.to(gradient) for gradient in gradients]
+        gradients: Any = ctx.saved_tensors[: ctx.count]
+        return None, None, *torch._foreach_mul(gradients, factor.reshape(()))
 
 
 # --- DistributedDataParallel: gradients are reduced only after its own forward ----------------------------------------
