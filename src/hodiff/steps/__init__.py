@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ def _whole(loss: Callable[..., Any], where: Any, has_aux: bool) -> Callable[...,
 
 
 MARK = torch.detach_copy
-"""What says in Dynamo's graph which tensor is the loss. It comes without a graph there: `_graph` takes it from before."""
+"""Which tensor is the loss, in Dynamo's graph. It is detached there: `_graph` takes it from before."""
 
 
 def _detached(x: Any) -> Any:
@@ -89,11 +89,10 @@ def _watched() -> str:
     """What of the caller's wants to see the operations of the eager loss, or changes them."""
     if _torch._len_torch_dispatch_stack():
         return "a mode sees each operation"
-    if _torch._len_torch_function_stack():
-        if not all(
-            isinstance(mode, DeviceContext) for mode in _settings.those_on(TorchFunctionMode)
-        ):
-            return "a mode sees each call"
+    if _torch._len_torch_function_stack() and not all(
+        isinstance(mode, DeviceContext) for mode in _settings.those_on(TorchFunctionMode)
+    ):
+        return "a mode sees each call"
     if _torch._autograd._top_saved_tensors_default_hooks(False) is not None:
         return "hooks see what is saved for the backward pass"
     return ""
@@ -106,12 +105,10 @@ class CompiledStep:
         report: A `StepReport`.
     """
 
-    def __init__(
-        self, loss: Callable[..., Any], where: Any, has_aux: bool, backend: str, strict: bool
-    ) -> None:
+    def __init__(self, loss: Callable[..., Any], where: Any, has_aux: bool, backend: str, fallback: Any) -> None:
         self.report = StepReport()
         self._loss, self._where = loss, where
-        self._has_aux, self._backend, self._strict = has_aux, backend, strict
+        self._has_aux, self._backend, self._fallback = has_aux, backend, fallback
         self._selects = bool(_selections(where))
         self._whole = _whole(loss, where, has_aux)
         self._compiled: Any = None
@@ -120,9 +117,7 @@ class CompiledStep:
 
     def __reduce__(self) -> Any:
         """A copy is a step of its own, of its own parameters: nothing compiled goes with it."""
-        made = partial(
-            compile_step, has_aux=self._has_aux, backend=self._backend, strict=self._strict
-        )
+        made = partial(compile_step, has_aux=self._has_aux, backend=self._backend, fallback=self._fallback)
         return made, (self._loss, self._where)
 
     def __repr__(self) -> str:
@@ -154,21 +149,12 @@ class CompiledStep:
             if call.graph is None:
                 gradients = torch.autograd.grad(value, where.tensors, allow_unused=True)
             else:
-                of = dict(
-                    zip(
-                        [id(call.inputs[i]) for i in call.graph.wanted], call.gradients, strict=True
-                    )
-                )
+                of = dict(zip([id(call.inputs[i]) for i in call.graph.wanted], call.gradients, strict=True))
                 gradients = [of.get(id(x)) for x in where.tensors]
                 call.graph, call.inputs, call.gradients = None, (), ()
         if all(gradient is None for gradient in gradients):
-            raise GraphError(
-                "loss: does not depend on where; its gradient would be zero everywhere."
-            )
-        filled = [
-            torch.zeros_like(x) if g is None else g
-            for x, g in zip(where.tensors, gradients, strict=True)
-        ]
+            raise GraphError("loss: does not depend on where; its gradient would be zero everywhere.")
+        filled = [torch.zeros_like(x) if g is None else g for x, g in zip(where.tensors, gradients, strict=True)]
         value = value.detach()
         return (value, aux) if self._has_aux else value, where.result(filled)
 
@@ -194,9 +180,7 @@ class CompiledStep:
         failed = (*_guards.FAILED, Different)
         if self._compiled is None:
             backend = _guards.compiler(self._build, self._replay)
-            self._compiled = torch.compile(
-                _guards.fresh(self._whole), backend=backend, fullgraph=True
-            )
+            self._compiled = torch.compile(_guards.fresh(self._whole), backend=backend, fullgraph=True)
         else:
             try:
                 return self._compiled(*args, **kwargs)
@@ -228,11 +212,7 @@ class CompiledStep:
         result = self._whole(*args, **kwargs)
         value = result[0] if self._has_aux else result
         if not isinstance(value, Tensor) or value.numel() != 1:
-            got = (
-                f"has the shape {tuple(value.shape)}"
-                if isinstance(value, Tensor)
-                else f"is a {type(value).__name__}"
-            )
+            got = f"has the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
             raise InputError(f"loss: what it returns {got}; a step needs one element.")
         return result
 
@@ -275,9 +255,7 @@ class CompiledStep:
         if before is None or call.graph is None:
             return result
         value = result[0] if self._has_aux else result
-        check = EagerCheck(
-            call.graph, call.inputs, before, lambda: self._whole(*args, **kwargs), self._has_aux
-        )
+        check = EagerCheck(call.graph, call.inputs, before, lambda: self._whole(*args, **kwargs), self._has_aux)
         eager = check.run([value, *call.gradients])
         self.report.checks += 1
         self.report.difference = max(self.report.difference, check.difference)
@@ -297,7 +275,7 @@ class CompiledStep:
             return
         self.report.reasons.append(reason)
         text = f"compile_step: {reason}. {what} runs uncompiled."
-        if self._strict:
+        if self._fallback == "raise":
             raise GraphError(text)
         warnings.warn(text, HodiffWarning, stacklevel=outside())
 
@@ -311,8 +289,8 @@ def compile_step(
     where: Any,
     *,
     has_aux: bool = False,
-    backend: str = "inductor",
-    strict: bool = False,
+    backend: Literal["inductor", "replay"] | str = "inductor",
+    fallback: Literal["warn", "raise"] = "warn",
 ) -> CompiledStep:
     r"""A training step whose loss has derivatives in it, compiled: loss and gradient in one exact graph.
 
@@ -359,7 +337,7 @@ def compile_step(
             backend: `"inductor"`, which needs a C++ compiler and takes a minute; `"replay"`, no
                 compiler: the cleaned list of operations, called one after the other; or a name that
                 `torch.compile` knows.
-            strict: Whether what would end in eager raises.
+            fallback: What is done where a call would run eagerly: it does, with a warning, or it raises.
 
     Returns:
             The step, a function of the arguments that `loss` takes behind *where*. With grad mode off
@@ -373,7 +351,7 @@ def compile_step(
             InputError: *where* has nothing to train; the loss is not one element; the parameters belong to a
                 `DistributedDataParallel` whose forward is not running. For several processes write
                 a module whose forward calls the step, and wrap that.
-            GraphError: By `strict=True`; by a second derivative of the step's value; by
+            GraphError: By `fallback="raise"`; by a second derivative of the step's value; by
                 `value_and_grad`, where the loss does not depend on *where*.
             RuntimeError: Of PyTorch, as in eager mode: a parameter has been changed in place between
                 the call and `backward()`, or `backward()` runs twice.
@@ -384,7 +362,7 @@ def compile_step(
             traces, for a second by replay, for a minute by inductor.
 
     Examples:
-            The gradient of \((f'(x) - 6)^2\) with \(f(x) = w x^2\), at \(w = 2\) and \(x = 1\), is \(2 (2 w x - 6) 2 x\):
+            The gradient of \((f'(x) - 6)^2\), with \(f(x) = w x^2\), by *w*: \(2 (2 w x - 6) 2 x\).
 
             >>> import torch, hodiff
             >>> w = torch.tensor(2.0, requires_grad=True)
@@ -401,13 +379,11 @@ def compile_step(
     if _versions.RELEASE < (2, 13):
         raise HodiffError(f"compile_step needs PyTorch 2.13 or newer; this is {torch.__version__}.")
     if not callable(loss):
-        raise InputError(
-            f"loss: is a {type(loss).__name__}, expected a function of where and of a step's arguments."
-        )
+        raise InputError(f"loss: is a {type(loss).__name__}, expected a function of where and of a step's arguments.")
     for tensor, name in zip((parsed := Where(where, "where")).tensors, parsed.names, strict=True):
         if not tensor.requires_grad:
-            raise InputError(
-                f"{name}: does not require grad; a step trains what does. Call requires_grad_() on it."
-            )
+            raise InputError(f"{name}: does not require grad; a step trains what does. Call requires_grad_() on it.")
+    if fallback not in ("warn", "raise"):
+        raise InputError(f"fallback: is {fallback!r}, expected 'warn' or 'raise'.")
     watch_wrappers()
-    return CompiledStep(loss, where, has_aux, backend, strict)
+    return CompiledStep(loss, where, has_aux, backend, fallback)

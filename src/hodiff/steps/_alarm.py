@@ -24,9 +24,7 @@ class Before:
 
     def __init__(self, graph: StepGraph, inputs: Sequence[Any]) -> None:
         on_gpu = torch.cuda.is_initialized()
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        )
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.tensors = [inputs[i] for i in graph.written]
         self.note()
 
@@ -74,9 +72,7 @@ class EagerCheck:
         graph, before = self.graph, self.before
         ours = [*ours, *(x.detach().clone() for x in before.tensors)]
         eager, theirs = self._eager()
-        if any(
-            x._backward_hooks for x in self.leaves
-        ):  # they belong to `backward()`, and are run by any pass
+        if any(x._backward_hooks for x in self.leaves):  # they belong to `backward()`, and are run by any pass
             return eager
         self.difference = self._distance(ours, theirs)
         if self.difference <= 64 * graph.eps:
@@ -102,9 +98,7 @@ class EagerCheck:
             eager = self.loss()
         value = eager[0] if self.has_aux else eager
         with _settings.autocast(value.device.type):
-            gradients = torch.autograd.grad(
-                value, self.leaves, allow_unused=True, retain_graph=True
-            )
+            gradients = torch.autograd.grad(value, self.leaves, allow_unused=True, retain_graph=True)
         return eager, [value.detach(), *gradients, *self.before.tensors]
 
     def _distance(self, ours: Sequence[Tensor], theirs: Sequence[Tensor | None]) -> float:
@@ -113,10 +107,7 @@ class EagerCheck:
         slope = _norm(ours[1 : 1 + count])
         scales = [_norm(ours[:1]) + slope * _norm(self.leaves), *[slope] * count]
         scales += [_norm([x]) for x in ours[1 + count :]]
-        return max(
-            _far(mine, other) / (scale or 1.0)
-            for mine, other, scale in zip(ours, theirs, scales, strict=True)
-        )
+        return max(_far(mine, other) / (scale or 1.0) for mine, other, scale in zip(ours, theirs, scales, strict=True))
 
     def _moved(self) -> list[Any]:
         """The inputs, moved by the rounding of what is computed with them."""
@@ -168,9 +159,7 @@ class _Watch(_settings.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note what it gives."""
         result = func(*args, **(kwargs or {}))
-        self.seen += [
-            x.detach().clone() for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)
-        ]
+        self.seen += [x.detach().clone() for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
         return result
 
 
@@ -187,21 +176,9 @@ class _Run(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """The result of an operation, looked up among those that are known."""
         result = super().run_node(n)
-        if (
-            n.op == "call_function"
-            and isinstance(result, Tensor)
-            and result.is_floating_point()
-            and not self.place
-        ):
+        if n.op == "call_function" and isinstance(result, Tensor) and result.is_floating_point() and not self.place:
             alike = self.known.get((result.shape, result.dtype), ())
-            if not any(
-                torch.allclose(result, x, rtol=self.limit, atol=self.limit, equal_nan=True)
-                for x in alike
-            ):
-                lines = [
-                    line.strip()
-                    for line in (n.meta.get("stack_trace") or "").splitlines()
-                    if line.strip()
-                ]
+            if not any(torch.allclose(result, x, rtol=self.limit, atol=self.limit, equal_nan=True) for x in alike):
+                lines = [line.strip() for line in (n.meta.get("stack_trace") or "").splitlines() if line.strip()]
                 self.place = f"{n.name} ({n.target})" + (f", of `{lines[-1]}`" if lines else "")
         return result

@@ -20,9 +20,10 @@ from hodiff._core import _settings
 from hodiff._core._substitutes import ExactNorms, weight_norm
 
 _torch: Any = torch._C
+_private: Any = torch
 _aten: Any = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
-_NORMS = {torch._weight_norm, weight_norm}
+_NORMS = {_private._weight_norm, weight_norm}
 
 
 class NotCompiled(Exception):
@@ -52,24 +53,20 @@ class StepGraph:
     """
 
     methods: Sequence[tuple[Any, str, Any]] = ()
+    wanted: Sequence[int]
+    outputs: int
 
-    def __init__(
-        self, module: fx.GraphModule, given: Sequence[Any], backend: str, mark: Any
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, given: Sequence[Any], backend: str, mark: Any) -> None:
         self.value = _loss(module, mark)
         _open_checkpoints(module)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        stand_ins = [node.meta["example_value"] for node in placeholders]
+        stand_ins: list[Any] = [node.meta["example_value"] for node in placeholders]
         self.calls, self.order = 0, 1 + passes(module)
         self.exact = self.order > 2 or (self.order == 2 and _has(module, _NORMS))
-        mode = next(x.fake_mode for x in stand_ins if isinstance(x, Tensor))
-        with mode, _settings.recording():
+        first: Any = next(x for x in stand_ins if isinstance(x, Tensor))
+        with first.fake_mode, _settings.recording():
             stand_ins = [_leaf(x) for x in stand_ins]
-            differentiable = [
-                index
-                for index, x in enumerate(stand_ins)
-                if isinstance(x, Tensor) and x.requires_grad
-            ]
+            differentiable = [index for index, x in enumerate(stand_ins) if isinstance(x, Tensor) and x.requires_grad]
             traced = make_fx(self._whole(module, differentiable))(*stand_ins)
         self.graph = traced.graph
         clean(self.graph)
@@ -84,9 +81,7 @@ class StepGraph:
         self.traced = traced
         self.run = bound(traced) if backend == "replay" else compiled(traced, stand_ins, backend)
 
-    def _whole(
-        self, module: fx.GraphModule, differentiable: Sequence[int]
-    ) -> Callable[..., list[Tensor]]:
+    def _whole(self, module: fx.GraphModule, differentiable: Sequence[int]) -> Callable[..., list[Tensor]]:
         """The function to trace: Dynamo's outputs, detached, and the gradients that are not None."""
 
         def whole(*inputs: Any) -> list[Any]:
@@ -98,9 +93,7 @@ class StepGraph:
             if loss.numel() != 1:
                 raise NotCompiled(f"the loss has the shape {tuple(loss.shape)}, not one element")
             with _settings.autocast(loss.device.type):
-                gradients = torch.autograd.grad(
-                    loss, [inputs[i] for i in differentiable], allow_unused=True
-                )
+                gradients = torch.autograd.grad(loss, [inputs[i] for i in differentiable], allow_unused=True)
             used = [(i, g) for i, g in zip(differentiable, gradients, strict=True) if g is not None]
             self.wanted = [i for i, _ in used]
             return [
@@ -121,22 +114,16 @@ class StepGraph:
             raise Different("two of its tensors have become one")
         if self.order > 1:
             if [x.is_leaf for x in leaves] != self.leaves:
-                raise Different(
-                    "a tensor that it differentiates by has another graph than when it was traced"
-                )
+                raise Different("a tensor that it differentiates by has another graph than when it was traced")
             if any(inputs[i]._backward_hooks for i in self.inner):
                 raise Different("a tensor that the loss differentiates by has a hook")
         if self.shared is not None and memories(inputs) != self.shared:
-            raise Different(
-                "tensors share memory that did not, or the reverse, and it writes into one"
-            )
+            raise Different("tensors share memory that did not, or the reverse, and it writes into one")
 
     def own_results(self) -> None:
         """Copy each result that is an input, a constant, or a view of one or of another result."""
         end = next(iter(reversed(self.graph.nodes)))
-        taken = {
-            _memory(node) for node in self.graph.nodes if node.op in ("placeholder", "get_attr")
-        }
+        taken = {_memory(node) for node in self.graph.nodes if node.op in ("placeholder", "get_attr")}
         results = []
         for node in end.args[0]:
             if isinstance(node, fx.Node) and isinstance(node.meta["val"], Tensor):
@@ -169,21 +156,17 @@ def _loss(module: fx.GraphModule, mark: Any) -> int:
     marked = [i for i, node in enumerate(results) if getattr(node, "target", None) is mark]
     if len(marked) != 1:
         raise NotCompiled("the loss is not among what it traces")
-    end.args = (
-        tuple(node.args[0].args[0] if i == marked[0] else node for i, node in enumerate(results)),
-    )
+    end.args = (tuple(node.args[0].args[0] if i == marked[0] else node for i, node in enumerate(results)),)
     module.recompile()
     return marked[0]
 
 
 def _open_checkpoints(module: fx.GraphModule) -> None:
     """Run the blocks of activation checkpoints as they are: in one graph nothing runs again."""
-    for part in module.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-            if (
-                node.op == "call_function"
-                and node.target is torch.ops.higher_order.tag_activation_checkpoint
-            ):
+    parts: list[Any] = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+    for part in parts:
+        for node in part.graph.nodes:
+            if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
                 node.target, node.kwargs = _run_block, {}
                 part.recompile()
 
@@ -204,17 +187,13 @@ def passes(module: fx.GraphModule) -> int:
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     nodes = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
     if any(getattr(node.target, "__name__", "") == "autograd_function_apply" for node in nodes):
-        raise NotCompiled(
-            "it applies a Python autograd.Function, whose second derivative PyTorch's tracer gets wrong"
-        )
+        raise NotCompiled("it applies a Python autograd.Function, whose second derivative PyTorch's tracer gets wrong")
     grads = sum(node.target is torch.autograd.grad for node in nodes)
     return grads + sum("_grad_increment_nesting" in str(node.target) for node in nodes)
 
 
 def _differentiated(node: fx.Node) -> bool:
-    return any(
-        user.target is torch.autograd.grad and node in _nodes(user.args[1:2]) for user in node.users
-    )
+    return any(user.target is torch.autograd.grad and node in _nodes(user.args[1:2]) for user in node.users)
 
 
 def _nodes(argument: Any) -> list[fx.Node]:
@@ -236,9 +215,7 @@ def _memory(node: fx.Node) -> Any:
     """What tells whether two nodes share memory: their stand-ins do."""
     value = node.meta.get("val")
     return (
-        torch.multiprocessing.reductions.StorageWeakRef(value.untyped_storage())
-        if isinstance(value, Tensor)
-        else node
+        torch.multiprocessing.reductions.StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else node
     )
 
 
@@ -266,29 +243,18 @@ def _targets(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return [*node.all_input_nodes] if _writes(node) else []
-    given = {
-        argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)
-    } | node.kwargs
+    given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
     written: list[fx.Node] = []
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = given.get(argument.name)
-            written += [
-                x
-                for x in (value if isinstance(value, (list, tuple)) else [value])
-                if isinstance(x, fx.Node)
-            ]
+            written += [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, fx.Node)]
     return written
 
 
 def _written(graph: fx.Graph) -> list[int]:
     """Which inputs the graph writes into, be it by a view."""
-    memories = {
-        _memory(target)
-        for node in graph.nodes
-        if node.op == "call_function"
-        for target in _targets(node)
-    }
+    memories = {_memory(target) for node in graph.nodes if node.op == "call_function" for target in _targets(node)}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     # native batch norm writes into its statistics, which its schema does not say
     statistics = {
@@ -297,19 +263,12 @@ def _written(graph: fx.Graph) -> list[int]:
         if "native_batch_norm" in str(node.target) or "cudnn_batch_norm" in str(node.target)
         for argument in node.args[3:5]
     }
-    return [
-        i for i, node in enumerate(placeholders) if _memory(node) in memories or node in statistics
-    ]
+    return [i for i, node in enumerate(placeholders) if _memory(node) in memories or node in statistics]
 
 
 def clean(graph: fx.Graph) -> None:
     """Leave out what changes nothing: detach, equal operations, a transpose of a transpose, what nobody reads."""
-    changed = {
-        _memory(target)
-        for node in graph.nodes
-        if node.op == "call_function"
-        for target in _targets(node)
-    }
+    changed = {_memory(target) for node in graph.nodes if node.op == "call_function" for target in _targets(node)}
     known: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node.op != "call_function":
@@ -322,12 +281,10 @@ def clean(graph: fx.Graph) -> None:
         if same is not None and same is not node:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
-    graph.eliminate_dead_code(
-        lambda node: node.op in ("placeholder", "output") or _writes(node) or _draws(node)
-    )
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _writes(node) or _draws(node))
 
 
-def _identical(node: fx.Node) -> Any:
+def _identical(node: Any) -> Any:
     """The node that this one only repeats."""
     if node.target in _SAME:
         return node.args[0]
@@ -353,7 +310,7 @@ def _plain(argument: Any) -> Any:
 
 
 def bound(traced: fx.GraphModule) -> Callable[..., Any]:
-    """The list as one Python function, whose operations are PyTorch's C functions: an `OpOverload` adds 1 µs to each."""
+    """The list as one Python function of PyTorch's C functions: an `OpOverload` adds 1 µs to each."""
     for node in traced.graph.nodes:
         if node.op == "call_function":
             node.target = _in_c(node)
@@ -372,12 +329,7 @@ def bound(traced: fx.GraphModule) -> Callable[..., Any]:
 def _in_c(node: fx.Node) -> Any:
     """The C function of the same name, where it gives a stand-in the same shape and dtype."""
     target = node.target
-    if (
-        not isinstance(target, torch._ops.OpOverload)
-        or target.namespace != "aten"
-        or _writes(node)
-        or _draws(node)
-    ):
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or _writes(node) or _draws(node):
         return target
     name = target._schema.name.partition("::")[2]
     function = getattr(torch, name, None) or getattr(Tensor, name, None)
@@ -401,9 +353,7 @@ def compiled(traced: fx.GraphModule, stand_ins: Sequence[Any], backend: str) -> 
         from torch._inductor import standalone_compile
 
         with settings.patch(fallback_random=True), _settings.grad_mode(False):
-            return standalone_compile(
-                traced, list(stand_ins), dynamic_shapes="from_tracing_context"
-            )
+            return standalone_compile(traced, list(stand_ins), dynamic_shapes="from_tracing_context")
     from torch._dynamo.backends.registry import lookup_backend
 
     with _settings.grad_mode(False):

@@ -24,6 +24,7 @@ import torch._dynamo.config
 from torch._dynamo import exc, variables
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 
 from hodiff._core import _settings
 from hodiff._core._settings import Scope, Undo
@@ -48,7 +49,7 @@ _names = itertools.count()
 
 
 def fresh(function: Any) -> Any:
-    """The function with code of its own: by it Dynamo keeps what it compiled, its limits, and sizes that have varied."""
+    """The function with code of its own: by that Dynamo keeps graphs, limits, and which sizes vary."""
     code = function.__code__.replace(co_name=f"step_{next(_names)}")
     return types.FunctionType(code, function.__globals__, closure=function.__closure__)
 
@@ -103,8 +104,9 @@ def _handled(self: Any, raised: exc.ObservedException) -> Any:
     return _handler(self, raised)
 
 
-_handler = InstructionTranslatorBase.exception_handler
-InstructionTranslatorBase.exception_handler = _handled
+translator: Any = InstructionTranslatorBase
+_handler = translator.exception_handler
+translator.exception_handler = _handled
 variables.dicts.DunderDictVariable.install_dict_contains_guard = _key_of_an_object
 
 
@@ -135,12 +137,10 @@ def _check_side_effects() -> None:
         raise NotCompiled("it draws from Python's random; draw outside, and give it as an argument")
     effects = tracer.output.side_effects
     for changed in effects._get_modified_vars():
-        if not isinstance(changed.mutation_type, (AttributeMutationNew, ValueMutationNew)):
-            if not _restored(changed, effects.store_attr_mutations.get(changed, {})):
-                source = getattr(changed, "source", None)
-                raise NotCompiled(
-                    f"it changes a Python object, {source.name if source else changed}; return it as aux"
-                )
+        new = isinstance(changed.mutation_type, (AttributeMutationNew, ValueMutationNew))
+        if not new and not _restored(changed, effects.store_attr_mutations.get(changed, {})):
+            source = getattr(changed, "source", None)
+            raise NotCompiled(f"it changes a Python object, {source.name if source else changed}; return it as aux")
 
 
 def _methods() -> list[tuple[Any, str, Any]]:
@@ -154,9 +154,7 @@ def _methods() -> list[tuple[Any, str, Any]]:
             kind = type(variable.value)
             classes.update(dict.fromkeys(kind.__mro__[:-1]))
             if hasattr(kind, "__getattr__") and kind.__setattr__ is object.__setattr__:
-                raise NotCompiled(
-                    f"it reads a {kind.__name__}, whose __getattr__ an attribute may hide later"
-                )
+                raise NotCompiled(f"it reads a {kind.__name__}, whose __getattr__ an attribute may hide later")
     methods: list[tuple[Any, str, Any]] = []
     for cls in classes:
         names = {"forward", "__call__", "_call_impl", "__getattr__"}
@@ -168,11 +166,7 @@ def _methods() -> list[tuple[Any, str, Any]]:
 
 def _check_order(variable: Any) -> None:
     """Refuse an `OrderedDict`: the guard of its keys does not see their order."""
-    value = (
-        getattr(variable, "value", None)
-        if isinstance(variable, variables.UserDefinedObjectVariable)
-        else None
-    )
+    value = getattr(variable, "value", None) if "UserDefined" in type(variable).__name__ else None
     if isinstance(value, OrderedDict) or getattr(variable, "user_cls", None) is OrderedDict:
         size = len(variable.items) if value is None else len(value)
         if variable.source and size > 1 and "_hooks" not in variable.source.name:
@@ -181,34 +175,25 @@ def _check_order(variable: Any) -> None:
 
 def _restored(changed: Any, attributes: dict[str, Any]) -> bool:
     """Whether an object is in the end what it was: `functional_call` changes modules so."""
-    if isinstance(changed, variables.torch_function.TorchFunctionModeStackVariable):
+    if isinstance(changed, TorchFunctionModeStackVariable):
         return True  # modes within the loss
     if changed.source is not None and changed.source.name.startswith("G['__import_hodiff_"):
         return True  # switches of ours
     if attributes:
         return all(
-            now.is_python_constant()
-            and now.as_python_constant() is getattr(changed.value, name, _restored)
+            now.is_python_constant() and now.as_python_constant() is getattr(changed.value, name, _restored)
             for name, now in attributes.items()
         )
     before, now = getattr(changed, "original_items", None), getattr(changed, "items", None)
     if not isinstance(before, dict) or not isinstance(now, dict):
         return False
-    now = {
-        key.vt.as_python_constant(): value.source
-        for key, value in now.items()
-        if key.vt.is_python_constant()
-    }
-    before = {
-        key.as_python_constant(): value.source
-        for key, value in before.items()
-        if key.is_python_constant()
-    }
+    now = {key.vt.as_python_constant(): value.source for key, value in now.items() if key.vt.is_python_constant()}
+    before = {key.as_python_constant(): value.source for key, value in before.items() if key.is_python_constant()}
     return None not in now.values() and now == before and len(now) == len(changed.items)
 
 
 def forget() -> None:
-    """Collect what a compilation that failed has left: some of it, when it goes, puts back the thread's dispatch keys."""
+    """Collect what a failed compilation left: some of it puts back the thread's dispatch keys when it goes."""
     with _settings.recording(), _torch._PreserveDispatchKeyGuard():
         gc.collect()
 

@@ -13,6 +13,8 @@ from torch.nn.modules import module as modules
 
 from hodiff.errors import GraphError, InputError
 
+_torch: Any = torch
+
 
 class HandOver(torch.autograd.Function):
     """The value of a step; its backward pass multiplies the gradients, and looks whether the point has changed."""
@@ -25,7 +27,7 @@ class HandOver(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> Any:
+    def backward(ctx: Any, *factors: Tensor) -> Any:
         """The gradients, times what arrives."""
         if torch.is_grad_enabled():
             raise GraphError(
@@ -33,7 +35,7 @@ class HandOver(torch.autograd.Function):
                 "the further derivative inside of the loss, or differentiate the loss itself."
             )
         gradients: Any = ctx.saved_tensors[: ctx.count]
-        return None, None, *torch._foreach_mul(gradients, factor.reshape(()))
+        return None, None, *_torch._foreach_mul(gradients, factors[0].reshape(()))
 
 
 # --- DistributedDataParallel: gradients are reduced only after its own forward ----------------------------------------

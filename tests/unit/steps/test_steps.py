@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
@@ -65,7 +64,7 @@ def kinds() -> list[tuple[str, str]]:
 def test_a_step_is_its_eager_loss(kind: str, name: str) -> None:
     """At the weights and data of the trace, and at two others."""
     net, loss = NETS[name](), KINDS[kind]
-    step = hodiff.compile_step(loss, net, backend="replay", strict=True)
+    step = hodiff.compile_step(loss, net, backend="replay", fallback="raise")
     for _ in range(3):
         x = torch.randn(5, 3)
         net.zero_grad()
@@ -86,13 +85,14 @@ def test_a_step_is_its_eager_loss(kind: str, name: str) -> None:
 @pytest.mark.parametrize(("kind", "name"), [(kind, "tanh") for kind in ("forces", "penalty", "residual", "weight_hvp")])
 def test_a_step_by_inductor(kind: str, name: str) -> None:
     net, loss = NETS[name](), KINDS[kind]
-    step = hodiff.compile_step(loss, net, strict=True)
+    step = hodiff.compile_step(loss, net, fallback="raise")
     for _ in range(2):
         x = torch.randn(5, 3)
         net.zero_grad()
         step(x).backward()
         _, by_name = hodiff.value_and_grad(loss, copy.deepcopy(net), args=(x,))
-        assert off(gradients(net), list(by_name.values())) <= 1e-10
+        ours = [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
+        assert off(ours, list(by_name.values())) <= 1e-10
 
 
 # --- what changes between calls ---------------------------------------------------------------------------------------
@@ -195,17 +195,14 @@ def test_a_wrong_graph_ends_in_eager_and_names_the_operation(monkeypatch) -> Non
     assert off(gradients(net), gradients(twin)) == 0
     step(x)
     assert step.report.eager == 1 and step.report.checks == 1
-    step = hodiff.compile_step(forces, net, backend="replay", strict=True)
+    step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
     with pytest.raises(hodiff.GraphError, match="first operation that differs is tanh"):
         step(x)
 
 
 def test_calls_are_held_against_eager_at_powers_of_two() -> None:
-    counted = []
     net = NETS["tanh"]()
-    step = hodiff.compile_step(
-        lambda net, x: (counted.append(1), plain(net, x))[1] if False else plain(net, x), net, backend="replay"
-    )
+    step = hodiff.compile_step(plain, net, backend="replay")
     for _ in range(9):
         step(torch.ones(2, 3)).backward()
     assert step.report.checks == 4 and step.report.calls == 9 and step.report.difference == 0
@@ -213,7 +210,7 @@ def test_calls_are_held_against_eager_at_powers_of_two() -> None:
 
 def test_rounding_of_low_precision_is_no_error() -> None:
     net = nn.Sequential(nn.Linear(3, 8), nn.GroupNorm(2, 8), nn.Tanh(), nn.Linear(8, 1)).float()
-    step = hodiff.compile_step(forces, net, backend="replay", strict=True)
+    step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
     for _ in range(4):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             value = step(torch.randn(6, 3, dtype=torch.float32))
@@ -224,13 +221,17 @@ def test_rounding_of_low_precision_is_no_error() -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+def clamped(p: Tensor) -> None:
+    p.grad.clamp_(-0.1, 0.1)
+
+
 def test_hooks_accumulation_scales_and_sums() -> None:
     net, x = NETS["tanh"](), torch.randn(4, 3)
     twin = copy.deepcopy(net)
-    step = hodiff.compile_step(residual, net, backend="replay", strict=True)
+    step = hodiff.compile_step(residual, net, backend="replay", fallback="raise")
     for model, loss in ((net, step), (twin, partial(residual, twin))):
         model[0].weight.register_hook(lambda g: 2 * g)
-        model[0].bias.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.1, 0.1) and None if False else None)
+        model[0].bias.register_post_accumulate_grad_hook(clamped)
         (3.0 * loss(x)).backward()
         value = loss(x)
         (value * value + model(x).mean()).backward()
@@ -240,7 +241,7 @@ def test_hooks_accumulation_scales_and_sums() -> None:
 def test_lbfgs_takes_the_same_path() -> None:
     net, x = NETS["tanh"](), torch.randn(8, 3)
     twin = copy.deepcopy(net)
-    step = hodiff.compile_step(forces, net, backend="replay", strict=True)
+    step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
     for model, loss in ((net, step), (twin, partial(forces, twin))):
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
 
@@ -256,7 +257,7 @@ def test_lbfgs_takes_the_same_path() -> None:
 
 def test_the_value_hands_over_once_and_has_no_second_derivative() -> None:
     net, x = NETS["tanh"](), torch.randn(4, 3)
-    step = hodiff.compile_step(forces, net, backend="replay", strict=True)
+    step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
     value = step(x)
     value.backward(retain_graph=True)
     value.backward()
@@ -273,7 +274,7 @@ def test_the_value_hands_over_once_and_has_no_second_derivative() -> None:
 
 def test_without_grad_mode_it_is_the_loss() -> None:
     net, x = NETS["tanh"](), torch.randn(4, 3)
-    step = hodiff.compile_step(plain, net, backend="replay", strict=True)
+    step = hodiff.compile_step(plain, net, backend="replay", fallback="raise")
     with torch.no_grad():
         assert not step(x).requires_grad
         value, gradient = step.value_and_grad(x)
@@ -290,7 +291,7 @@ def test_aux_selections_and_containers() -> None:
         value = forces(where.module, x)
         return value, {"mean": where.module(x).mean(), "n": 3}
 
-    step = hodiff.compile_step(loss, hodiff.select(net, "2.*"), has_aux=True, backend="replay", strict=True)
+    step = hodiff.compile_step(loss, hodiff.select(net, "2.*"), has_aux=True, backend="replay", fallback="raise")
     value, aux = step(x)
     value.backward()
     assert not aux["mean"].requires_grad and aux["n"] == 3
@@ -312,7 +313,7 @@ def module_loss(net, x):
 
 def test_a_copy_is_a_step_of_its_own_parameters() -> None:
     net, x = NETS["tanh"](), torch.randn(4, 3)
-    step = hodiff.compile_step(module_loss, net, backend="replay", strict=True)
+    step = hodiff.compile_step(module_loss, net, backend="replay", fallback="raise")
     step(x)
     for copied in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
         copied(x).backward()
@@ -324,7 +325,7 @@ def test_a_copy_is_a_step_of_its_own_parameters() -> None:
 def test_two_networks_train_each_other() -> None:
     """A GAN: what is not in *where* gets what it gets in eager mode."""
     critic, maker = NETS["tanh"](), nn.Linear(2, 3)
-    step = hodiff.compile_step(lambda maker, z: -critic(maker(z)).mean(), maker, backend="replay", strict=True)
+    step = hodiff.compile_step(lambda maker, z: -critic(maker(z)).mean(), maker, backend="replay", fallback="raise")
     z = torch.randn(5, 2)
     step(z).backward()
     ours = [*gradients(maker), *gradients(critic)]
@@ -373,6 +374,6 @@ def test_after_a_compilation_that_failed_the_next_is_whole() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         hodiff.compile_step(KINDS["func_hessian"], NETS["convolution"](), backend="replay")(x)
-    step = hodiff.compile_step(KINDS["field"], NETS["residual"](), backend="replay", strict=True)
+    step = hodiff.compile_step(KINDS["field"], NETS["residual"](), backend="replay", fallback="raise")
     step(x).backward()
-    assert step.report.graphs == 1 and F is not None
+    assert step.report.graphs == 1
