@@ -63,6 +63,10 @@ class _Call(threading.local):
     gradients: Sequence[Tensor] = ()
     before: Before | None = None
 
+    def forget(self) -> None:
+        """Hold nothing of a call that has ended."""
+        self.__dict__.clear()
+
 
 def _whole(loss: Callable[..., Any], where: Any, has_aux: bool) -> Callable[..., Any]:
     """What Dynamo traces: the loss of the arguments alone."""
@@ -108,7 +112,8 @@ class CompiledStep:
     def __init__(self, loss: Callable[..., Any], where: Any, has_aux: bool, backend: str, fallback: Any) -> None:
         self.report = StepReport()
         self._loss, self._where = loss, where
-        self._has_aux, self._backend, self._fallback = has_aux, backend, fallback
+        self._has_aux = has_aux
+        self._backend, self._fallback = backend, fallback
         self._selects = bool(_selections(where))
         self._whole = _whole(loss, where, has_aux)
         self._compiled: Any = None
@@ -136,7 +141,7 @@ class CompiledStep:
         check_wrappers(leaves)
         value, aux = result if self._has_aux else (result, None)
         value = HandOver.apply(value, call.gradients, *leaves)
-        call.graph, call.inputs, call.gradients = None, (), ()
+        call.forget()
         return (value, aux) if self._has_aux else value
 
     def value_and_grad(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +156,7 @@ class CompiledStep:
             else:
                 of = dict(zip([id(call.inputs[i]) for i in call.graph.wanted], call.gradients, strict=True))
                 gradients = [of.get(id(x)) for x in where.tensors]
-                call.graph, call.inputs, call.gradients = None, (), ()
+                call.forget()
         if all(gradient is None for gradient in gradients):
             raise GraphError("loss: does not depend on where; its gradient would be zero everywhere.")
         filled = [torch.zeros_like(x) if g is None else g for x, g in zip(where.tensors, gradients, strict=True)]
@@ -236,7 +241,8 @@ class CompiledStep:
         if graph.calls & (graph.calls - 1) == 0:
             call.before = Before(graph, inputs)
         results = graph.run(*inputs)
-        call.graph, call.inputs, call.gradients = graph, inputs, results[graph.outputs :]
+        call.graph, call.inputs = graph, inputs
+        call.gradients = results[graph.outputs :]
         return results[: graph.outputs]
 
     def _freeze(self, undo: Undo) -> None:

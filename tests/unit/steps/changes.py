@@ -533,11 +533,9 @@ def backward_hook_later(w):
 
 @change
 def global_hook_later(w):
-
     def change():
-        w.handle = torch.nn.modules.module.register_module_forward_hook(
-            lambda m, i, o: 2 * o if isinstance(m, nn.Linear) else None
-        )
+        doubled = lambda m, i, o: 2 * o if isinstance(m, nn.Linear) else None
+        w.restore = torch.nn.modules.module.register_module_forward_hook(doubled).remove
 
     return grad_loss, change
 
