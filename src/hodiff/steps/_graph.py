@@ -6,6 +6,7 @@ list in which nothing is differentiated any more: so `detach` is the identity th
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -316,7 +317,14 @@ def bound(traced: fx.GraphModule) -> Callable[..., Any]:
             node.target = _in_c(node)
     code = traced.graph.python_code("self")
     namespace = dict(code.globals)
-    exec(code.src, namespace)  # not by the module, which hands each call on three times
+
+    def direct(match: re.Match[str]) -> str:
+        name, overload = match.groups()
+        namespace[f"aten_{name}_{overload}"] = getattr(getattr(_aten, name), overload)._op
+        return f"aten_{name}_{overload}("
+
+    source = re.sub(r"\btorch\.ops\.aten\.(\w+)\.(\w+)\(", direct, code.src)
+    exec(source, namespace)  # not by the module, which hands each call on three times
     run = partial(namespace["forward"], traced)
 
     def replay(*inputs: Any) -> Any:
