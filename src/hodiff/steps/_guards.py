@@ -166,11 +166,14 @@ def _methods() -> list[tuple[Any, str, Any]]:
 
 def _check_order(variable: Any) -> None:
     """Refuse an `OrderedDict`: the guard of its keys does not see their order."""
-    value = getattr(variable, "value", None) if "UserDefined" in type(variable).__name__ else None
-    if isinstance(value, OrderedDict) or getattr(variable, "user_cls", None) is OrderedDict:
-        size = len(variable.items) if value is None else len(value)
-        if variable.source and size > 1 and "_hooks" not in variable.source.name:
-            raise NotCompiled("it reads an OrderedDict, whose order is not guarded")
+    if isinstance(variable, variables.UserDefinedObjectVariable):
+        kind: Any = type(variable.value)
+        size = len(variable.value) if issubclass(kind, OrderedDict) else 0
+    else:
+        kind = variable.user_cls
+        size = len(variable.items)
+    if issubclass(kind, OrderedDict) and size > 1 and variable.source and "_hooks" not in variable.source.name:
+        raise NotCompiled("it reads an OrderedDict, whose order is not guarded")
 
 
 def _restored(changed: Any, attributes: dict[str, Any]) -> bool:
