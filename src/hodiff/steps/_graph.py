@@ -63,7 +63,7 @@ class StepGraph:
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         stand_ins: list[Any] = [node.meta["example_value"] for node in placeholders]
         self.calls, self.order = 0, 1 + passes(module)
-        self.exact = self.order > 2 or (self.order == 2 and _has(module, _NORMS))
+        self.exact = self.order > 2 or (self.order == 2 and _written_out(module))
         first: Any = next(x for x in stand_ins if isinstance(x, Tensor))
         with first.fake_mode, _settings.recording():
             stand_ins = [_leaf(x) for x in stand_ins]
@@ -203,8 +203,13 @@ def _nodes(argument: Any) -> list[fx.Node]:
     return nodes
 
 
-def _has(module: fx.GraphModule, targets: set[Any]) -> bool:
-    return any(node.target in targets for node in module.graph.nodes if node.op == "call_function")
+def _written_out(module: fx.GraphModule) -> bool:
+    """Whether a second derivative meets what PyTorch has wrong there: `weight_norm`, norms in a batched pass."""
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    return any(
+        node.target in _NORMS or "_vmap_increment_nesting" in str(node.target) or node.kwargs.get("is_grads_batched")
+        for node in nodes
+    )
 
 
 def _leaf(x: Any) -> Any:
