@@ -19,6 +19,7 @@ SIGNATURE = "`inspect` has no signature of what is built in, or the arguments do
 STANDING = {
     ("_core._lending", "signature_error", "(TypeError, ValueError)"): SIGNATURE,
     ("_core._lending", "signature_error", "TypeError"): SIGNATURE,
+    ("_core._traced", "_judge", "_unseen()"): "a stand-in is asked for numbers: the trace is refused",
     ("cli", "main", "BrokenPipeError"): "the reader of a pipe has read enough",
     ("memory._blocks", "Tangents.along", "RuntimeError"): "raised again, unless forward mode is what is missing",
     ("memory._blocks", "_captured", "suppress(ValueError)"): "a cell that is empty yet, as Python has it",
@@ -98,6 +99,7 @@ def test_who_asks_what_a_failure_is():
     assert {place[:2] for place, asked in caught() if asked} == {
         ("_core._arguments", "is_set"),
         ("_core._reverse", "vjps"),
+        ("_core._traced", "_chunk"),
         ("_core._messages", "_asked"),
         ("calculus._first", "tall_jacobian"),
         ("calculus._per_sample", "check_not_crossed"),

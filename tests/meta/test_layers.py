@@ -97,6 +97,7 @@ def allowed_top(module):
 ONLY_IN = {
     "torch.autograd.grad": (
         "_core._versions",
+        "_core._traced",  # where Dynamo writes it into a graph, as the three contexts below
         "cli._tour",
         "graph._record",  # tells such calls apart, and makes none
         "steps",  # what it traces, and holds that against
@@ -118,14 +119,14 @@ ONLY_IN = {
     "torch.autograd.graph": ("_core._nodes", "_core._versions", "graph"),
     # the first stands in for operators that are made with it; Dynamo follows it
     "torch.utils._pytree": ("_core._substitutes", "steps"),
-    "torch.fx": ("steps",),
+    "torch.fx": ("_core._traced", "steps"),
     "torch._inductor": ("steps._graph",),
     # Contexts that an interrupt leaves half done; `_settings` has what to use instead. The tour shows what users write.
     "torch.no_grad": ("cli._tour",),
-    "torch.enable_grad": (),
+    "torch.enable_grad": ("_core._traced",),
     "torch.set_grad_enabled": ("_core._settings",),
     "torch.inference_mode": (),
-    "torch.autocast": (),
+    "torch.autocast": ("_core._traced",),
     "torch.compiler.set_stance": ("_core._settings",),
     "torch.autograd.forward_ad.dual_level": ("_core._versions",),
     "torch.jit.script": (),  # deprecated: the tests ignore the warning, because torch itself uses it

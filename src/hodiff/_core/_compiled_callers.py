@@ -4,7 +4,8 @@ hodiff reads graphs, lends modules, switches settings and warns; none of that ca
 needs it is marked when it is imported, at no cost for any call: the tracer (Dynamo) ends its graph before a marked
 function, calls it as plain Python together with everything below it, and begins a new graph behind it. Where no break
 is allowed (`fullgraph=True`) it raises, and says `REASON`. That is what `torch.compiler.disable` does, but that
-imports Dynamo (seconds), and puts a wrapper around each function.
+imports Dynamo (seconds), and puts a wrapper around each function. What stands for a function in a trace is a mark,
+too (`stands_for`): `_traced` has the forms that the road takes there.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ TRACED: set[Callable[..., Any]] = set()
 
 REASON = (
     "hodiff: this call needs PyTorch's own graphs, which a traced region does not have. Leave out fullgraph=True: the "
-    "graph then breaks around the call, which runs uncompiled; or call it outside of the compiled function. From "
-    "PyTorch 2.12 on, inside one graph run the functions of a field by Taylor mode (hodiff.laplacian and the like), "
-    "and of the penalties only gradient_penalty and its recipes, with a function and tensors"
+    "graph then breaks around the call, which runs uncompiled; or call it outside of the compiled function. Inside "
+    "one graph run, from PyTorch 2.13 on, the calculus (hodiff.grad, hvp, hessian and the like), and from 2.12 on the "
+    "functions of a field by Taylor mode (hodiff.laplacian and the like), and of the penalties only gradient_penalty "
+    "and its recipes, with a function and tensors"
 )
 
 
@@ -74,7 +76,7 @@ def stands_for(function: Any) -> Callable[[F], F]:
 
     def mark(form: F) -> F:
         if _versions.RELEASE >= (2, 13):  # see `by_passes`
-            getattr(function, "__func__", function)._torchdynamo_inline = form
+            function._torchdynamo_inline = form
         return form
 
     return mark

@@ -180,7 +180,8 @@ def _unseen() -> tuple[type[Exception], ...]:
     return DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
 
 
-_PASSES = (torch.autograd.grad, torch.Tensor.backward, torch._C._functorch._grad_increment_nesting)
+_torch: Any = torch._C
+_PASSES = (torch.autograd.grad, torch.Tensor.backward, _torch._functorch._grad_increment_nesting)
 
 
 @at_trace
@@ -378,14 +379,11 @@ def _leaves(call: Any) -> list[Tensor]:
     own: set[int] = set()
     for part in call.where.module_slices:
         own.update(range(part.start, part.start + len(part.names)))
-    return [
-        tensor
-        if number in own
-        else tensor.view_as(tensor)
-        if call.create_graph and tensor.requires_grad
-        else leaf_like(tensor)
-        for number, tensor in enumerate(call.where.tensors)
-    ]
+    return [x if number in own else _leaf(x, call.create_graph) for number, x in enumerate(call.where.tensors)]
+
+
+def _leaf(tensor: Tensor, connected: bool) -> Tensor:
+    return tensor.view_as(tensor) if connected and tensor.requires_grad else leaf_like(tensor)
 
 
 def _run(call: Any, leaves: list[Tensor], exact: int) -> tuple[Any, int]:
@@ -393,7 +391,7 @@ def _run(call: Any, leaves: list[Tensor], exact: int) -> tuple[Any, int]:
     theirs = [(module._buffers, dict(module._buffers)) for module in _changing(call)]
     for buffers, originals in theirs:
         for name in originals:
-            buffers[name] = None if originals[name] is None else originals[name].clone()
+            buffers[name] = _copied(originals[name])
     functions = functions_traced()
     argument = call.where.argument(leaves)
     points = argument if call.unpack_point else (argument,)
@@ -404,6 +402,10 @@ def _run(call: Any, leaves: list[Tensor], exact: int) -> tuple[Any, int]:
         for name in originals:
             buffers[name] = originals[name]
     return value, 0 if exact else otherwise
+
+
+def _copied(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.clone()
 
 
 def _changing(call: Any) -> list[nn.Module]:
@@ -453,13 +455,13 @@ def vjp(
     inputs: Sequence[Tensor] | None = None,
     missed: set[int] | None = None,
 ) -> list[Tensor]:
-    inputs = graph.leaves if inputs is None else inputs
+    leaves: Sequence[Tensor] = graph.leaves if inputs is None else inputs
     pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
     if not pairs:
-        return joined_to_leaves(graph, [torch.zeros_like(x) for x in inputs])
+        return joined_to_leaves(graph, [torch.zeros_like(x) for x in leaves])
     outputs = [o for o, _ in pairs]
     given = [torch.ones_like(o) if c is None else c for o, c in pairs]
-    gradients = _pass(outputs, inputs, given, graph, build=differentiated or graph.create_graph)
+    gradients = _pass(outputs, leaves, given, graph, build=differentiated or graph.create_graph)
     return joined_to_leaves(graph, gradients)
 
 
@@ -507,16 +509,17 @@ def vjps(
     more: bool = False,
     inputs: list[Tensor] | None = None,
 ) -> list[tuple[int, int, list[Tensor]]]:
-    inputs = graph.leaves if inputs is None else inputs
+    leaves: list[Tensor] = graph.leaves if inputs is None else inputs
     live = [place for place, output in enumerate(outputs) if output.requires_grad]
     if not live or not count:
-        return [(0, count, [x.new_zeros((count, *x.shape)) for x in inputs])]
-    outputs, results, start = [outputs[place] for place in live], [], 0
-    size = _chunks(outputs, inputs, _of(cotangents(0, count), live), count, chunk_size, graph.create_graph)
+        return [(0, count, [x.new_zeros((count, *x.shape)) for x in leaves])]
+    outputs, start = [outputs[place] for place in live], 0
+    results: list[tuple[int, int, list[Tensor]]] = []
+    size = _chunks(outputs, leaves, _of(cotangents(0, count), live), count, chunk_size, graph.create_graph)
     while start < count:
         stop = min(start + abs(size), count)
         rows = _of(cotangents(start, stop), live)
-        parts = _batched(graph, outputs, rows, inputs) if size > 0 else _one_by_one(graph, outputs, rows, inputs)
+        parts = _batched(graph, outputs, rows, leaves) if size > 0 else _one_by_one(graph, outputs, rows, leaves)
         results.append((start, stop, _reverse.unaliased(parts, rows)))
         start = stop
     return results
@@ -559,7 +562,7 @@ def _one_by_one(graph: Any, outputs: Any, rows: list[Tensor], inputs: list[Tenso
 def joined_to_leaves(graph: Any, gradients: list[Tensor]) -> list[Tensor]:
     if not graph.create_graph or all(part.requires_grad for part in gradients):
         return gradients
-    nothing = sum(x.reshape(-1)[:0].sum().to(graph.leaves[0]) for x in graph.leaves)
+    nothing = torch.stack([x.reshape(-1)[:0].sum().to(graph.leaves[0]) for x in graph.leaves]).sum()
     with torch.enable_grad():
         return [part if part.requires_grad else part + nothing.to(part) for part in gradients]
 
@@ -643,9 +646,13 @@ at_trace(_vectors.matches)
 
 
 @stands_for(_where.Assembly.of)
-def assembly(cls: Any, root: nn.Module) -> Any:
-    made = cls({}, [])
-    made._add(_where.plain(root), "")
+def assembly(root: nn.Module) -> Any:
+    made = _where.Assembly({}, [])
+    for path, module in _where.plain(root).named_modules():
+        made.modules[module] = None
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                made.slots.append((module, name, f"{path}.{name}" if path else name, parameter))
     return made
 
 

@@ -203,7 +203,7 @@ class Space:
         return self.rearranged(value, name, tree)
 
     def rearranged(self, value: Any, name: str, tree: _tree.Tree) -> tuple[Leaves, int | None]:
-        """The same of a container in any order, each leaf checked."""
+        """The parts of a container in any order, each leaf checked."""
         expected = f"it must be {self._meaning}" + (f", or flat: ({self.size},)." if self.operator else ".")
         if tree is not None and isinstance(value, Tensor):
             raise self._wrong_shape(value, name)

@@ -342,12 +342,12 @@ class Assembly(NamedTuple):
     modules: dict[nn.Module, None]
     slots: list[ParameterSlot]
 
-    @classmethod
-    def of(cls, root: nn.Module) -> Assembly:
+    @staticmethod
+    def of(root: nn.Module) -> Assembly:
         """The parts of a module, read while no other thread has replaced its parameters."""
         with _locks.lock:
             _locks.wait_for(root)
-            assembly = cls({}, [])
+            assembly = Assembly({}, [])
             assembly._add(plain(root), "")
             return assembly
 

@@ -166,6 +166,7 @@ def value_and_divergence(
 ) -> tuple[Any, Any]: ...
 
 
+@traced
 def value_and_divergence(
     f: What,
     x: Tensor = _arguments.MISSING,

@@ -170,7 +170,7 @@ def _check_order(variable: Any) -> None:
         kind: Any = type(variable.value)
         size = len(variable.value) if issubclass(kind, OrderedDict) else 0
     else:
-        kind = variable.user_cls
+        kind = getattr(variable, "user_cls", dict)
         size = len(variable.items)
     if issubclass(kind, OrderedDict) and size > 1 and variable.source and "_hooks" not in variable.source.name:
         raise NotCompiled("it reads an OrderedDict, whose order is not guarded")
