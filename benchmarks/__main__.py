@@ -22,6 +22,7 @@ from benchmarks import (
     penalties,
     scale,
     sparse,
+    steps,
 )
 from benchmarks.table import device, header, line, write
 
@@ -40,6 +41,7 @@ SUBJECTS = {
     "penalties": penalties,
     "scale": scale,
     "sparse": sparse,
+    "steps": steps,
     "eager": eager,
 }
 

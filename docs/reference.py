@@ -22,6 +22,7 @@ _FAMILIES = {
 _WHOLE = (
     "errors",
     "memory",
+    "steps",
     "verify",
     "where",
 )  # groups that are one page: few functions, or one

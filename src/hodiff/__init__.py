@@ -20,6 +20,7 @@ A map of the library:
   by the update rules of `hodiff.rules`
 * sparse: `sparse_hessian`, `sparse_jacobian`; patterns, colors and plans in `hodiff.sparse`
 * graphs explained: `hodiff.graph` (`inspect`, `predict`, `watch`, `explain` and more); `multi_grad`, for several losses
+* training steps compiled, derivatives and all: `compile_step`
 * memory: `twice_differentiable`, for loops of your own through attention and cross-entropy
 * verification: `check_derivatives`
 * errors and warnings: `HodiffError` and the like
@@ -93,6 +94,7 @@ if typing.TYPE_CHECKING:
         trace,
     )
     from hodiff.implicit._unroll import unroll
+    from hodiff.steps import compile_step
 
 __version__ = "0.1.0"
 
@@ -118,6 +120,7 @@ __all__ = [
     "Selection",
     "biharmonic",
     "check_derivatives",
+    "compile_step",
     "cross_hessian",
     "cross_hvp",
     "curl",
@@ -178,10 +181,11 @@ _compiled_callers.break_graphs(vars())
 __getattr__, __dir__ = _lazy.names(
     globals(),
     {
-        "curvature": [name for name in __all__ if name not in {*globals(), "unroll"}],
+        "curvature": [name for name in __all__ if name not in {*globals(), "compile_step", "unroll"}],
         "implicit": (),
         "implicit._unroll": ("unroll",),
         "plotting": (),
         "rules": (),
+        "steps": ("compile_step",),
     },
 )

@@ -167,6 +167,7 @@ NEEDED: dict[str, Callable[[], dict[str, Any]]] = {
     "Selection": lambda: {"module": nn.Linear(3, 2), "names": ["weight"]},
     "select": lambda: {"module": nn.Linear(3, 2)},
     "twice_differentiable": lambda: {},
+    "compile_step": lambda: {"loss": residual, "where": X.clone().requires_grad_()},
     **dict.fromkeys(("trace", "diagonal", "eigs", "spectral_radius", "spectral_density", "logdet"),
                     lambda: {"operator": _matrix()}),
     "eigsh": lambda: {"operator": _matrix(), "k": 1},

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     **dict.fromkeys(FEATURES, (*FOUNDATION, "calculus")),
     "fields": (*FOUNDATION, "calculus", "jets"),
     "rules": ("errors", "_core"),
+    "steps": FOUNDATION,
     "implicit": (*FOUNDATION, "calculus", "curvature", "rules"),
     "plotting": ("errors", "curvature._records"),
     "verify": None,  # None: the public functions, that is `hodiff` itself, and anything below
@@ -98,8 +99,9 @@ ONLY_IN = {
         "_core._versions",
         "_core._traced",  # where Dynamo writes it into a graph, as the three contexts below
         "cli._tour",
-        "graph._record",
-    ),  # the last tells such calls apart, and makes none
+        "graph._record",  # tells such calls apart, and makes none
+        "steps",  # what it traces, and holds that against
+    ),
     "torch.autograd.backward": ("graph._record",),
     "torch.vmap": ("_core._versions",),
     "torch.func.vmap": ("_core._reverse",),
@@ -115,9 +117,10 @@ ONLY_IN = {
     "torch.func.grad_and_value": ("penalties._critic",),
     "torch.autograd.functional": (),
     "torch.autograd.graph": ("_core._nodes", "_core._versions", "graph"),
-    "torch.utils._pytree": ("_core._substitutes",),  # which stands in for operators that are made with it
-    "torch.fx": ("_core._traced",),
-    "torch._inductor": (),
+    # the first stands in for operators that are made with it; Dynamo follows it
+    "torch.utils._pytree": ("_core._substitutes", "steps"),
+    "torch.fx": ("_core._traced", "steps"),
+    "torch._inductor": ("steps._graph",),
     # Contexts that an interrupt leaves half done; `_settings` has what to use instead. The tour shows what users write.
     "torch.no_grad": ("cli._tour",),
     "torch.enable_grad": ("_core._traced",),

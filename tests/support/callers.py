@@ -281,11 +281,19 @@ def _fitted(x: Tensor) -> Tensor:
     return scale
 
 
+def _stepped(x: Tensor) -> Tensor:
+    scale = x.new_ones(()).requires_grad_()
+    step = hodiff.compile_step(lambda scale, x: ((scale * x - 2) ** 2).sum(), scale, backend="replay")
+    with torch.no_grad():  # the loss as it is: what Dynamo does of it takes seconds
+        return step(x)
+
+
 PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "interpolate": lambda x: hodiff.interpolate(x, 2 * x, generator=generator()),
     "sample_norm": lambda x: hodiff.sample_norm(x),
     "derivatives_of": lambda x: _view(x),
     "twice_differentiable": lambda x: _attends(x),
+    "compile_step": lambda x: _stepped(x),
     "select": lambda x: len(hodiff.select(_layers(), "0.*")),
     "Selection": lambda x: len(hodiff.Selection(_layers(), ["0.weight"])),
     "MatrixOperator": lambda x: hodiff.MatrixOperator(_weight(x)) @ x[0],

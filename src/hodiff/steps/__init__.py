@@ -1,0 +1,395 @@
+"""A training step, loss and gradient in one exact graph: `compile_step`."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+from torch.utils._device import DeviceContext
+
+from hodiff._core import _settings, _tree, _versions
+from hodiff._core._arguments import outside
+from hodiff._core._settings import Scope, Undo
+from hodiff._core._where import Selection, Where
+from hodiff.errors import GraphError, HodiffError, HodiffWarning, InputError
+from hodiff.steps._alarm import Before, EagerCheck
+from hodiff.steps._hand_over import HandOver, check_wrappers, watch_wrappers
+
+if TYPE_CHECKING:
+    from hodiff.steps._graph import StepGraph
+
+
+_torch: Any = torch._C
+
+
+class StepReport:
+    """What became of a step, as it stands when it is read.
+
+    Attributes:
+        calls: How often the step was called with grad mode on.
+        eager: How many of these ran uncompiled.
+        graphs: How many graphs were made: one for each kind of arguments and settings.
+        operations: How many operations the latest has.
+        order: The order of the highest derivative in it, the gradient included.
+        seconds: What tracing and compiling took.
+        checks: How many calls were held against the eager loss.
+        difference: The largest difference met there, relative to the gradient and the loss.
+        reasons: Why calls ran uncompiled, each once.
+    """
+
+    def __init__(self) -> None:
+        self.calls = self.eager = self.graphs = self.operations = self.order = self.checks = 0
+        self.seconds = self.difference = 0.0
+        self.reasons: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"StepReport({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+class _Call(threading.local):
+    """What a thread's call leaves behind: the graph that ran, its inputs, its gradients, how it was before."""
+
+    graph: StepGraph | None = None
+    inputs: tuple[Any, ...] = ()
+    gradients: Sequence[Tensor] = ()
+    before: Before | None = None
+
+    def forget(self) -> None:
+        """Hold nothing of a call that has ended."""
+        self.__dict__.clear()
+
+
+def _whole(loss: Callable[..., Any], where: Any, has_aux: bool) -> Callable[..., Any]:
+    """What Dynamo traces: the loss of the arguments alone."""
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        result = loss(where, *args, **kwargs)
+        value, aux = result if has_aux else (result, None)
+        if torch.compiler.is_compiling():
+            value = MARK(value.detach())
+        return (value, _pytree.tree_map(_detached, aux)) if has_aux else value
+
+    return whole
+
+
+MARK = torch.detach_copy
+"""Which tensor is the loss, in Dynamo's graph. It is detached there: `_graph` takes it from before."""
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _watched() -> str:
+    """What of the caller's wants to see the operations of the eager loss, or changes them."""
+    if _torch._len_torch_dispatch_stack():
+        return "a mode sees each operation"
+    if _torch._len_torch_function_stack() and not all(
+        isinstance(mode, DeviceContext) for mode in _settings.those_on(TorchFunctionMode)
+    ):
+        return "a mode sees each call"
+    if _torch._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return "hooks see what is saved for the backward pass"
+    return ""
+
+
+class CompiledStep:
+    """A step made by `compile_step`, which says what its methods do.
+
+    Attributes:
+        report: A `StepReport`.
+    """
+
+    def __init__(self, loss: Callable[..., Any], where: Any, has_aux: bool, backend: str, fallback: Any) -> None:
+        self.report = StepReport()
+        self._loss, self._where = loss, where
+        self._has_aux = has_aux
+        self._backend, self._fallback = backend, fallback
+        self._selects = bool(_selections(where))
+        self._whole = _whole(loss, where, has_aux)
+        self._compiled: Any = None
+        self._settled = False
+        self._call = _Call()
+
+    def __reduce__(self) -> Any:
+        """A copy is a step of its own, of its own parameters: nothing compiled goes with it."""
+        made = partial(compile_step, has_aux=self._has_aux, backend=self._backend, fallback=self._fallback)
+        return made, (self._loss, self._where)
+
+    def __repr__(self) -> str:
+        return f"compile_step({self._loss!r}, backend={self._backend!r})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss, with a graph that holds its gradient; `(loss, aux)` with *has_aux*."""
+        if not torch.is_grad_enabled():
+            return self._whole(*args, **kwargs)
+        result = self._run(args, kwargs)
+        call = self._call
+        graph, inputs = call.graph, call.inputs
+        if graph is None:
+            return result
+        leaves = [inputs[i] for i in graph.wanted]
+        check_wrappers(leaves)
+        value, aux = result if self._has_aux else (result, None)
+        value = HandOver.apply(value, call.gradients, *leaves)
+        call.forget()
+        return (value, aux) if self._has_aux else value
+
+    def value_and_grad(self, *args: Any, **kwargs: Any) -> Any:
+        """`(loss, gradient)`, or `((loss, aux), gradient)`: the gradient like *where*; nothing is written."""
+        where = Where(self._where, "where")
+        with _settings.recording():
+            result = self._run(args, kwargs)
+            value, aux = result if self._has_aux else (result, None)
+            call = self._call
+            if call.graph is None:
+                gradients = torch.autograd.grad(value, where.tensors, allow_unused=True)
+            else:
+                of = dict(zip([id(call.inputs[i]) for i in call.graph.wanted], call.gradients, strict=True))
+                gradients = [of.get(id(x)) for x in where.tensors]
+                call.forget()
+        if all(gradient is None for gradient in gradients):
+            raise GraphError("loss: does not depend on where; its gradient would be zero everywhere.")
+        filled = [torch.zeros_like(x) if g is None else g for x, g in zip(where.tensors, gradients, strict=True)]
+        value = value.detach()
+        return (value, aux) if self._has_aux else value, where.result(filled)
+
+    # --- how a call runs ----------------------------------------------------------------------------------------------
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the loss; `_call.graph` is what gave it, or None, and then it has PyTorch's own graph."""
+        call = self._call
+        call.graph = call.before = None
+        self.report.calls += 1
+        with Scope(self._freeze) if self._selects else nullcontext():
+            if self._settled:
+                return self._plain(args, kwargs)
+            if watched := _watched():
+                return self._for_once(watched, args, kwargs)
+            result = self._traced(args, kwargs)
+            return result if call.before is None else self._checked(result, args, kwargs)
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from hodiff.steps import _guards
+        from hodiff.steps._graph import Different
+
+        failed = (*_guards.FAILED, Different)
+        if self._compiled is None:
+            backend = _guards.compiler(self._build, self._replay)
+            self._compiled = torch.compile(_guards.fresh(self._whole), backend=backend, fullgraph=True)
+        else:
+            try:
+                return self._compiled(*args, **kwargs)
+            except failed as error:  # most often: to be compiled anew, which needs settings
+                if isinstance(error, Different):
+                    return self._for_once(str(error), args, kwargs)
+        begun = time.perf_counter()
+        try:
+            with _guards.settings():
+                return self._compiled(*args, **kwargs)
+        except failed as error:
+            if isinstance(error, Different):
+                return self._for_once(str(error), args, kwargs)
+            reason = _guards.reason(error)
+        finally:
+            self.report.seconds += time.perf_counter() - begun
+        _guards.forget()
+        result = self._plain(args, kwargs)  # where the loss itself raises, this does
+        self._settle(f"it cannot be traced: {reason}")
+        return result
+
+    def _for_once(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._tell(reason, "This call")
+        return self._plain(args, kwargs)
+
+    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._call.graph = self._call.before = None
+        self.report.eager += 1
+        result = self._whole(*args, **kwargs)
+        value = result[0] if self._has_aux else result
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = f"has the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+            raise InputError(f"loss: what it returns {got}; a step needs one element.")
+        return result
+
+    def _build(self, module: Any, given: list[Any]) -> StepGraph:
+        from hodiff.steps._graph import StepGraph
+
+        graph = StepGraph(module, given, self._backend, MARK)
+        report = self.report
+        report.graphs, report.operations, report.order = (
+            report.graphs + 1,
+            graph.operations,
+            graph.order,
+        )
+        return graph
+
+    def _replay(self, graph: StepGraph, inputs: tuple[Any, ...]) -> Any:
+        """Called by what Dynamo made of the loss."""
+        call = self._call
+        graph.check(inputs)
+        graph.calls += 1
+        if graph.calls & (graph.calls - 1) == 0:
+            call.before = Before(graph, inputs)
+        results = graph.run(*inputs)
+        call.graph, call.inputs = graph, inputs
+        call.gradients = results[graph.outputs :]
+        return results[: graph.outputs]
+
+    def _freeze(self, undo: Undo) -> None:
+        """Take the parameters that a selection leaves out for constants."""
+        for selection in _selections(self._where):
+            chosen = {id(parameter) for parameter in selection.values()}
+            for parameter in selection.module.parameters():
+                if id(parameter) not in chosen and parameter.requires_grad:
+                    undo += [partial(parameter.requires_grad_, True)]
+                    parameter.requires_grad_(False)
+
+    def _checked(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result, if the eager loss gives the same from the same state; otherwise the eager one, for good."""
+        call = self._call
+        before, call.before = call.before, None
+        if before is None or call.graph is None:
+            return result
+        value = result[0] if self._has_aux else result
+        check = EagerCheck(call.graph, call.inputs, before, lambda: self._whole(*args, **kwargs), self._has_aux)
+        eager = check.run([value, *call.gradients])
+        self.report.checks += 1
+        self.report.difference = max(self.report.difference, check.difference)
+        if not check.wrong:
+            return result
+        call.graph = None
+        self._settle(check.wrong)
+        return eager
+
+    def _settle(self, reason: str) -> None:
+        """Run the loss as it is from now on."""
+        self._settled, self._compiled = True, None
+        self._tell(reason, "This step")
+
+    def _tell(self, reason: str, what: str) -> None:
+        if reason in self.report.reasons:
+            return
+        self.report.reasons.append(reason)
+        text = f"compile_step: {reason}. {what} runs uncompiled."
+        if self._fallback == "raise":
+            raise GraphError(text)
+        warnings.warn(text, HodiffWarning, stacklevel=outside())
+
+
+def _selections(where: Any) -> list[Selection]:
+    return [leaf for leaf in _tree.flatten(where, "where")[0] if isinstance(leaf, Selection)]
+
+
+def compile_step(
+    loss: Callable[..., Any],
+    where: Any,
+    *,
+    has_aux: bool = False,
+    backend: Literal["inductor", "replay"] | str = "inductor",
+    fallback: Literal["warn", "raise"] = "warn",
+) -> CompiledStep:
+    r"""A training step whose loss has derivatives in it, compiled: loss and gradient in one exact graph.
+
+        PyTorch's compiled functions have no second derivative, and a trace of forces that is
+        differentiated afterwards is silently wrong. A step here is traced whole: the loss, the
+        derivatives that it takes, and its gradient \(
+    abla_	heta L\). Nothing is differentiated after that.
+
+            step = hodiff.compile_step(loss, model)
+            for batch in loader:
+                optimizer.zero_grad()
+                value = step(*batch)
+                value.backward()
+                optimizer.step()
+
+        The law: `step(*args)` gives what `loss(where, *args)` gives, and `backward()` on it does what
+        it would do: gradients are added to `.grad` of *where* and of whatever else requires grad and
+        matters (arguments, tensors in closures); hooks of parameters, scalers, clipping, accumulation,
+        sums with other losses and LBFGS see what they always see. What a call cannot give so, it raises.
+        All gradients are computed by the call; `backward()` hands them over, and makes a copy.
+
+        Derivatives in the loss may be `torch.autograd.grad(..., create_graph=True)`, `torch.func`,
+        or those functions of hodiff that `torch.compile` can trace: penalties, `laplacian` and its like.
+        Where a total order of three or more meets a norm, it is computed from its definition, as in
+        all of hodiff.
+
+        A step stays eager, with one warning that says why, where Dynamo cannot trace the loss, or
+        where what it traces would be wrong: branches on data, Python `autograd.Function`s, losses that
+        change Python objects (return such things as *aux*), float16 (whose gradients are scaled
+        inside of the backward pass), random numbers that are not PyTorch's default.
+        Settings, shapes, attributes and whatever else the loss reads are guarded, and compiled
+        anew when they change; after eight such graphs the step stays eager. So give what changes at
+        each step, as an annealed weight, as a tensor.
+
+        Results are held against the eager loss, from the same random state and buffers, at the calls
+        1, 2, 4, 8, ... of each graph. A difference beyond rounding, which is measured then, ends in
+        eager for good, with a warning that names the operation.
+
+    Args:
+            loss: A function of *where*, then of the arguments of each call, that gives one element.
+            where: A module, which `loss` gets; tensors that require grad, or containers of them; a
+                `hodiff.select`ion, whose other parameters are constants in the loss.
+            has_aux: Whether `loss` returns `(loss, aux)`; aux comes back detached.
+            backend: `"inductor"`, which needs a C++ compiler and takes a minute; `"replay"`, no
+                compiler: the cleaned list of operations, called one after the other; or a name that
+                `torch.compile` knows.
+            fallback: What is done where a call would run eagerly: it does, with a warning, or it raises.
+
+    Returns:
+            The step, a function of the arguments that `loss` takes behind *where*. With grad mode off
+            it is the loss as it is. `step.value_and_grad(*args)` gives `(value, gradient)`, detached, the
+            gradient like *where* (zeros where it does not matter), and writes nothing; with *has_aux*
+            `((value, aux), gradient)`. `step.report` tells what was compiled, what stayed eager
+            and why, and what was checked. A copy or pickle of a step is a step of its own parameters,
+            and compiles for itself.
+
+    Raises:
+            InputError: *where* has nothing to train; the loss is not one element; the parameters belong to a
+                `DistributedDataParallel` whose forward is not running. For several processes write
+                a module whose forward calls the step, and wrap that.
+            GraphError: By `fallback="raise"`; by a second derivative of the step's value; by
+                `value_and_grad`, where the loss does not depend on *where*.
+            RuntimeError: Of PyTorch, as in eager mode: a parameter has been changed in place between
+                the call and `backward()`, or `backward()` runs twice.
+            HodiffError: PyTorch is older than 2.13.
+
+        Cost:
+            Per call 30 to 100 µs and 1 µs for each parameter tensor beside the graph. The first call
+            traces, for a second by replay, for a minute by inductor.
+
+    Examples:
+            The gradient of \((f'(x) - 6)^2\), with \(f(x) = w x^2\), by *w*: \(2 (2 w x - 6) 2 x\).
+
+            >>> import torch, hodiff
+            >>> w = torch.tensor(2.0, requires_grad=True)
+            >>> def loss(w, x):
+            ...     x = x.detach().requires_grad_()
+            ...     (slope,) = torch.autograd.grad(w * x**2, x, create_graph=True)
+            ...     return (slope - 6) ** 2
+            >>> step = hodiff.compile_step(loss, w, backend="replay")
+            >>> value = step(torch.tensor(1.0))
+            >>> value.backward()
+            >>> value.item(), w.grad.item()
+            (4.0, -8.0)
+    """
+    if _versions.RELEASE < (2, 13):
+        raise HodiffError(f"compile_step needs PyTorch 2.13 or newer; this is {torch.__version__}.")
+    if not callable(loss):
+        raise InputError(f"loss: is a {type(loss).__name__}, expected a function of where and of a step's arguments.")
+    for tensor, name in zip((parsed := Where(where, "where")).tensors, parsed.names, strict=True):
+        if not tensor.requires_grad:
+            raise InputError(f"{name}: does not require grad; a step trains what does. Call requires_grad_() on it.")
+    if fallback not in ("warn", "raise"):
+        raise InputError(f"fallback: is {fallback!r}, expected 'warn' or 'raise'.")
+    watch_wrappers()
+    return CompiledStep(loss, where, has_aux, backend, fallback)

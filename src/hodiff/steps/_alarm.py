@@ -1,0 +1,180 @@
+"""The alarm of a step: its result held against the eager loss, from the same random state and the same buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree
+
+from hodiff._core import _settings
+from hodiff._core._settings import RandomState
+from hodiff._core._substitutes import ExactNorms
+
+if TYPE_CHECKING:
+    from hodiff.steps._graph import StepGraph
+
+
+class Before:
+    """What a call of a graph is going to change: the tensors that it writes into, and the random state."""
+
+    def __init__(self, graph: StepGraph, inputs: Sequence[Any]) -> None:
+        on_gpu = torch.cuda.is_initialized()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.tensors = [inputs[i] for i in graph.written]
+        self.note()
+
+    def note(self) -> None:
+        """Keep what it is now."""
+        self.random = RandomState(self.device)
+        self.values = [x.detach().clone() for x in self.tensors]
+
+    def restore(self) -> None:
+        """Put it back, by value: a batch norm does not count its writes."""
+        self.random.restore()
+        with _settings.grad_mode(False):
+            for tensor, value in zip(self.tensors, self.values, strict=True):
+                tensor.copy_(value)
+
+
+class EagerCheck:
+    """A call held against the eager loss, which leaves behind it what that leaves.
+
+    Attributes:
+        difference: The largest difference, relative to what it is part of.
+        wrong: What is wrong, in words that end a sentence; empty where nothing is.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        inputs: Sequence[Any],
+        before: Before,
+        loss: Callable[[], Any],
+        has_aux: bool,
+    ) -> None:
+        self.graph, self.inputs = graph, inputs
+        self.before, self.loss = before, loss
+        self.has_aux = has_aux
+        self.leaves = [inputs[i] for i in graph.wanted]
+        self.difference, self.wrong = 0.0, ""
+
+    def run(self, ours: Sequence[Tensor]) -> Any:
+        """Compare loss and gradients with those of the eager loss, whose result this is."""
+        graph, before = self.graph, self.before
+        if any(x._backward_hooks for x in self.leaves):  # any pass would run them, and they are for `backward()`
+            return None
+        ours = [*ours, *(x.detach().clone() for x in before.tensors)]
+        eager, theirs = self._eager()
+        self.difference = self._distance(ours, theirs)
+        if self.difference <= 64 * graph.eps:
+            return eager
+        after = Before(graph, self.inputs)
+        before.restore()
+        moved = self._moved()
+        results = graph.run(*moved)
+        written = [moved[i] for i in graph.written]
+        rounding = self._distance(ours, [results[graph.value], *results[graph.outputs :], *written])
+        if self.difference > 100 * rounding:
+            self.wrong = (
+                f"its result is {self.difference:.0e} off the eager one, where rounding explains {rounding:.0e}; the "
+                f"first operation that differs is {self._first()}"
+            )
+        after.restore()
+        return eager
+
+    def _eager(self) -> tuple[Any, list[Tensor | None]]:
+        """What the loss gives from the same state, and all of it that is compared: loss, gradients, buffers."""
+        self.before.restore()
+        with _settings.on(ExactNorms(self.graph.order)) if self.graph.exact else nullcontext():
+            eager = self.loss()
+        value = eager[0] if self.has_aux else eager
+        with _settings.autocast(value.device.type):
+            gradients = torch.autograd.grad(value, self.leaves, allow_unused=True, retain_graph=True)
+        return eager, [value.detach(), *gradients, *self.before.tensors]
+
+    def _distance(self, ours: Sequence[Tensor], theirs: Sequence[Tensor | None]) -> float:
+        """The largest difference: of the loss by what its gradient makes of the point, of a gradient by all of it."""
+        count = len(self.leaves)
+        slope = _norm(ours[1 : 1 + count])
+        scales = [_norm(ours[:1]) + slope * _norm(self.leaves), *[slope] * count]
+        scales += [_norm([x]) for x in ours[1 + count :]]
+        return max(_far(mine, other) / (scale or 1.0) for mine, other, scale in zip(ours, theirs, scales, strict=True))
+
+    def _moved(self) -> list[Any]:
+        """The inputs, moved by the rounding of what is computed with them."""
+        written = dict(zip(self.graph.written, self.before.values, strict=True))
+        moved = []
+        for index, x in enumerate(self.inputs):
+            x = written[index].clone() if index in written else x
+            if isinstance(x, Tensor) and x.is_floating_point():
+                draws = torch.Generator(x.device).manual_seed(index)
+                noise = torch.rand(x.shape, generator=draws, device=x.device) - 0.5
+                x = x.detach() * (1 + 2 * self.graph.eps * noise).to(x.dtype)
+            moved.append(x)
+        return moved
+
+    def _first(self) -> str:
+        """The first operation whose result the eager loss does not have."""
+        with _settings.on(_Watch()) as watch:
+            self._eager()
+        self.before.restore()
+        run = _Run(self.graph, watch.seen)
+        with _settings.grad_mode(False):
+            run.run(*self.inputs)
+        return run.place or "none: what follows them differs"
+
+
+def _far(mine: Tensor, other: Tensor | None) -> float:
+    """How far two tensors are apart; infinite and missing numbers are the same as themselves."""
+    mine, other = (
+        (torch.view_as_real(x) if x.is_complex() else x).detach().double()
+        for x in (mine, torch.zeros_like(mine) if other is None else other)
+    )
+    same = (mine == other) | (mine.isnan() & other.isnan())
+    far = float(torch.where(same, 0.0, mine - other).norm())
+    return math.inf if math.isnan(far) else far
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    norms = [float(x.detach().abs().double().norm()) for x in tensors]
+    return math.hypot(*[norm for norm in norms if math.isfinite(norm)])
+
+
+class _Watch(_settings.DispatchMode):
+    """Keeps the results of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note what it gives."""
+        result = func(*args, **(kwargs or {}))
+        self.seen += [x.detach().clone() for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        return result
+
+
+class _Run(fx.Interpreter):
+    """Runs a graph up to the first operation whose result is not among those given."""
+
+    def __init__(self, graph: StepGraph, seen: Sequence[Tensor]) -> None:
+        super().__init__(graph.traced)
+        self.limit, self.place = 100 * graph.eps, ""
+        self.known: dict[Any, list[Tensor]] = {}
+        for x in seen:
+            self.known.setdefault((x.shape, x.dtype), []).append(x)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The result of an operation, looked up among those that are known."""
+        result = super().run_node(n)
+        if n.op == "call_function" and isinstance(result, Tensor) and result.is_floating_point() and not self.place:
+            alike = self.known.get((result.shape, result.dtype), ())
+            if not any(torch.allclose(result, x, rtol=self.limit, atol=self.limit, equal_nan=True) for x in alike):
+                lines = [line.strip() for line in (n.meta.get("stack_trace") or "").splitlines() if line.strip()]
+                self.place = f"{n.name} ({n.target})" + (f", of `{lines[-1]}`" if lines else "")
+        return result

@@ -1,0 +1,373 @@
+"""The graph of a step: loss and gradient as one list of operations, cleaned, and what runs it.
+
+Dynamo gives the loss, with the derivatives that it takes itself. Traced once more, with its gradient, it becomes a
+list in which nothing is differentiated any more: so `detach` is the identity there, and equal operations are one.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hodiff._core import _settings
+from hodiff._core._substitutes import ExactNorms, weight_norm
+
+_torch: Any = torch._C
+_private: Any = torch
+_aten: Any = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
+_NORMS = {_private._weight_norm, weight_norm}
+
+
+class NotCompiled(Exception):
+    """Why a step is not compiled, in words that end a sentence."""
+
+
+class Different(Exception):
+    """Why a call is not what was traced, in words that end a sentence; it runs uncompiled."""
+
+
+class StepGraph:
+    """Loss and gradient of a step as one function of Dynamo's inputs.
+
+    Attributes:
+        operations: How many there are.
+        order: Up to which order it holds derivatives, the parameters' gradient included.
+        eps: The coarsest precision in it.
+        value: Which of the outputs is the loss.
+        outputs: How many Dynamo wants back; the gradients come behind them.
+        wanted: Which inputs have a gradient.
+        written: Which inputs it writes into: buffers.
+        leaves: Whether each of those is a leaf: a derivative that the loss takes ends there.
+        inner: By which inputs the loss itself differentiates.
+        shared: Which inputs share memory, where it writes into one.
+        methods: Methods of classes that it was traced through, as (namespace, name, method).
+        calls: How often it ran.
+    """
+
+    methods: Sequence[tuple[Any, str, Any]] = ()
+    wanted: Sequence[int]
+    outputs: int
+
+    def __init__(self, module: fx.GraphModule, given: Sequence[Any], backend: str, mark: Any) -> None:
+        self.value = _loss(module, mark)
+        _open_checkpoints(module)
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        stand_ins: list[Any] = [node.meta["example_value"] for node in placeholders]
+        self.calls, self.order = 0, 1 + passes(module)
+        self.exact = self.order > 2 or (self.order == 2 and _written_out(module))
+        first: Any = next(x for x in stand_ins if isinstance(x, Tensor))
+        with first.fake_mode, _settings.recording():
+            stand_ins = [_leaf(x) for x in stand_ins]
+            differentiable = [index for index, x in enumerate(stand_ins) if isinstance(x, Tensor) and x.requires_grad]
+            traced = make_fx(self._whole(module, differentiable))(*stand_ins)
+        self.graph = traced.graph
+        clean(self.graph)
+        self.own_results()
+        self.written = _written(self.graph)
+        self.shared = memories(given) if self.written else None
+        self.leaves = [given[i].is_leaf for i in self.wanted]
+        self.inner = [i for i, node in enumerate(placeholders) if _differentiated(node)]
+        self.operations = sum(node.op == "call_function" for node in self.graph.nodes)
+        self.eps = self._precision()
+        traced.recompile()
+        self.traced = traced
+        self.run = bound(traced) if backend == "replay" else compiled(traced, stand_ins, backend)
+
+    def _whole(self, module: fx.GraphModule, differentiable: Sequence[int]) -> Callable[..., list[Tensor]]:
+        """The function to trace: Dynamo's outputs, detached, and the gradients that are not None."""
+
+        def whole(*inputs: Any) -> list[Any]:
+            with _settings.on(ExactNorms(self.order)) if self.exact else nullcontext():
+                outputs = module(*inputs)
+            loss, self.outputs = outputs[self.value], len(outputs)
+            if not loss.requires_grad:
+                raise NotCompiled("the loss depends on nothing that requires grad")
+            if loss.numel() != 1:
+                raise NotCompiled(f"the loss has the shape {tuple(loss.shape)}, not one element")
+            with _settings.autocast(loss.device.type):
+                gradients = torch.autograd.grad(loss, [inputs[i] for i in differentiable], allow_unused=True)
+            used = [(i, g) for i, g in zip(differentiable, gradients, strict=True) if g is not None]
+            self.wanted = [i for i, _ in used]
+            return [
+                *(x.detach() if isinstance(x, Tensor) else x for x in outputs),
+                *(g for _, g in used),
+            ]
+
+        return whole
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Raise where something has changed that Dynamo does not guard."""
+        leaves = [inputs[i] for i in self.wanted]
+        if torch.nn.modules.module._has_any_global_hook():
+            raise Different("there are hooks for all modules")
+        if any(namespace.get(name) is not method for namespace, name, method in self.methods):
+            raise Different("a method of a class has been replaced")
+        if len({id(x) for x in leaves}) < len(leaves):
+            raise Different("two of its tensors have become one")
+        if self.order > 1:
+            if [x.is_leaf for x in leaves] != self.leaves:
+                raise Different("a tensor that it differentiates by has another graph than when it was traced")
+            if any(inputs[i]._backward_hooks for i in self.inner):
+                raise Different("a tensor that the loss differentiates by has a hook")
+        if self.shared is not None and memories(inputs) != self.shared:
+            raise Different("tensors share memory that did not, or the reverse, and it writes into one")
+
+    def own_results(self) -> None:
+        """Copy each result that is an input, a constant, or a view of one or of another result."""
+        end = next(iter(reversed(self.graph.nodes)))
+        taken = {_memory(node) for node in self.graph.nodes if node.op in ("placeholder", "get_attr")}
+        results = []
+        for node in end.args[0]:
+            if isinstance(node, fx.Node) and isinstance(node.meta["val"], Tensor):
+                if _memory(node) in taken:
+                    with self.graph.inserting_before(end):
+                        node = _like(self.graph.call_function(_aten.clone.default, (node,)), node)
+                taken.add(_memory(node))
+            results.append(node)
+        end.args = (results,)
+
+    def _precision(self) -> float:
+        dtypes = {
+            x.dtype
+            for node in self.graph.nodes
+            if isinstance(x := node.meta.get("val"), Tensor)
+            if x.is_floating_point()
+        }
+        if torch.float16 in dtypes:
+            raise NotCompiled(
+                "it computes in float16, whose gradients a GradScaler must scale inside of the backward pass "
+                "(bfloat16 needs none)"
+            )
+        return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def _loss(module: fx.GraphModule, mark: Any) -> int:
+    """Which of the outputs is the loss; it is given back with its graph."""
+    end = next(iter(reversed(module.graph.nodes)))
+    (results,) = end.args
+    marked = [i for i, node in enumerate(results) if getattr(node, "target", None) is mark]
+    if len(marked) != 1:
+        raise NotCompiled("the loss is not among what it traces")
+    end.args = (tuple(node.args[0].args[0] if i == marked[0] else node for i, node in enumerate(results)),)
+    module.recompile()
+    return marked[0]
+
+
+def _open_checkpoints(module: fx.GraphModule) -> None:
+    """Run the blocks of activation checkpoints as they are: in one graph nothing runs again."""
+    parts: list[Any] = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+    for part in parts:
+        for node in part.graph.nodes:
+            if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
+                node.target, node.kwargs = _run_block, {}
+                part.recompile()
+
+
+def _run_block(block: Callable[..., Any], *inputs: Any) -> Any:
+    return block(*inputs)
+
+
+def memories(inputs: Sequence[Any]) -> list[int]:
+    """Which inputs share memory: for each the first that has its own."""
+    first: dict[int, int] = {}
+    places = [x.untyped_storage()._cdata if isinstance(x, Tensor) else -1 for x in inputs]
+    return [first.setdefault(each, index) for index, each in enumerate(places)]
+
+
+def passes(module: fx.GraphModule) -> int:
+    """How many derivatives Dynamo's graph takes itself, in any of its parts."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    nodes = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    if any(getattr(node.target, "__name__", "") == "autograd_function_apply" for node in nodes):
+        raise NotCompiled("it applies a Python autograd.Function, whose second derivative PyTorch's tracer gets wrong")
+    grads = sum(node.target is torch.autograd.grad for node in nodes)
+    return grads + sum("_grad_increment_nesting" in str(node.target) for node in nodes)
+
+
+def _differentiated(node: fx.Node) -> bool:
+    return any(user.target is torch.autograd.grad and node in _nodes(user.args[1:2]) for user in node.users)
+
+
+def _nodes(argument: Any) -> list[fx.Node]:
+    nodes: list[fx.Node] = []
+    fx.map_arg(argument, nodes.append)
+    return nodes
+
+
+def _written_out(module: fx.GraphModule) -> bool:
+    """Whether a second derivative meets what PyTorch has wrong there: `weight_norm`, norms in a batched pass."""
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    return any(
+        node.target in _NORMS or "_vmap_increment_nesting" in str(node.target) or node.kwargs.get("is_grads_batched")
+        for node in nodes
+    )
+
+
+def _leaf(x: Any) -> Any:
+    """A leaf like Dynamo's stand-in, which may be a view of another, or have a graph."""
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _memory(node: fx.Node) -> Any:
+    """What tells whether two nodes share memory: their stand-ins do."""
+    value = node.meta.get("val")
+    return (
+        torch.multiprocessing.reductions.StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else node
+    )
+
+
+def _like(node: fx.Node, model: fx.Node) -> fx.Node:
+    node.meta = {**model.meta, "val": model.meta["val"].clone()}
+    return node
+
+
+# --- cleaning ---------------------------------------------------------------------------------------------------------
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return (schema is None and isinstance(node.target, torch._ops.HigherOrderOperator)) or bool(
+        schema and schema.is_mutable
+    )
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _targets(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operation writes into."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return [*node.all_input_nodes] if _writes(node) else []
+    given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+    written: list[fx.Node] = []
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = given.get(argument.name)
+            written += [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, fx.Node)]
+    return written
+
+
+def _written(graph: fx.Graph) -> list[int]:
+    """Which inputs the graph writes into, be it by a view."""
+    memories = {_memory(target) for node in graph.nodes if node.op == "call_function" for target in _targets(node)}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    # native batch norm writes into its statistics, which its schema does not say
+    statistics = {
+        argument
+        for node in graph.nodes
+        if "native_batch_norm" in str(node.target) or "cudnn_batch_norm" in str(node.target)
+        for argument in node.args[3:5]
+    }
+    return [i for i, node in enumerate(placeholders) if _memory(node) in memories or node in statistics]
+
+
+def clean(graph: fx.Graph) -> None:
+    """Leave out what changes nothing: detach, equal operations, a transpose of a transpose, what nobody reads."""
+    changed = {_memory(target) for node in graph.nodes if node.op == "call_function" for target in _targets(node)}
+    known: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        same = _identical(node)
+        if same is None and not _writes(node) and not _draws(node):
+            touched = {_memory(each) for each in (node, *node.all_input_nodes)}
+            if changed.isdisjoint(touched):
+                same = known.setdefault(_key(node), node)
+        if same is not None and same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _writes(node) or _draws(node))
+
+
+def _identical(node: Any) -> Any:
+    """The node that this one only repeats."""
+    if node.target in _SAME:
+        return node.args[0]
+    if node.target is _aten.t.default and getattr(node.args[0], "target", None) is _aten.t.default:
+        return node.args[0].args[0]
+    return None
+
+
+def _key(node: fx.Node) -> Any:
+    return node.target, _plain(node.args), _plain(node.kwargs)
+
+
+def _plain(argument: Any) -> Any:
+    """An argument that can be hashed; 1, 1.0 and True are three."""
+    if isinstance(argument, (list, tuple)):
+        return tuple(_plain(each) for each in argument)
+    if isinstance(argument, dict):
+        return tuple((name, _plain(each)) for name, each in argument.items())
+    return argument if isinstance(argument, fx.Node) else (type(argument), repr(argument))
+
+
+# --- what runs it -----------------------------------------------------------------------------------------------------
+
+
+def bound(traced: fx.GraphModule) -> Callable[..., Any]:
+    """The list as one Python function of PyTorch's C functions: an `OpOverload` adds 1 µs to each."""
+    for node in traced.graph.nodes:
+        if node.op == "call_function":
+            node.target = _in_c(node)
+    code = traced.graph.python_code("self")
+    namespace = dict(code.globals)
+
+    def direct(match: re.Match[str]) -> str:
+        name, overload = match.groups()
+        namespace[f"aten_{name}_{overload}"] = getattr(getattr(_aten, name), overload)._op
+        return f"aten_{name}_{overload}("
+
+    source = re.sub(r"\btorch\.ops\.aten\.(\w+)\.(\w+)\(", direct, code.src)
+    exec(source, namespace)  # not by the module, which hands each call on three times
+    run = partial(namespace["forward"], traced)
+
+    def replay(*inputs: Any) -> Any:
+        with _torch._AutoDispatchBelowAutograd():
+            return run(*inputs)
+
+    return replay
+
+
+def _in_c(node: fx.Node) -> Any:
+    """The C function of the same name, where it gives a stand-in the same shape and dtype."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or _writes(node) or _draws(node):
+        return target
+    name = target._schema.name.partition("::")[2]
+    function = getattr(torch, name, None) or getattr(Tensor, name, None)
+    if not isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType)):
+        return target
+    arguments, given = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    expected = node.meta["val"]
+    try:
+        with expected.fake_mode, _settings.grad_mode(False):
+            got = function(*arguments, **given)
+    except (TypeError, AttributeError, RuntimeError):  # another signature
+        return target
+    alike = isinstance(got, Tensor) and (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    return function if alike else target
+
+
+def compiled(traced: fx.GraphModule, stand_ins: Sequence[Any], backend: str) -> Callable[..., Any]:
+    """The list by one of the backends that `torch.compile` knows."""
+    if backend == "inductor":
+        import torch._inductor.config as settings
+        from torch._inductor import standalone_compile
+
+        with settings.patch(fallback_random=True), _settings.grad_mode(False):
+            return standalone_compile(traced, list(stand_ins), dynamic_shapes="from_tracing_context")
+    from torch._dynamo.backends.registry import lookup_backend
+
+    with _settings.grad_mode(False):
+        return lookup_backend(backend)(traced, list(stand_ins))

@@ -1,0 +1,379 @@
+"""A compiled step is the eager loss: the ways to write one, what changes between calls, and how training uses it."""
+
+import contextlib
+import copy
+import pickle
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hodiff
+from hodiff._core._versions import RELEASE
+from tests.unit.steps.cases import KINDS, NETS, forces, plain, residual
+from tests.unit.steps.changes import CHANGES, World
+
+pytestmark = [
+    pytest.mark.skipif(RELEASE < (2, 13), reason="compile_step asks for PyTorch 2.13"),
+    pytest.mark.filterwarnings("default::hodiff.HodiffWarning", "ignore:.*:DeprecationWarning"),
+]
+LEFT = {
+    "func_hessian": "forward mode over reverse mode, which Dynamo follows through some layers only",
+    "batched_rows-groups": "PyTorch's own batching rule raises",
+    "elementwise": "reads the first layer's bias",
+    "field-attention": "an operator between two jets",
+    "few_partials-attention": "an operator between two jets",
+}
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def gradients(net: nn.Module) -> list[Tensor | None]:
+    return [p.grad for p in net.parameters()]
+
+
+def off(ours: list, theirs: list) -> float:
+    """The largest difference, relative to what is largest; infinite where one of two is missing."""
+    scale = max([x.abs().max().item() for x in theirs if x is not None and x.numel()], default=1.0) or 1.0
+    worst = 0.0
+    for mine, other in zip(ours, theirs, strict=True):
+        if (mine is None) != (other is None) or (mine is not None and mine.shape != other.shape):
+            return float("inf")
+        if mine is not None and mine.numel():
+            worst = max(worst, (mine - other).abs().max().item() / scale)
+    return worst
+
+
+# --- the kinds of steps -----------------------------------------------------------------------------------------------
+
+
+def kinds() -> list[tuple[str, str]]:
+    pairs = [(kind, net) for kind in KINDS for net in NETS]
+    return [pair for pair in pairs if pair[0] not in LEFT and "-".join(pair) not in LEFT]
+
+
+@pytest.mark.drawn(5)
+@pytest.mark.parametrize(("kind", "name"), kinds())
+def test_a_step_is_its_eager_loss(kind: str, name: str) -> None:
+    """At the weights and data of the trace, and at two others."""
+    net, loss = NETS[name](), KINDS[kind]
+    step = hodiff.compile_step(loss, net, backend="replay", fallback="raise")
+    for _ in range(3):
+        x = torch.randn(5, 3)
+        net.zero_grad()
+        value = step(x)
+        value.backward()
+        twin = copy.deepcopy(net)
+        exact, by_name = hodiff.value_and_grad(loss, twin, args=(x,))  # by the road: right through norms at order 3
+        assert off([value.detach()], [exact]) <= 1e-13
+        theirs = [by_name[n] for n, _ in net.named_parameters()]
+        assert off([torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()], theirs) <= 1e-13
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+    assert step.report.eager == 0 and step.report.graphs >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [(kind, "tanh") for kind in ("forces", "penalty", "residual", "weight_hvp")])
+def test_a_step_by_inductor(kind: str, name: str) -> None:
+    net, loss = NETS[name](), KINDS[kind]
+    step = hodiff.compile_step(loss, net, fallback="raise")
+    for _ in range(2):
+        x = torch.randn(5, 3)
+        net.zero_grad()
+        step(x).backward()
+        _, by_name = hodiff.value_and_grad(loss, copy.deepcopy(net), args=(x,))
+        ours = [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
+        assert off(ours, list(by_name.values())) <= 1e-10
+
+
+# --- what changes between calls ---------------------------------------------------------------------------------------
+
+
+def trained(name: str, compiled: bool, held: bool = True) -> tuple[list, World, object]:
+    """Six steps of one world, with a change after three: all that a step gives and leaves."""
+    world = World()
+    world.extra, world.autocast, world.make_x = (), False, None
+    loss, change = CHANGES[name](world)
+    step = hodiff.compile_step(loss, world.net, backend="replay") if compiled else partial(loss, world.net)
+    if compiled and not held:
+        step._checked = lambda result, args, kwargs: result
+    seen: list = []
+    torch.manual_seed(1)
+    try:
+        for turn in range(6):
+            if turn == 3:
+                torch.manual_seed(7)
+                change()
+            if hasattr(world, "each"):
+                world.each()
+            seen.append(one_step(world, step))
+    finally:
+        if hasattr(world, "restore"):
+            world.restore()
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float64)
+    return [*seen, [torch.get_rng_state().double()]], world, step
+
+
+def one_step(world: World, step) -> list:
+    x = world.make_x() if world.make_x else world.x
+    others = [getattr(world, name) for name in ("free", "z") if hasattr(world, name)]
+    others += list(world.other.parameters()) if hasattr(world, "other") else []
+    others += [x] if x.is_leaf else []
+    for each in others:
+        each.grad = None
+    if not hasattr(world, "keep"):
+        world.net.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16) if world.autocast else contextlib.nullcontext():
+        value = step(x, *world.extra)
+    value.backward()
+    left = [value.detach(), *gradients(world.net), *(each.grad for each in others), *world.net.buffers()]
+    return [None if each is None else each.detach().clone() for each in left]
+
+
+ONLY_THE_ALARM = {"identity_of"}
+"""What no guard sees: a plain `object()` put in the place of another."""
+
+
+@pytest.mark.drawn(10)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_between_calls_is_seen(name: str) -> None:
+    """By guards and refusals alone: the alarm is off."""
+    theirs, _, _ = trained(name, compiled=False)
+    ours, _, step = trained(name, compiled=True, held=name in ONLY_THE_ALARM)
+    assert max(off(mine, other) for mine, other in zip(ours, theirs, strict=True)) <= 1e-13, step.report
+
+
+def test_a_key_of_an_object_and_a_caught_lookup_stay_eager() -> None:
+    for name in ("dunder_dict_get", "try_key"):
+        with pytest.warns(hodiff.HodiffWarning, match="not guarded; get.*This step runs uncompiled"):
+            trained(name, compiled=True)
+
+
+# --- the alarm --------------------------------------------------------------------------------------------------------
+
+
+def broken(monkeypatch, change) -> None:
+    """From now on graphs are wrong."""
+    from hodiff.steps import _graph
+
+    clean = _graph.clean
+
+    def wrong(graph):
+        clean(graph)
+        change(graph)
+
+    monkeypatch.setattr(_graph, "clean", wrong)
+
+
+def sines_are_cosines(graph) -> None:
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.tanh.default:
+            node.target = torch.ops.aten.sin.default
+
+
+def test_a_wrong_graph_ends_in_eager_and_names_the_operation(monkeypatch) -> None:
+    broken(monkeypatch, sines_are_cosines)
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    step = hodiff.compile_step(forces, net, backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match=r"off the eager one.*first operation that differs is tanh"):
+        value = step(x)
+    value.backward()
+    twin = copy.deepcopy(net)
+    twin.zero_grad()
+    forces(twin, x).backward()
+    assert off(gradients(net), gradients(twin)) == 0
+    step(x)
+    assert step.report.eager == 1 and step.report.checks == 1
+    step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
+    with pytest.raises(hodiff.GraphError, match="first operation that differs is tanh"):
+        step(x)
+
+
+def test_calls_are_held_against_eager_at_powers_of_two() -> None:
+    net = NETS["tanh"]()
+    step = hodiff.compile_step(plain, net, backend="replay")
+    for _ in range(9):
+        step(torch.ones(2, 3)).backward()
+    assert step.report.checks == 4 and step.report.calls == 9 and step.report.difference == 0
+
+
+def test_rounding_of_low_precision_is_no_error() -> None:
+    net = nn.Sequential(nn.Linear(3, 8), nn.GroupNorm(2, 8), nn.Tanh(), nn.Linear(8, 1)).float()
+    step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
+    for _ in range(4):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = step(torch.randn(6, 3, dtype=torch.float32))
+        value.backward()
+    assert step.report.checks == 3
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def clamped(p: Tensor) -> None:
+    p.grad.clamp_(-0.1, 0.1)
+
+
+def test_hooks_accumulation_scales_and_sums() -> None:
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    twin = copy.deepcopy(net)
+    step = hodiff.compile_step(residual, net, backend="replay", fallback="raise")
+    for model, loss in ((net, step), (twin, partial(residual, twin))):
+        model[0].weight.register_hook(lambda g: 2 * g)
+        model[0].bias.register_post_accumulate_grad_hook(clamped)
+        (3.0 * loss(x)).backward()
+        value = loss(x)
+        (value * value + model(x).mean()).backward()
+    assert off(gradients(net), gradients(twin)) <= 1e-14
+
+
+def test_lbfgs_takes_the_same_path() -> None:
+    net, x = NETS["tanh"](), torch.randn(8, 3)
+    twin = copy.deepcopy(net)
+    step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
+    for model, loss in ((net, step), (twin, partial(forces, twin))):
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+
+        def closure():
+            optimizer.zero_grad()  # noqa: B023
+            value = loss(x)  # noqa: B023
+            value.backward()
+            return value
+
+        optimizer.step(closure)
+    assert off(list(net.parameters()), list(twin.parameters())) <= 1e-13
+
+
+def test_the_value_hands_over_once_and_has_no_second_derivative() -> None:
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
+    value = step(x)
+    value.backward(retain_graph=True)
+    value.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        value.backward()
+    with pytest.raises(hodiff.GraphError, match="first derivative only"):
+        torch.autograd.grad(step(x), list(net.parameters()), create_graph=True)
+    value = step(x)
+    with torch.no_grad():
+        net[0].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_without_grad_mode_it_is_the_loss() -> None:
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    step = hodiff.compile_step(plain, net, backend="replay", fallback="raise")
+    with torch.no_grad():
+        assert not step(x).requires_grad
+        value, gradient = step.value_and_grad(x)
+    assert torch.equal(value, plain(net, x).detach()) and net[0].weight.grad is None
+    expected = torch.autograd.grad(plain(net, x), list(net.parameters()))
+    assert off(list(gradient.values()), list(expected)) == 0
+    assert list(gradient) == [name for name, _ in net.named_parameters()]
+
+
+def test_aux_selections_and_containers() -> None:
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+
+    def loss(where, x):
+        value = forces(where.module, x)
+        return value, {"mean": where.module(x).mean(), "n": 3}
+
+    step = hodiff.compile_step(loss, hodiff.select(net, "2.*"), has_aux=True, backend="replay", fallback="raise")
+    value, aux = step(x)
+    value.backward()
+    assert not aux["mean"].requires_grad and aux["n"] == 3
+    assert net[0].weight.grad is None and net[0].weight.requires_grad and net[2].weight.grad is not None
+    (value, _), gradient = step.value_and_grad(x)
+    assert list(gradient) == ["2.weight", "2.bias"] and torch.equal(gradient["2.weight"], net[2].weight.grad)
+
+    w, b = torch.randn(3, requires_grad=True), torch.zeros((), requires_grad=True)
+    step = hodiff.compile_step(lambda at, x: (x @ at["w"]).square().sum(), {"w": w, "b": b}, backend="replay")
+    value, gradient = step.value_and_grad(x)
+    assert torch.allclose(gradient["w"], 2 * x.T @ (x @ w)) and gradient["b"] == 0
+    step(x).backward()
+    assert b.grad is None and torch.allclose(w.grad, gradient["w"])
+
+
+def module_loss(net, x):
+    return forces(net, x)
+
+
+def test_a_copy_is_a_step_of_its_own_parameters() -> None:
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    step = hodiff.compile_step(module_loss, net, backend="replay", fallback="raise")
+    step(x)
+    for copied in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
+        copied(x).backward()
+        assert net[0].weight.grad is None
+        theirs = copied._where
+        assert theirs is not net and theirs[0].weight.grad is not None
+
+
+def test_two_networks_train_each_other() -> None:
+    """A GAN: what is not in *where* gets what it gets in eager mode."""
+    critic, maker = NETS["tanh"](), nn.Linear(2, 3)
+    step = hodiff.compile_step(lambda maker, z: -critic(maker(z)).mean(), maker, backend="replay", fallback="raise")
+    z = torch.randn(5, 2)
+    step(z).backward()
+    ours = [*gradients(maker), *gradients(critic)]
+    maker.zero_grad(), critic.zero_grad()
+    (-critic(maker(z)).mean()).backward()
+    assert off(ours, [*gradients(maker), *gradients(critic)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "where", "says"),
+    [
+        (3, nn.Linear(1, 1), "loss: is a int"),
+        (plain, torch.zeros(2), "does not require grad"),
+        (plain, nn.Tanh(), "no trainable parameter"),
+    ],
+)
+def test_what_cannot_be_a_step(loss, where, says) -> None:
+    with pytest.raises(hodiff.InputError, match=says):
+        hodiff.compile_step(loss, where)
+
+
+def test_a_loss_is_one_element_that_depends_on_where() -> None:
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    with pytest.raises(hodiff.InputError, match=r"has the shape \(4, 1\); a step needs one element"):
+        hodiff.compile_step(lambda net, x: net(x), net, backend="replay")(x)
+    step = hodiff.compile_step(lambda w, x: net(x).mean(), torch.ones(2, requires_grad=True), backend="replay")
+    with pytest.raises(hodiff.GraphError, match="does not depend on where"):
+        step.value_and_grad(x)
+    with pytest.raises(ZeroDivisionError, match="of the loss"):
+        hodiff.compile_step(raising, net, backend="replay")(x)
+
+
+def raising(net, x):
+    raise ZeroDivisionError("of the loss")
+
+
+def test_an_older_release_is_told(monkeypatch) -> None:
+    monkeypatch.setattr("hodiff._core._versions.RELEASE", (2, 12))
+    with pytest.raises(hodiff.HodiffError, match=r"needs PyTorch 2\.13"):
+        hodiff.compile_step(plain, nn.Linear(1, 1))
+
+
+def test_after_a_compilation_that_failed_the_next_is_whole() -> None:
+    """What PyTorch leaves of it, collected later, would put back dispatch keys of then: no gradient any more."""
+    x = torch.randn(5, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hodiff.compile_step(KINDS["func_hessian"], NETS["convolution"](), backend="replay")(x)
+    step = hodiff.compile_step(KINDS["field"], NETS["residual"](), backend="replay", fallback="raise")
+    step(x).backward()
+    assert step.report.graphs == 1
