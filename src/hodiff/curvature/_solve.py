@@ -547,7 +547,8 @@ def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides, def
     Of a single matrix None, where its products do not fit into one pass; zeros, where it has to be
     `definite` and is not.
     """
-    b, size, single = sides.rows, operator.shape[-1], not operator._domain.batch
+    b, size = sides.rows, operator.shape[-1]
+    single = not operator._domain.batch
     if single and operator._chunk(size) < size:
         return None
     matrices = operator._dense().reshape(-1, size, size).to(torch.promote_types(b.dtype, torch.float32))
