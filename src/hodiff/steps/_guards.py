@@ -168,7 +168,8 @@ def _check_order(variable: Any) -> None:
     """Refuse an `OrderedDict`: the guard of its keys does not see their order."""
     if variable.source and issubclass(variable.python_type(), OrderedDict) and "_hooks" not in variable.source.name:
         of_users = isinstance(variable, variables.UserDefinedObjectVariable)
-        if len(variable.value if of_users else variable.items) > 1:
+        entries: Any = variable.value if of_users else variable.items
+        if len(entries) > 1:
             raise NotCompiled("it reads an OrderedDict, whose order is not guarded")
 
 
