@@ -166,14 +166,11 @@ def _methods() -> list[tuple[Any, str, Any]]:
 
 def _check_order(variable: Any) -> None:
     """Refuse an `OrderedDict`: the guard of its keys does not see their order."""
-    if isinstance(variable, variables.UserDefinedObjectVariable):
-        kind: Any = type(variable.value)
-        size = len(variable.value) if issubclass(kind, OrderedDict) else 0
-    else:
-        kind = getattr(variable, "user_cls", dict)
-        size = len(variable.items)
-    if issubclass(kind, OrderedDict) and size > 1 and variable.source and "_hooks" not in variable.source.name:
-        raise NotCompiled("it reads an OrderedDict, whose order is not guarded")
+    if variable.source and issubclass(variable.python_type(), OrderedDict) and "_hooks" not in variable.source.name:
+        of_users = isinstance(variable, variables.UserDefinedObjectVariable)
+        entries: Any = variable.value if of_users else variable.items
+        if len(entries) > 1:
+            raise NotCompiled("it reads an OrderedDict, whose order is not guarded")
 
 
 def _restored(changed: Any, attributes: dict[str, Any]) -> bool:
