@@ -10,6 +10,7 @@ The state is then put back when the context is forgotten, which is when the inte
 
 import ast
 import contextlib
+import importlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ from tests.support.callers import CALLERS, SCALE, direction, generator, tensors
 from tests.support.everything import ALONE, WITH_MODULES, of_module, with_a_module
 from tests.support.interrupts import Interrupter, Kind, Seen, Stack
 from tests.support.processes import group_of_one
-from tests.support.releases import CHECKPOINTS
+from tests.support.releases import CHECKPOINTS, STEPS
 from tests.support.scene import Model, X
 
 pytestmark = [
@@ -239,6 +240,17 @@ def _repeated(_: Model) -> torch.Tensor:
     return torch.autograd.grad(value, x)[0]
 
 
+def _settings_of_steps() -> Any:
+    return importlib.import_module("hodiff.steps._guards").settings()
+
+
+def _frozen(model: Model) -> None:
+    """The parameters that a selection leaves out, as for a step."""
+    step = hodiff.compile_step(lambda m: m(X).sum(), hodiff.select(model, next(iter(model.state_dict()))))
+    with _settings.Scope(step._freeze):
+        pass
+
+
 def _in_blocks(model: Model) -> object:
     """By name; by the checkpoints of the function's own, one of them with a context; a product by forward mode."""
 
@@ -253,6 +265,8 @@ def _in_blocks(model: Model) -> object:
     )
     return hodiff.hvp(own, model, v, checkpoint=True), G @ v
 
+
+_OF_STEPS = _entered(_settings_of_steps)
 
 ENTERED: dict[str, Call] = {
     "_core/_locks.py: ThreadClaim": CALLS["NewtonCG"],
@@ -288,9 +302,10 @@ ENTERED: dict[str, Call] = {
     "_core/_lending.py: Scope(resume)": _swapped,
     "_core/_graph.py: Watched": CALLS["laplacian, reverse, module in f"],
     "graph/_source.py: Scope(_count_reruns)": _entered(_source.reruns),
-    "graph/_inspect.py: unchanging": _explained,
     "graph/_saved.py: Scope(_normal)": _inspected,
     "graph/_watch.py: Watch": CALLS["graph.watch"],
+    "steps/_guards.py: Scope(_enter)": _OF_STEPS,
+    "steps/__init__.py: Scope(self._freeze)": _frozen,
     "sparse/_tracer.py: Counted(_watch)": CALLS["sparse_hessian, module in f"],
     "sparse/_tracer.py: Scope(enter)": CALLS["sparse_hessian, module in f"],
     "verify/_evaluation.py: altered": _checked(_hooked),
@@ -299,7 +314,8 @@ ENTERED: dict[str, Call] = {
 }  # fmt: skip
 """Each context of the library, by a call that enters it."""
 
-NAMES = [pytest.param(name, marks=CHECKPOINTS if call is _in_blocks else ()) for name, call in ENTERED.items()]
+NEW = {_in_blocks: CHECKPOINTS, _OF_STEPS: STEPS, _frozen: STEPS}
+NAMES = [pytest.param(name, marks=NEW.get(call, ())) for name, call in ENTERED.items()]
 
 
 def contexts() -> dict[str, tuple[str, list[str]]]:

@@ -40,6 +40,7 @@ STAYS_OUT = {
          "sliced_score_matching_loss"), "a penalty that is no gradient penalty",
     ),
     "check_derivatives": "it compares numbers",
+    "compile_step": "it compiles by itself",
     "multi_grad": "it frees graphs one by one",
     "twice_differentiable": "a context of kernels",
     "unroll": "its steps replace parameters",

@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "explain" / "stock-pytorch.md"
 TEXT = PAGE.read_text("utf-8")
 ROW = re.compile(r"^\| (?P<what>.+?) \| (?P<came>2\.\d+)[^|]* \| (?P<went>.+?) \|$", re.MULTILINE)
 LINE = re.compile(r"^PyTorch (?P<theirs>\S+), differences (?P<truth>\S+), hodiff (?P<ours>\S+)$", re.MULTILINE)
-OTHERS = "all others of this page"
+OTHERS = "all others on this page"
 D = torch.float64
 
 
@@ -97,7 +97,7 @@ def test_det_and_solve_in_reverse_over_forward() -> None:
         (gradient,) = torch.autograd.grad(tangent(leaf), leaf)
         truth = torch.stack([difference(tangent, a, place) for place in range(4)]).reshape(2, 2)
         wrong = bool((gradient - truth).abs().max() > 1e-3)
-        assert wrong is ROWS["`det`, `solve` and their kin, in reverse mode over forward mode"]
+        assert wrong is ROWS["`det`, `solve` and related functions, in reverse mode over forward mode"]
         torch.testing.assert_close(hodiff.grad(tangent, a), truth, rtol=1e-6, atol=1e-7)
 
 

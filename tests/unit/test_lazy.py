@@ -67,7 +67,8 @@ def test_they_are_left_alone_by_the_tracer_whichever_is_asked_for_first():
     """The methods that an operator inherits, too."""
     program = (
         "hodiff.unroll, hodiff.MatrixOperator\n"
-        "found = [hodiff.unroll, hodiff.implicit.argmin, hodiff.LinearOperator.__matmul__, hodiff.solve, hodiff.grad]\n"
+        "found = [hodiff.unroll, hodiff.implicit.argmin, hodiff.LinearOperator.__matmul__]\n"
+        "found += [hodiff.solve, hodiff.multi_grad]\n"
         "print({getattr(function, '_torchdynamo_disable', False) for function in found})"
     )
     assert run(program) == "{True}"

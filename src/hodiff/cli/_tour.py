@@ -190,6 +190,7 @@ PAGES = {
     "through solutions and through the steps of an optimiser": "api/implicit/",
     "backward a second time: why it failed, what a graph holds": "api/graph/",
     "second derivatives of attention and large vocabularies": "api/memory/",
+    "training steps with derivatives in them, compiled": "api/steps/",
     "are the derivatives of your own function right?": "api/verify/",
     "what stock PyTorch gets wrong, each with a program": "explain/stock-pytorch/",
     "what snippets and libraries get wrong, each with a program": "explain/wrong-derivatives/",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
@@ -21,6 +22,8 @@ from torch.utils._device import DeviceContext
 
 from hodiff._core import _settings, _tree, _versions
 from hodiff._core._arguments import outside
+from hodiff._core._compiled_callers import uncompiled
+from hodiff._core._graph import split
 from hodiff._core._settings import Scope, Undo
 from hodiff._core._where import Selection, Where
 from hodiff.errors import GraphError, HodiffError, HodiffWarning, InputError
@@ -71,13 +74,13 @@ class _Call(threading.local):
         self.__dict__.clear()
 
 
-def _whole(loss: Callable[..., Any], where: Any, has_aux: bool) -> Callable[..., Any]:
-    """What Dynamo traces: the loss of the arguments alone."""
+def _whole(loss: Callable[..., Any], where: Any, has_aux: bool, *, traced: bool) -> Callable[..., Any]:
+    """The loss of the arguments alone; as Dynamo traces it, with a mark."""
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         result = loss(where, *args, **kwargs)
-        value, aux = result if has_aux else (result, None)
-        if torch.compiler.is_compiling():
+        value, aux = split(result) if has_aux else (result, None)
+        if traced:
             value = MARK(value.detach())
         return (value, _pytree.tree_map(_detached, aux)) if has_aux else value
 
@@ -94,6 +97,8 @@ def _detached(x: Any) -> Any:
 
 def _watched() -> str:
     """What of the caller's wants to see the operations of the eager loss, or changes them."""
+    if forward_ad._current_level >= 0:
+        return "forward mode is on"
     if _torch._len_torch_dispatch_stack():
         return "a mode sees each operation"
     if _torch._len_torch_function_stack() and not all(
@@ -118,7 +123,7 @@ class CompiledStep:
         self._has_aux = has_aux
         self._backend, self._fallback = backend, fallback
         self._selects = bool(_selections(where))
-        self._whole = _whole(loss, where, has_aux)
+        self._whole = _whole(loss, where, has_aux, traced=False)
         self._compiled: Any = None
         self._settled = False
         self._call = _Call()
@@ -131,6 +136,7 @@ class CompiledStep:
     def __repr__(self) -> str:
         return f"compile_step({self._loss!r}, backend={self._backend!r})"
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The loss, with a graph that holds its gradient; `(loss, aux)` with *has_aux*."""
         if not torch.is_grad_enabled():
@@ -147,6 +153,7 @@ class CompiledStep:
         call.forget()
         return (value, aux) if self._has_aux else value
 
+    @uncompiled
     def value_and_grad(self, *args: Any, **kwargs: Any) -> Any:
         """`(loss, gradient)`, or `((loss, aux), gradient)`: the gradient like *where*; nothing is written."""
         where = Where(self._where, "where")
@@ -187,8 +194,10 @@ class CompiledStep:
 
         failed = (*_guards.FAILED, Different)
         if self._compiled is None:
-            backend = _guards.compiler(self._build, self._replay)
-            self._compiled = torch.compile(_guards.fresh(self._whole), backend=backend, fullgraph=True)
+            _guards.check_backend(self._backend)
+            backend = _guards.compiler(weakref.WeakMethod(self._build), weakref.WeakMethod(self._replay))
+            whole = _whole(self._loss, self._where, self._has_aux, traced=True)
+            self._compiled = torch.compile(_guards.fresh(whole), backend=backend, fullgraph=True)
         else:
             try:
                 return self._compiled(*args, **kwargs)
@@ -197,7 +206,7 @@ class CompiledStep:
                     return self._for_once(str(error), args, kwargs)
         begun = time.perf_counter()
         try:
-            with _guards.settings():
+            with _guards.lock, _guards.settings():
                 return self._compiled(*args, **kwargs)
         except failed as error:
             if isinstance(error, Different):
@@ -359,89 +368,90 @@ def compile_step(
     backend: Literal["inductor", "replay"] | str = "inductor",
     fallback: Literal["warn", "raise"] = "warn",
 ) -> CompiledStep:
-    r"""A training step whose loss has derivatives in it, compiled: loss and gradient in one exact graph.
+    r"""A training step whose loss contains derivatives, compiled: loss and gradient as one exact graph.
 
-        PyTorch's compiled functions have no second derivative, and a trace of forces that is
-        differentiated afterwards is silently wrong. A step here is traced whole: the loss, the
-        derivatives that it takes, and its gradient \(
-    abla_	heta L\). Nothing is differentiated after that.
+    Functions compiled by `torch.compile` have no second derivative, and a trace of forces that is
+    differentiated afterwards is silently wrong. `compile_step` traces the whole step: the loss, the
+    derivatives in it, and its gradient \(\nabla_\theta L\). Nothing is differentiated afterwards.
 
-            step = hodiff.compile_step(loss, model)
-            for batch in loader:
-                optimizer.zero_grad()
-                value = step(*batch)
-                value.backward()
-                optimizer.step()
+        step = hodiff.compile_step(loss, model)
+        for batch in loader:
+            optimizer.zero_grad()
+            value = step(*batch)
+            value.backward()
+            optimizer.step()
 
-        The law: `step(*args)` gives what `loss(where, *args)` gives, and `backward()` on it does what
-        it would do: gradients are added to `.grad` of *where* and of whatever else requires grad and
-        matters (arguments, tensors in closures); hooks of parameters, scalers, clipping, accumulation,
-        sums with other losses and LBFGS see what they always see. What a call cannot give so, it raises.
-        All gradients are computed by the call; `backward()` hands them over, and makes a copy.
+    `step(*args)` returns what `loss(where, *args)` returns, and its `backward()` has the same effect:
+    it adds gradients to the `.grad` of *where* and of whatever else requires grad and matters
+    (arguments, tensors in closures). Parameter hooks, scalers, clipping, accumulation, sums with
+    other losses and LBFGS work as usual. Otherwise the call raises an error. The call computes all
+    gradients; `backward()` multiplies them and hands them over.
 
-        Derivatives in the loss may be `torch.autograd.grad(..., create_graph=True)`, `torch.func`,
-        or those functions of hodiff that `torch.compile` can trace: penalties, `laplacian` and its like.
-        Where a total order of three or more meets a norm, it is computed from its definition, as in
-        all of hodiff.
+    The loss may use `torch.autograd.grad(..., create_graph=True)`, `torch.func`, and the functions
+    of hodiff that `torch.compile` can trace: the calculus, penalties, and fields such as
+    `laplacian`. At third order and above, norm layers are computed from their definitions, as in all
+    of hodiff.
 
-        A step stays eager, with one warning that says why, where Dynamo cannot trace the loss, or
-        where what it traces would be wrong: branches on data, Python `autograd.Function`s, losses that
-        change Python objects (return such things as *aux*), float16 (whose gradients are scaled
-        inside of the backward pass), random numbers that are not PyTorch's default.
-        Settings, shapes, attributes and whatever else the loss reads are guarded, and compiled
-        anew when they change; after eight such graphs the step stays eager. So give what changes at
-        each step, as an annealed weight, as a tensor.
+    A step runs eagerly, with one warning that names the reason, if Dynamo cannot trace the loss or
+    if its trace would be wrong: branches on data, Python `autograd.Function`s, losses that change
+    Python objects (return those as *aux*), float16 (whose gradients are scaled inside the backward
+    pass), random numbers that are not from PyTorch's default generator. Guards cover settings,
+    shapes, attributes and everything else that the loss reads, and a change compiles another graph;
+    after eight graphs the step stays eager. Pass values that change every step, such as an annealed
+    weight, as tensors.
 
-        Results are held against the eager loss, from the same random state and buffers, at the calls
-        1, 2, 4, 8, ... of each graph. A difference beyond rounding, which is measured then, ends in
-        eager for good, with a warning that names the operation.
+    At calls 1, 2, 4, 8, ... of each graph the result is compared with that of the eager loss, from
+    the same random state and buffers. If they differ by more than rounding, which is measured then,
+    the step stays eager, with a warning that names the first operation that differs.
 
     Args:
-            loss: A function of *where*, then of the arguments of each call, that gives one element.
-            where: A module, which `loss` gets; tensors that require grad, or containers of them; a
-                `hodiff.select`ion, whose other parameters are constants in the loss.
-            has_aux: Whether `loss` returns `(loss, aux)`; aux comes back detached.
-            backend: `"inductor"`, which needs a C++ compiler and takes a minute; `"replay"`, no
-                compiler: the cleaned list of operations, called one after the other; or a name that
-                `torch.compile` knows.
-            fallback: What is done where a call would run eagerly: it does, with a warning, or it raises.
+        loss: A function of *where* and of the arguments of each call that returns one element.
+        where: A module, which `loss` receives; tensors that require grad, or containers of them; or a
+            `hodiff.select`ion, whose other parameters are constants in the loss.
+        has_aux: Whether `loss` returns `(loss, aux)`. The step returns aux detached, in new tensors.
+        backend: `"inductor"` needs a C++ compiler and takes about a minute; `"replay"` needs no
+            compiler and calls the cleaned list of operations one by one. Other names are those that
+            `torch.compile` knows.
+        fallback: Whether a call that cannot be compiled runs eagerly with a warning, or raises.
 
     Returns:
-            The step, a function of the arguments that `loss` takes behind *where*. With grad mode off
-            it is the loss as it is. `step.value_and_grad(*args)` gives `(value, gradient)`, detached, the
-            gradient like *where* (zeros where it does not matter), and writes nothing; with *has_aux*
-            `((value, aux), gradient)`. `step.report` tells what was compiled, what stayed eager
-            and why, and what was checked. A copy or pickle of a step is a step of its own parameters,
-            and compiles for itself.
+        The step, a function of the arguments that `loss` takes after *where*. With grad mode off it
+        calls the loss as it is. `step.value_and_grad(*args)` returns `(value, gradient)`, detached,
+        with the gradient like *where* (zeros for what the loss does not use), and writes nothing;
+        with *has_aux* it returns `((value, aux), gradient)`. `step.report` says what was compiled,
+        what ran eagerly and why, and what was compared. A copy or pickle of a step is a step of its
+        own parameters, and compiles for itself.
 
     Raises:
-            InputError: *where* has nothing to train; the loss is not one element; the parameters belong to a
-                `DistributedDataParallel` whose forward is not running. For several processes write
-                a module whose forward calls the step, and wrap that.
-            GraphError: By `fallback="raise"`; by a second derivative of the step's value; by
-                `value_and_grad`, where the loss does not depend on *where*.
-            RuntimeError: Of PyTorch, as in eager mode: a parameter has been changed in place between
-                the call and `backward()`, or `backward()` runs twice.
-            HodiffError: PyTorch is older than 2.13.
+        InputError: *where* has nothing to train; the loss is not one element; *backend* is unknown;
+            or the parameters belong to a `DistributedDataParallel` whose forward is not running. For
+            several processes, write a module whose forward calls the step, and wrap that.
+        GraphError: A call cannot be compiled and *fallback* is `"raise"`; a second derivative of the
+            step's value; or, by `value_and_grad`, the loss does not depend on *where*.
+        RuntimeError: PyTorch's own, as in eager mode: a parameter was changed in place between the
+            call and `backward()`, or `backward()` runs twice.
+        HodiffError: PyTorch is older than 2.13.
 
-        Cost:
-            Per call 30 to 100 µs and 1 µs for each parameter tensor beside the graph. The first call
-            traces, for a second by replay, for a minute by inductor.
+    Cost:
+        In addition to the graph, each call takes about 80 to 110 µs, and 4 µs for each parameter
+        tensor with a gradient. The first call traces the loss: seconds with replay, about a minute
+        with inductor.
 
     Examples:
-            The gradient of \((f'(x) - 6)^2\), with \(f(x) = w x^2\), by *w*: \(2 (2 w x - 6) 2 x\).
+        The gradient of \((f'(x) - 6)^2\) for \(f(x) = w x^2\), with respect to *w*, is
+        \(2 (2 w x - 6) 2 x\):
 
-            >>> import torch, hodiff
-            >>> w = torch.tensor(2.0, requires_grad=True)
-            >>> def loss(w, x):
-            ...     x = x.detach().requires_grad_()
-            ...     (slope,) = torch.autograd.grad(w * x**2, x, create_graph=True)
-            ...     return (slope - 6) ** 2
-            >>> step = hodiff.compile_step(loss, w, backend="replay")
-            >>> value = step(torch.tensor(1.0))
-            >>> value.backward()
-            >>> value.item(), w.grad.item()
-            (4.0, -8.0)
+        >>> import torch, hodiff
+        >>> w = torch.tensor(2.0, requires_grad=True)
+        >>> def loss(w, x):
+        ...     x = x.detach().requires_grad_()
+        ...     (slope,) = torch.autograd.grad(w * x**2, x, create_graph=True)
+        ...     return (slope - 6) ** 2
+        >>> step = hodiff.compile_step(loss, w, backend="replay")
+        >>> value = step(torch.tensor(1.0))
+        >>> value.backward()
+        >>> value.item(), w.grad.item()
+        (4.0, -8.0)
     """
     if _versions.RELEASE < (2, 13):
         raise HodiffError(f"compile_step needs PyTorch 2.13 or newer; this is {torch.__version__}.")

@@ -49,11 +49,13 @@ class StepGraph:
         leaves: Whether each of those is a leaf: a derivative that the loss takes ends there.
         inner: By which inputs the loss itself differentiates.
         shared: Which inputs share memory, where it writes into one.
-        methods: Methods of classes that it was traced through, as (namespace, name, method).
+        attributes: Those of classes that it was traced through, as (namespace, name, value).
+        sizes: How many there are in a namespace.
         calls: How often it ran.
     """
 
-    methods: Sequence[tuple[Any, str, Any]] = ()
+    attributes: Sequence[tuple[Any, str, Any]] = ()
+    sizes: Sequence[tuple[Any, int]] = ()
     wanted: Sequence[int]
     outputs: int
 
@@ -70,6 +72,7 @@ class StepGraph:
             differentiable = [index for index, x in enumerate(stand_ins) if isinstance(x, Tensor) and x.requires_grad]
             traced = make_fx(self._whole(module, differentiable))(*stand_ins)
         self.graph = traced.graph
+        nodes = list(self.graph.nodes)  # those that go are known to it for ever
         clean(self.graph)
         self.own_results()
         self.written = _written(self.graph)
@@ -81,6 +84,8 @@ class StepGraph:
         traced.recompile()
         self.traced = traced
         self.run = bound(traced) if backend == "replay" else compiled(traced, stand_ins, backend)
+        for node in [*nodes, *self.graph.nodes]:  # a tensor whose stand-in is kept cannot be swapped
+            node.meta = {"stack_trace": node.meta.get("stack_trace")}
 
     def _whole(self, module: fx.GraphModule, differentiable: Sequence[int]) -> Callable[..., list[Tensor]]:
         """The function to trace: Dynamo's outputs, detached, and the gradients that are not None."""
@@ -109,15 +114,16 @@ class StepGraph:
         leaves = [inputs[i] for i in self.wanted]
         if torch.nn.modules.module._has_any_global_hook():
             raise Different("there are hooks for all modules")
-        if any(namespace.get(name) is not method for namespace, name, method in self.methods):
-            raise Different("a method of a class has been replaced")
+        if any(namespace.get(name) is not value for namespace, name, value in self.attributes):
+            raise Different("an attribute or a method of a class has been replaced")
+        if any(len(namespace) != size for namespace, size in self.sizes):
+            raise Different("a class, or an object with a __getattr__ of its own, has got or lost an attribute")
         if len({id(x) for x in leaves}) < len(leaves):
             raise Different("two of its tensors have become one")
-        if self.order > 1:
-            if [x.is_leaf for x in leaves] != self.leaves:
-                raise Different("a tensor that it differentiates by has another graph than when it was traced")
-            if any(inputs[i]._backward_hooks for i in self.inner):
-                raise Different("a tensor that the loss differentiates by has a hook")
+        if [x.is_leaf for x in leaves] != self.leaves:
+            raise Different("a tensor that it differentiates by has another graph than when it was traced")
+        if self.order > 1 and any(inputs[i]._backward_hooks for i in self.inner):
+            raise Different("a tensor that the loss differentiates by has a hook")
         if self.shared is not None and memories(inputs) != self.shared:
             raise Different("tensors share memory that did not, or the reverse, and it writes into one")
 
@@ -240,6 +246,12 @@ def _writes(node: fx.Node) -> bool:
     )
 
 
+def _acts(node: fx.Node) -> bool:
+    """Whether it does something beside giving a result; what gives none, as the operations of `assert`, does."""
+    schema = getattr(node.target, "_schema", None)
+    return _writes(node) or _draws(node) or (schema is not None and not schema.returns)
+
+
 def _draws(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
@@ -287,7 +299,7 @@ def clean(graph: fx.Graph) -> None:
         if same is not None and same is not node:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _writes(node) or _draws(node))
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _acts(node))
 
 
 def _identical(node: Any) -> Any:
@@ -342,7 +354,7 @@ def bound(traced: fx.GraphModule) -> Callable[..., Any]:
 def _in_c(node: fx.Node) -> Any:
     """The C function of the same name, where it gives a stand-in the same shape and dtype."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or _writes(node) or _draws(node):
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or _acts(node):
         return target
     name = target._schema.name.partition("::")[2]
     function = getattr(torch, name, None) or getattr(Tensor, name, None)

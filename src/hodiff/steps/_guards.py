@@ -7,12 +7,14 @@ parameters). A key that is looked up in vain in an object's `__dict__` has no gu
 
 from __future__ import annotations
 
+import difflib
 import functools
 import gc
 import itertools
 import re
 import threading
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +30,7 @@ from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariabl
 
 from hodiff._core import _settings
 from hodiff._core._settings import Scope, Undo
+from hodiff.errors import InputError
 from hodiff.steps._graph import NotCompiled, StepGraph
 
 _torch: Any = torch._C
@@ -52,6 +55,10 @@ def fresh(function: Any) -> Any:
     """The function with code of its own: by that Dynamo keeps graphs, limits, and which sizes vary."""
     code = function.__code__.replace(co_name=f"step_{next(_names)}")
     return types.FunctionType(code, function.__globals__, closure=function.__closure__)
+
+
+lock = threading.RLock()
+"""Held for a compilation: its settings are those of the process."""
 
 
 class _Compiling(threading.local):
@@ -110,8 +117,10 @@ translator.exception_handler = _handled
 variables.dicts.DunderDictVariable.install_dict_contains_guard = _key_of_an_object
 
 
-def compiler(build: Callable[..., StepGraph], ran: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's backend for a step.
+def compiler(
+    build: weakref.WeakMethod[Callable[..., StepGraph]], ran: weakref.WeakMethod[Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Dynamo's backend for a step, which it does not keep alive.
 
     Args:
         build: Makes the graph from Dynamo's, given the inputs.
@@ -119,15 +128,32 @@ def compiler(build: Callable[..., StepGraph], ran: Callable[..., Any]) -> Callab
     """
 
     def backend(module: torch.fx.GraphModule, given: list[Any]) -> Callable[..., Any]:
+        made: Any = build()
         if not _compiling.on:
             raise NotCompiled("compiled without its settings")
         _check_side_effects()
-        methods = _methods()
-        graph = build(module, given)
-        graph.methods = methods
-        return lambda *inputs: ran(graph, inputs)
+        attributes, sizes = _attributes()
+        graph = made(module, given)
+        graph.attributes, graph.sizes = attributes, sizes
+
+        def run(*inputs: Any) -> Any:
+            called: Any = ran()
+            return called(graph, inputs)
+
+        return run
 
     return backend
+
+
+def check_backend(name: str) -> None:
+    """Raise unless there is a backend of that name."""
+    known = ["replay", *torch._dynamo.list_backends(exclude_tags=None)]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1) if isinstance(name, str) else []
+        raise InputError(
+            f"backend: is {name!r}, expected 'inductor', 'replay', or a name that torch.compile knows"
+            + (f"; did you mean {near[0]!r}?" if near else f" ({', '.join(map(repr, known[1:]))}).")
+        )
 
 
 def _check_side_effects() -> None:
@@ -143,25 +169,33 @@ def _check_side_effects() -> None:
             raise NotCompiled(f"it changes a Python object, {source.name if source else changed}; return it as aux")
 
 
-def _methods() -> list[tuple[Any, str, Any]]:
-    """The methods of the classes that a loss meets: that one is replaced has no guard."""
+def _attributes() -> tuple[list[tuple[Any, str, Any]], list[tuple[Any, int]]]:
+    """What classes have that a loss meets, methods and what is inherited; and how much.
+
+    That one of them is replaced has no guard, nor that a new one hides another.
+    """
     effects = InstructionTranslator.current_tx().output.side_effects
-    classes: dict[type, None] = {}
+    classes: dict[type, bool] = {}
+    sizes: list[tuple[Any, int]] = []
     for variable in effects.id_to_variable.values():
         if isinstance(variable, (variables.ConstDictVariable, variables.UserDefinedObjectVariable)):
             _check_order(variable)
         if isinstance(variable, variables.UserDefinedObjectVariable):
             kind = type(variable.value)
-            classes.update(dict.fromkeys(kind.__mro__[:-1]))
-            if hasattr(kind, "__getattr__") and kind.__setattr__ is object.__setattr__:
-                raise NotCompiled(f"it reads a {kind.__name__}, whose __getattr__ an attribute may hide later")
-    methods: list[tuple[Any, str, Any]] = []
-    for cls in classes:
+            classes[kind] = classes.get(kind, False)
+            classes.update(dict.fromkeys(kind.__mro__[1:-1], True))
+            if getattr(kind, "__getattr__", torch.nn.Module.__getattr__) is not torch.nn.Module.__getattr__:
+                if kind.__setattr__ is object.__setattr__:
+                    raise NotCompiled(f"it reads a {kind.__name__}, whose __getattr__ an attribute may hide later")
+                sizes.append((vars(variable.value), len(vars(variable.value))))
+    attributes: list[tuple[Any, str, Any]] = []
+    for cls, inherited in classes.items():
         names = {"forward", "__call__", "_call_impl", "__getattr__"}
         if not cls.__module__.startswith("torch."):
-            names |= {name for name, method in vars(cls).items() if callable(method)}
-        methods += [(vars(cls), name, vars(cls).get(name)) for name in names]
-    return methods
+            names |= {name for name, value in vars(cls).items() if inherited or callable(value)}
+            sizes.append((vars(cls), len(vars(cls))))
+        attributes += [(vars(cls), name, vars(cls).get(name)) for name in names]
+    return attributes, sizes
 
 
 def _check_order(variable: Any) -> None:

@@ -1983,3 +1983,45 @@ def saved_hooks(w):
         w.restore = lambda: c.__exit__(None, None, None)
 
     return (lambda net, x: net(x).square().mean()), change
+
+
+def _weighed(module):
+    """A loss times a number that a module or an object has."""
+    return lambda net, x: grad_loss(net, x) * module.k
+
+
+@change
+def attribute_hides_that_of_a_base(w):
+    base = type("Base", (), {"k": 0.5})
+    kind = type("Kind", (base,), {})
+    return _weighed(kind()), lambda: setattr(kind, "k", 0.1)
+
+
+@change
+def attribute_of_a_base(w):
+    base = type("Base", (), {"k": 0.5})
+    return _weighed(type("Kind", (base,), {})()), lambda: setattr(base, "k", 0.1)
+
+
+@change
+def attribute_hides_that_of_a_base_module(w):
+    base = type("Base", (nn.Module,), {"k": 0.5})
+    kind = type("Kind", (base,), {})
+    return _weighed(kind()), lambda: setattr(kind, "k", 0.1)
+
+
+@change
+def property_hides_an_attribute(w):
+    kind = type("Kind", (nn.Module,), {})
+    module = kind()
+    module.k = 0.5
+    return _weighed(module), lambda: setattr(kind, "k", property(lambda self: 0.1))
+
+
+@change
+def attribute_hides_getattr_of_a_module(w):
+    def look_up(self, name):
+        return 0.5 if name == "k" else nn.Module.__getattr__(self, name)
+
+    module = type("Kind", (nn.Module,), {"__getattr__": look_up})()
+    return _weighed(module), lambda: setattr(module, "k", 0.1)

@@ -2,13 +2,17 @@
 
 import contextlib
 import copy
+import gc
 import pickle
+import threading
 import warnings
+import weakref
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import hodiff
 from hodiff._core._versions import RELEASE
@@ -377,3 +381,74 @@ def test_after_a_compilation_that_failed_the_next_is_whole() -> None:
     step = hodiff.compile_step(KINDS["field"], NETS["residual"](), backend="replay", fallback="raise")
     step(x).backward()
     assert step.report.graphs == 1
+
+
+def test_an_assertion_on_numbers_is_kept() -> None:
+    def loss(net, x):
+        torch._assert_async(x.sum() < 10, "too large")  # an assert statement is pytest's own in a test
+        return forces(net, x)
+
+    step = hodiff.compile_step(loss, NETS["tanh"](), backend="replay", fallback="raise")
+    step(torch.ones(2, 3))
+    with pytest.raises((AssertionError, RuntimeError), match="too large"):
+        step(torch.full((2, 3), 100.0))
+    assert step.report.graphs == 1
+
+
+def test_threads_compile_steps_of_their_own_at_once() -> None:
+    def work(x: Tensor) -> None:
+        for _ in range(2):
+            net = NETS["tanh"]()
+            step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
+            for _ in range(3):
+                step(x).backward()
+            counts.append(step.report.eager)
+
+    counts: list[int] = []
+    threads = [threading.Thread(target=work, args=(torch.randn(3 + n, 3),)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert counts == [0] * 6
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo reads it
+def test_a_step_inside_a_compiled_function_runs_beside_its_graphs() -> None:
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
+    torch.compile(lambda x: 2 * step(x), backend="eager")(x).backward()
+    ours = gradients(net)
+    net.zero_grad()
+    (2 * forces(net, x)).backward()
+    assert off(ours, gradients(net)) < 1e-13
+
+
+def test_a_tangent_reaches_the_value() -> None:
+    w = torch.tensor(2.0, requires_grad=True)
+    step = hodiff.compile_step(lambda w, x: (w * x).sin().sum(), w, backend="replay")
+    step(torch.ones(2))
+    with forward_ad.dual_level(), pytest.warns(hodiff.HodiffWarning, match="forward mode is on"):
+        value = step(forward_ad.make_dual(torch.ones(2), torch.ones(2)))
+        tangent = forward_ad.unpack_dual(value).tangent
+    torch.testing.assert_close(tangent, 4 * torch.tensor(2.0).cos())
+
+
+def test_a_model_goes_with_its_step() -> None:
+    def used() -> weakref.ref[nn.Module]:
+        net = NETS["tanh"]()
+        hodiff.compile_step(forces, net, backend="replay")(torch.randn(2, 3)).backward()
+        return weakref.ref(net)
+
+    net = used()
+    gc.collect()
+    assert net() is None
+
+
+def test_words_for_a_backend_and_for_aux() -> None:
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    with pytest.raises(hodiff.InputError, match=r"backend: is 'inductr', .*did you mean 'inductor'\?"):
+        hodiff.compile_step(forces, net, backend="inductr")(x)
+    with pytest.raises(hodiff.InputError, match=r"has_aux=True expects \(loss, extra\)"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hodiff.compile_step(forces, net, has_aux=True, backend="replay")(x)
