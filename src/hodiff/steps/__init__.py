@@ -300,87 +300,87 @@ def compile_step(
 ) -> CompiledStep:
     r"""A training step whose loss has derivatives in it, compiled: loss and gradient in one exact graph.
 
-        PyTorch's compiled functions have no second derivative, and a trace of forces that is
-        differentiated afterwards is silently wrong. A step here is traced whole: the loss, the
-        derivatives that it takes, and its gradient \(
-    abla_	heta L\). Nothing is differentiated after that.
+    `torch.compile` has no second derivative, and a trace of forces that is differentiated
+    afterwards is silently wrong. `compile_step` traces the whole step: the loss, the derivatives in
+    it, and its gradient \(\nabla_\theta L\). Nothing is differentiated after the trace.
 
-            step = hodiff.compile_step(loss, model)
-            for batch in loader:
-                optimizer.zero_grad()
-                value = step(*batch)
-                value.backward()
-                optimizer.step()
+        step = hodiff.compile_step(loss, model)
+        for batch in loader:
+            optimizer.zero_grad()
+            value = step(*batch)
+            value.backward()
+            optimizer.step()
 
-        The law: `step(*args)` gives what `loss(where, *args)` gives, and `backward()` on it does what
-        it would do: gradients are added to `.grad` of *where* and of whatever else requires grad and
-        matters (arguments, tensors in closures); hooks of parameters, scalers, clipping, accumulation,
-        sums with other losses and LBFGS see what they always see. What a call cannot give so, it raises.
-        All gradients are computed by the call; `backward()` hands them over, and makes a copy.
+    `step(*args)` returns what `loss(where, *args)` returns, and `backward()` has the same effect:
+    it adds gradients to `.grad` of *where* and of every other tensor that requires grad and that
+    the loss depends on (arguments, tensors in closures). Hooks of parameters, scalers, clipping,
+    accumulation, sums with other losses and LBFGS work unchanged. The call computes all gradients;
+    `backward()` hands them over as a copy. What a step cannot do, it refuses with an error.
 
-        Derivatives in the loss may be `torch.autograd.grad(..., create_graph=True)`, `torch.func`,
-        or those functions of hodiff that `torch.compile` can trace: penalties, `laplacian` and its like.
-        Where a total order of three or more meets a norm, it is computed from its definition, as in
-        all of hodiff.
+    The loss may take derivatives by `torch.autograd.grad(..., create_graph=True)`, by `torch.func`,
+    or by the functions of hodiff that `torch.compile` can trace: the calculus, penalties, fields.
+    Derivatives of a total order of three or more compute norms from their definition, as in
+    all of hodiff.
 
-        A step stays eager, with one warning that says why, where Dynamo cannot trace the loss, or
-        where what it traces would be wrong: branches on data, Python `autograd.Function`s, losses that
-        change Python objects (return such things as *aux*), float16 (whose gradients are scaled
-        inside of the backward pass), random numbers that are not PyTorch's default.
-        Settings, shapes, attributes and whatever else the loss reads are guarded, and compiled
-        anew when they change; after eight such graphs the step stays eager. So give what changes at
-        each step, as an annealed weight, as a tensor.
+    A step stays eager, with one warning that says why, if Dynamo cannot trace the loss or
+    would trace it wrongly: branches on data, Python `autograd.Function`s, losses that
+    change Python objects (return such things as *aux*), float16 (whose gradients are scaled
+    inside the backward pass), random numbers that are not PyTorch's default.
+    Settings, shapes, attributes and whatever else the loss reads are guarded; a change compiles the
+    step anew, and after eight such graphs it stays eager. Pass what changes in every
+    step, such as an annealed weight, as a tensor.
 
-        Results are held against the eager loss, from the same random state and buffers, at the calls
-        1, 2, 4, 8, ... of each graph. A difference beyond rounding, which is measured then, ends in
-        eager for good, with a warning that names the operation.
+    The calls 1, 2, 4, 8, ... of each graph are compared with the eager loss, from the same random
+    state and buffers. If they differ by more than rounding, which is measured then, the step stays
+    eager from then on, and a warning names the operation.
 
     Args:
-            loss: A function of *where*, then of the arguments of each call, that gives one element.
-            where: A module, which `loss` gets; tensors that require grad, or containers of them; a
-                `hodiff.select`ion, whose other parameters are constants in the loss.
-            has_aux: Whether `loss` returns `(loss, aux)`; aux comes back detached.
-            backend: `"inductor"`, which needs a C++ compiler and takes a minute; `"replay"`, no
-                compiler: the cleaned list of operations, called one after the other; or a name that
-                `torch.compile` knows.
-            fallback: What is done where a call would run eagerly: it does, with a warning, or it raises.
+        loss: A function of *where*, then of the arguments of each call, that gives one element.
+        where: A module, which `loss` gets; tensors that require grad, or containers of them; a
+            `hodiff.select`ion, whose other parameters are constants in the loss.
+        has_aux: Whether `loss` returns `(loss, aux)`; aux comes back detached.
+        backend: `"inductor"`, which needs a C++ compiler and takes up to a minute; `"replay"`, which
+            needs no compiler: the cleaned list of operations, called one after the other; or a name
+            that `torch.compile` knows.
+        fallback: `"warn"` runs a call eagerly that cannot be compiled, with a warning; `"raise"`
+            raises an error instead.
 
     Returns:
-            The step, a function of the arguments that `loss` takes behind *where*. With grad mode off
-            it is the loss as it is. `step.value_and_grad(*args)` gives `(value, gradient)`, detached, the
-            gradient like *where* (zeros where it does not matter), and writes nothing; with *has_aux*
-            `((value, aux), gradient)`. `step.report` tells what was compiled, what stayed eager
-            and why, and what was checked. A copy or pickle of a step is a step of its own parameters,
-            and compiles for itself.
+        The step, a function of the arguments that `loss` takes after *where*. With grad mode off
+        it calls the loss itself. `step.value_and_grad(*args)` returns `(value, gradient)`, detached,
+        the gradient like *where* (zeros where the loss does not depend on it), and writes nothing;
+        with *has_aux* it returns `((value, aux), gradient)`. `step.report` says what was compiled,
+        what stayed eager and why, and what was checked. A copy or pickle of a step belongs to the
+        copied parameters, and compiles for itself.
 
     Raises:
-            InputError: *where* has nothing to train; the loss is not one element; the parameters belong to a
-                `DistributedDataParallel` whose forward is not running. For several processes write
-                a module whose forward calls the step, and wrap that.
-            GraphError: By `fallback="raise"`; by a second derivative of the step's value; by
-                `value_and_grad`, where the loss does not depend on *where*.
-            RuntimeError: Of PyTorch, as in eager mode: a parameter has been changed in place between
-                the call and `backward()`, or `backward()` runs twice.
-            HodiffError: PyTorch is older than 2.13.
+        InputError: *where* has nothing to train; the loss is not one element; the parameters belong to a
+            `DistributedDataParallel` whose forward is not running. For several processes write
+            a module whose forward calls the step, and wrap that.
+        GraphError: A call cannot be compiled and `fallback="raise"`; a second derivative of the step's
+            value is taken; the loss of `value_and_grad` does not depend on *where*.
+        RuntimeError: PyTorch's, as in eager mode: a parameter has been changed in place between
+            the call and `backward()`, or `backward()` runs twice.
+        HodiffError: PyTorch is older than 2.13.
 
-        Cost:
-            Per call 30 to 100 µs and 1 µs for each parameter tensor beside the graph. The first call
-            traces, for a second by replay, for a minute by inductor.
+    Cost:
+        Beside the graph, each call takes 30 to 100 µs and 1 µs for each parameter tensor. The first
+        call traces: a second by replay, up to a minute by inductor.
 
     Examples:
-            The gradient of \((f'(x) - 6)^2\), with \(f(x) = w x^2\), by *w*: \(2 (2 w x - 6) 2 x\).
+        The gradient of \((f'(x) - 6)^2\), with \(f(x) = w x^2\), by *w*: \(2 (2 w x - 6) 2 x\).
 
-            >>> import torch, hodiff
-            >>> w = torch.tensor(2.0, requires_grad=True)
-            >>> def loss(w, x):
-            ...     x = x.detach().requires_grad_()
-            ...     (slope,) = torch.autograd.grad(w * x**2, x, create_graph=True)
-            ...     return (slope - 6) ** 2
-            >>> step = hodiff.compile_step(loss, w, backend="replay")
-            >>> value = step(torch.tensor(1.0))
-            >>> value.backward()
-            >>> value.item(), w.grad.item()
-            (4.0, -8.0)
+        >>> import torch, hodiff
+        >>> w = torch.tensor(2.0, requires_grad=True)
+        >>> def loss(w, x):
+        ...     x = x.detach().requires_grad_()
+        ...     (slope,) = torch.autograd.grad(w * x**2, x, create_graph=True)
+        ...     return (slope - 6) ** 2
+        >>> step = hodiff.compile_step(loss, w, backend="replay")
+        >>> value = step(torch.tensor(1.0))
+        >>> value.backward()
+        >>> value.item(), w.grad.item()
+        (4.0, -8.0)
     """
     if _versions.RELEASE < (2, 13):
         raise HodiffError(f"compile_step needs PyTorch 2.13 or newer; this is {torch.__version__}.")
