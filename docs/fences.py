@@ -3,6 +3,7 @@
 import html
 import linecache
 import re
+import sys
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -13,6 +14,21 @@ WIDEST = 88  # columns of a block that a desktop shows whole
 _OUTPUT = re.compile(
     r'<div class="(?:language-text )?highlight">(?=<pre[^>]*>(?:<span></span>)?<code>([^<]*)</code>)'
 )
+
+
+def traceable(execute: Callable[..., None]) -> Callable[..., None]:
+    """Runs blocks like `execute`; their modules have what they define, which `torch.compile` looks up there."""
+
+    def run(code: str, name: str, defined: dict[str, Any]) -> None:
+        def lookup(attribute: str) -> Any:
+            if attribute in defined:
+                return defined[attribute]
+            raise AttributeError(attribute)
+
+        sys.modules[defined["__name__"]].__dict__["__getattr__"] = lookup
+        execute(code, name, defined)
+
+    return run
 
 
 def readable(formatter: Callable[..., str]) -> Callable[..., str]:

@@ -22,7 +22,9 @@ def on_startup(*, command: str, dirty: bool) -> None:
 def on_config(config: Any) -> None:
     """Explanations quote the lines of the pages' own code; the navigation knows the pages of functions."""
     from docs import fences
+    from markdown_exec._internal.formatters import python
 
+    python.exec_python = fences.traceable(python.exec_python)
     (fence,) = config.mdx_configs["pymdownx.superfences"]["custom_fences"]
     fence["format"] = fences.readable(fence["format"])
     for section in config.nav or []:

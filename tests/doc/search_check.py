@@ -46,6 +46,8 @@ FIRST = {
     "AMP": "recipes/wgan-gp-convolutional/",
     "DDP": "recipes/several-processes/",
     "torch.compile": "recipes/compile/",
+    "torch.compile with aot_autograd does not currently support double backward": "recipes/compile/",
+    "compiled training step": "recipes/compile/",
     "notebook": "recipes/notebooks/",
     "backward second time": "recipes/backward-twice/",
     "modified by an inplace operation": "recipes/backward-twice/",

@@ -190,7 +190,7 @@ def check_real_tensor(value: Any, name: str) -> None:
     """Raise unless `value` is a strided, real floating point tensor."""
     if value.__class__ is not Tensor and not isinstance(value, Tensor):
         raise InputError(f"{name}: {_not_a_tensor(value)}")
-    if value.__class__ not in WHOLE and LOADED_BY in sys.modules and _is_dtensor(value):
+    if value.__class__ not in TENSORS and LOADED_BY in sys.modules and _is_dtensor(value):
         raise InputError(f"{name}: is a DTensor, of which each process holds a shard. {WAY_OUT}")
     if value.dtype.is_floating_point:
         if value.dtype.itemsize == 1:
