@@ -241,6 +241,37 @@ def test_the_flag_of_the_tracer_is_as_it_was_and_a_second_call_compiles_nothing(
     assert not torch._dynamo.config.trace_autograd_ops
 
 
+@pytest.mark.parametrize("kind", ["leaf", "parameter", "detached", "nested"])
+@pytest.mark.parametrize(("n", "keep"), [(2, False), (3, False), (3, True), (4, True)])
+def test_orders_at_a_point_that_requires_grad(kind: str, n: int, keep: bool) -> None:
+    """In one graph and right, also where `f` reaches a tensor that the point was detached from."""
+    scale = torch.tensor(1.3, dtype=D, requires_grad=True)
+    x = {"parameter": nn.Linear(3, 3).double().weight, "detached": POINTS.detach()}.get(kind, POINTS)
+
+    def run() -> Tensor:
+        f = lambda z: scale * (POINTS.cos() * z if kind == "detached" else z).sin()
+        found = lambda z: hodiff.nth_derivative(f, z, n, create_graph=keep)
+        return hodiff.grad(lambda z: found(z).sum(), x, **KEEP) if kind == "nested" and keep else found(x)
+
+    got, expected = torch.compile(run, backend="aot_eager", fullgraph=True)(), run()
+    torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
+    assert got.requires_grad == expected.requires_grad
+    if keep:
+        by = [POINTS, scale, x][: 2 + (kind == "parameter")]
+        each = [torch.autograd.grad(v.sum(), by, allow_unused=True, materialize_grads=True) for v in (got, expected)]
+        torch.testing.assert_close(*each, rtol=1e-13, atol=1e-13)
+
+
+def test_a_penalty_that_depends_on_nothing_trained_requires_grad() -> None:
+    m = net()
+    run = lambda: hodiff.gradient_penalty(lambda z: (z.detach() * z.sin() + m(X)).sum(-1), X)
+    got, expected = torch.compile(run, backend="aot_eager", fullgraph=True)(), run()
+    torch.testing.assert_close(got, expected)
+    got.backward()
+    expected.backward()
+    assert all(p.grad is None for p in m.parameters())
+
+
 def test_results_are_nobody_elses() -> None:
     step = torch.compile(
         lambda x, v: hodiff.hvp(lambda z: (z * z).sum() / 2, x, v), backend="aot_eager", fullgraph=True
@@ -278,10 +309,27 @@ class Cubed(torch.autograd.Function):
 M: Any
 M, TRAINING = net(), net(nn.BatchNorm1d(4))
 LEAF = X.clone().requires_grad_()
+DOUBLE = 2 * LEAF
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "Function": (lambda: hodiff.grad(lambda z: Cubed.apply(M(z)).sum(), X, **KEEP), "autograd.Function"),
     "bypass": (lambda: hodiff.grad(lambda z: (M(z) * LEAF).sum(), LEAF, **KEEP), "other than through its argument"),
     "bypass, detached": (lambda: hodiff.grad(lambda z: (M(z) * LEAF).sum(), LEAF), "other than through its argument"),
+    **{
+        f"bypass, order {n}, create_graph={keep}, {kind}": (
+            lambda f=f, x=x, n=n, keep=keep: hodiff.nth_derivative(f, x, n, create_graph=keep), words,
+        )
+        for kind, x, f in (
+            ("leaf", LEAF, lambda z: LEAF * z.sin()),
+            ("constant", LEAF, lambda z: (LEAF.exp() * z).sin()),
+            ("not a leaf", DOUBLE, lambda z: DOUBLE * z.sin()),
+            ("parameter", M[0].weight, lambda z: M[0].weight * z.sin()),
+        )
+        for n, keep, words in (
+            (2, False, "other than through its argument"), (3, False, "other than through its argument"),
+            (3, True, "other than through its argument"), (6, False, "past its argument"),
+            (6, True, "past its argument"),
+        )
+    },
     "parameter": (lambda: hodiff.grad(lambda w: M(X).sum() * w.sum(), M[0].weight), "other than through its argument"),
     "in place": (lambda: hodiff.grad(lambda z: M(z.mul_(2)).sum(), X), "in place"),
     "buffers": (lambda: hodiff.grad(lambda z: TRAINING(z).square().sum(), X), "changes a buffer"),
@@ -323,10 +371,16 @@ WEIGHTED = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).double()
 RAISES = {
     "bypass", "bypass, detached", "parameter", "in place", "inside vmap", "inside torch.func", "nothing", "strict",
     "no second derivative", "constant", "entries mix",
-}  # fmt: skip
+} | {name for name in REFUSED if name.startswith("bypass, order")}  # fmt: skip
 """Outside, too."""
-OUTSIDE = {"in place": "in-place|in place"}
-SHOWN = {"Function", "bypass", "buffers", "entries mix", "eigenvalues", "penalty inside"}
+OUTSIDE = {"in place": "in-place|in place"} | {
+    name: "other than through its argument" for name in REFUSED if name.startswith("bypass, order")
+}
+SHOWN = {
+    "bypass, order 2, create_graph=False, leaf", "bypass, order 3, create_graph=True, parameter",
+    "bypass, order 6, create_graph=True, constant",
+    "Function", "bypass", "buffers", "entries mix", "eigenvalues", "penalty inside",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SHOWN else [pytest.mark.slow]) for n in REFUSED])

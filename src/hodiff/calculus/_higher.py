@@ -14,7 +14,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _call, _reverse, _settings, _traced, _vectors
 from hodiff._core._arguments import Allowed
 from hodiff._core._call import call
-from hodiff._core._compiled_callers import by_passes, stands_for
+from hodiff._core._compiled_callers import by_passes, check_point, stands_for
 from hodiff._core._graph import OutputGraph, Watched, detached
 from hodiff._core._loans import memory_of
 from hodiff._core._settings import RandomState
@@ -130,7 +130,10 @@ def derivatives(
     if not _jet.is_jet(x):
         _arguments.check_real_tensor(x, "x")
     _arguments.check_arguments(args, kwargs)
-    if callable(f) and not isinstance(f, Tensor) and (n >= TAYLOR_FROM[_call.recorded(create_graph)] or _jet.is_jet(x)):
+    least = TAYLOR_FROM[_call.recorded(create_graph)]
+    if torch.compiler.is_compiling() and not _jet.is_jet(x) and x.requires_grad:
+        least += 2  # an expansion in a trace does not see whether f reaches x past its argument, and passes do
+    if callable(f) and not isinstance(f, Tensor) and (n >= least or _jet.is_jet(x)):
         try:
             return _by_jets(f, x, n, create_graph, args, kwargs)
         except NoRule as error:
@@ -240,6 +243,8 @@ def _by_jets(
 ) -> tuple[Tensor, ...]:
     """All orders from an expansion along ones; one along weights tells whether f is elementwise."""
     record = _call.recorded(create_graph)
+    if torch.compiler.is_compiling() and not _jet.is_jet(x):
+        check_point([x])
     if not record:
         _call.refuse_transforms()
     factor = _pushforward.factorials(n, x.dtype)

@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
-from hodiff._core import _arguments, _call, _compiled_callers, _independence, _nodes, _reverse, _settings, _tree
+from hodiff._core import (
+    _arguments,
+    _call,
+    _compiled_callers,
+    _independence,
+    _nodes,
+    _reverse,
+    _settings,
+    _traced,
+    _tree,
+)
 from hodiff._core._arguments import (
     Allowed,
     AllowedNames,
@@ -546,5 +556,6 @@ def outputs_and_gradient(
     with sdpa_kernel(SDPBackend.MATH):  # no second derivative through the fused kernels; nor, of some masks, a first
         gradient, outputs = torch.func.grad(total, has_aux=True)(leaves)
     if not create_graph:
-        gradient, outputs = [leaf.detach() for leaf in gradient], outputs.detach()
-    return outputs, list(gradient)
+        return outputs.detach(), [leaf.detach() for leaf in gradient]
+    # a gradient that depends on nothing trained is a function of the point all the same, as outside
+    return outputs, [leaf if leaf.requires_grad else leaf - _traced.NOTHING.sum().to(leaf) for leaf in gradient]
