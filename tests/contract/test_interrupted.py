@@ -268,6 +268,15 @@ def _in_blocks(model: Model) -> object:
 
 _OF_STEPS = _entered(_settings_of_steps)
 
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    """The switch of compiled code loads what it needs at its first use: a test that runs alone would see that."""
+    undo: list[Any] = []
+    _settings.eager.enter(undo)
+    _settings.undo_all(undo)
+
+
 ENTERED: dict[str, Call] = {
     "_core/_locks.py: ThreadClaim": CALLS["NewtonCG"],
     "_core/_graph.py: OutputGraph": CALLS["hvp, module as point"],

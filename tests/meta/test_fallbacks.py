@@ -7,7 +7,7 @@ from tests.meta.source import library_files, module_name, tree
 
 # Classes of exceptions that mean one thing each.
 NARROW = {
-    "ByNoRoute", "GraphError", "HodiffError", "ImportError", "InputError", "NoRule", "StopIteration",
+    "ByNoRoute", "Different", "GraphError", "HodiffError", "ImportError", "InputError", "NoRule", "StopIteration",
     "SyntaxError", "SystemExit", "TooMany", "CoefficientTooLarge", "hodiff.GraphError",
     "importlib.metadata.PackageNotFoundError", "torch.OutOfMemoryError",
 }  # fmt: skip

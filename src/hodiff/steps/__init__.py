@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
@@ -22,6 +21,7 @@ from torch.utils._device import DeviceContext
 
 from hodiff._core import _settings, _tree, _versions
 from hodiff._core._arguments import outside
+from hodiff._core._call import tangents
 from hodiff._core._compiled_callers import uncompiled
 from hodiff._core._graph import split
 from hodiff._core._settings import Scope, Undo
@@ -97,7 +97,7 @@ def _detached(x: Any) -> Any:
 
 def _watched() -> str:
     """What of the caller's wants to see the operations of the eager loss, or changes them."""
-    if forward_ad._current_level >= 0:
+    if tangents():
         return "forward mode is on"
     if _torch._len_torch_dispatch_stack():
         return "a mode sees each operation"
@@ -247,8 +247,15 @@ class CompiledStep:
 
     def _replay(self, graph: StepGraph, inputs: tuple[Any, ...]) -> Any:
         """Called by what Dynamo made of the loss."""
+        from hodiff.steps import _guards
+        from hodiff.steps._graph import Different
+
         call = self._call
-        graph.check(inputs)
+        try:
+            graph.check(inputs)
+        except Different:
+            with _guards.lock:  # another thread's trace replaces methods of all modules while it lasts
+                graph.check(inputs)
         graph.calls += 1
         if graph.calls & (graph.calls - 1) == 0:
             call.before = Before(graph, inputs)

@@ -405,7 +405,7 @@ def test_threads_compile_steps_of_their_own_at_once() -> None:
             counts.append(step.report.eager)
 
     counts: list[int] = []
-    threads = [threading.Thread(target=work, args=(torch.randn(3 + n, 3),)) for n in range(3)]
+    threads = [threading.Thread(target=work, args=(torch.randn(3 + n, 3),), daemon=True) for n in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
