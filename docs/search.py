@@ -20,6 +20,7 @@ _SHARES = {  # pages that hold a little of everything, or figures, are found aft
     "api/calculus/hessian/": 2.7,
     "api/calculus/": 2.0,
     "api/cli/": 0.1,
+    "api/sparse/sparse_hessian/": 2.0,  # beside hessian, whose title the word fills
     "benchmarks/": 0.1,
     "changelog/": 0.1,
     "coming-from/": 0.3,
