@@ -108,6 +108,13 @@ def test_none_and_one(count: int) -> None:
         assert "0" in repr(found) or found.message
 
 
+def test_rows_are_refused_and_the_columns_that_are_named_instead_are_solved() -> None:
+    A, B = matrix("cg", 40), draw(7, 40, seed=5)
+    with pytest.raises(hodiff.InputError, match=r"b: has shape \(7, 40\).*several vectors are columns: give b\.T\.$"):
+        hodiff.solve(hodiff.MatrixOperator(A), B)
+    agree(hodiff.solve(hodiff.MatrixOperator(A), B.T, rtol=1e-13).value, torch.linalg.solve(A, B.T), 1e-10)
+
+
 def test_options_are_of_each() -> None:
     A, M, B = matrix("cg", 30), torch.linspace(0.5, 2, 30, dtype=D), draw(30, 3)
     operator, S = hodiff.MatrixOperator(A), draw(30, 3, seed=8)

@@ -258,3 +258,43 @@ def test_an_output_of_a_compiled_call_is_not_what_the_first_loss_reads():
     for node, words in ((compiled, "those outputs of the compiled call"), (object(), "aux.detach()")):
         evidence = types.SimpleNamespace(first=types.SimpleNamespace(node=node), variables=["aux"])
         assert Evidence.detached.fget(evidence).startswith(words)
+
+
+COMPILED = """
+encoder, critic = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 3)}), nn.Linear(3, 1)
+opt_e, opt_c = torch.optim.SGD(encoder.parameters(), lr=0.1), torch.optim.SGD(critic.parameters(), lr=0.1)
+def both(z): return encoder["a"](z).tanh(), encoder["b"](z).tanh()
+fake, other = torch.compile(both, backend="aot_eager")(torch.randn(4, 2))
+"""
+CRITIC_FIRST = """
+d_loss = critic(fake).square().mean()
+d_loss.backward(); opt_c.step(); opt_e.zero_grad()
+loss = other.square().mean()
+loss.backward(); opt_e.step()
+"""
+BOTH_FOR_THE_ENCODER = """
+opt_e.zero_grad()
+loss = other.square().mean()
+loss.backward()
+g_loss = critic(fake).square().mean()
+g_loss.backward(); opt_e.step()
+"""
+
+
+def test_two_outputs_are_one_node_by_torch_compile(explained, tmp_path):
+    """Each program is right without it, and detach() is a fix only where the first pass was for the critic alone."""
+    same = "torch.compile makes all outputs of a call one node: the pass of one frees what the others need. => "
+    torch.compiler.reset()
+    note = explained(COMPILED + CRITIC_FIRST)
+    assert same in note
+    assert "fake.detach(), at program.py:11 (d_loss = critic(fake).square().mean()): that pass was for critic." in note
+    note = explained(COMPILED + BOTH_FOR_THE_ENCODER)
+    assert same in note
+    assert "fix" not in note
+    assert "those outputs of the compiled call that it reads, detached. If so, keep the graph: retain_graph" in note
+    torch.compiler.reset()
+    eager = COMPILED.replace("aot_eager", "eager")
+    for k, program in enumerate((CRITIC_FIRST, BOTH_FOR_THE_ENCODER)):
+        (tmp_path / f"{k}.py").write_text(START + eager + program, "utf-8")
+        runpy.run_path(str(tmp_path / f"{k}.py"))
+    torch.compiler.reset()
