@@ -87,9 +87,9 @@ def sparse_hessian(
 
     Cost:
         One evaluation of `f`, one reverse pass, and a batched pass for as many vectors as there are
-        colors, after `hodiff.sparse.sparsity_pattern` and `hodiff.sparse.color`. A chain has 3
-        colors, and a grid with eight neighbors 9, whatever their size. `check` adds a vector.
-        Memory: the entries, and D numbers for each color.
+        colors, once the pattern and its colors are known. To find these is most of a first call. A
+        chain has 3 colors, and a grid with eight neighbors 9, whatever their size. `check` adds a
+        vector. Memory: the entries, and D numbers for each color.
 
     Examples:
         >>> import torch, hodiff
