@@ -416,7 +416,7 @@ DISCIPLINE = {
     "_core._compiled_callers.TRACED": IMPORT,
     "implicit._solution._together": SAME,
     "steps._wrappers": "a weak set, which only grows",
-    "steps._guards.lock": "a lock, held while a step is compiled",
+    "steps._graph.lock": "a lock, held while a step is compiled",
     "steps._guards._compiling": OWN,
     "steps._guards._names": ONE_STEP,
     "_core._kernels.registered": LOCKED,

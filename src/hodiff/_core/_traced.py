@@ -466,17 +466,28 @@ def vjp(
 
 
 def _pass(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Tensor], graph: Any, *, build: bool
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    given: Sequence[Tensor],
+    graph: Any,
+    *,
+    build: bool,
+    batch: tuple[int, ...] = (),
 ) -> list[Tensor]:
-    """One pass without autocast."""
-    device = inputs[0].device.type
-    with torch.enable_grad(), torch.autocast(device, enabled=False):
+    """One pass without autocast, with one cotangent for each output or, with `batch`, as many as it says."""
+    with torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
         bare = torch.autograd.grad(
-            outputs, inputs, given, retain_graph=True, create_graph=build or graph.recorded, allow_unused=True
+            outputs,
+            inputs,
+            given,
+            retain_graph=True,
+            create_graph=build or graph.recorded,
+            allow_unused=True,
+            is_grads_batched=bool(batch),
         )
     if build:
         _searched(outputs, bare, inputs, graph.call.order)
-    gradients = [torch.zeros_like(x) if g is None else g for g, x in zip(bare, inputs, strict=True)]
+    gradients = [x.new_zeros((*batch, *x.shape)) if g is None else g for g, x in zip(bare, inputs, strict=True)]
     return gradients if build else [g.detach() for g in gradients]
 
 
@@ -519,7 +530,10 @@ def vjps(
     while start < count:
         stop = min(start + abs(size), count)
         rows = _of(cotangents(start, stop), live)
-        parts = _batched(graph, outputs, rows, leaves) if size > 0 else _one_by_one(graph, outputs, rows, leaves)
+        if size > 0:
+            parts = _pass(outputs, leaves, rows, graph, build=graph.create_graph, batch=(stop - start,))
+        else:
+            parts = _one_by_one(graph, outputs, rows, leaves)
         results.append((start, stop, _reverse.unaliased(parts, rows)))
         start = stop
     return results
@@ -531,23 +545,6 @@ def _of(rows: list[Tensor], places: list[int]) -> list[Tensor]:
 
 def _chunks(outputs: Any, inputs: Any, rows: Any, count: int, size: int | None, record: bool) -> int:
     return _chunk()
-
-
-def _batched(graph: Any, outputs: Any, rows: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    with torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
-        bare = torch.autograd.grad(
-            outputs,
-            inputs,
-            rows,
-            retain_graph=True,
-            create_graph=graph.create_graph or graph.recorded,
-            allow_unused=True,
-            is_grads_batched=True,
-        )
-    if graph.create_graph:
-        _searched(outputs, bare, inputs, graph.call.order)
-    zeros = [x.new_zeros((len(rows[0]), *x.shape)) if g is None else g for g, x in zip(bare, inputs, strict=True)]
-    return zeros if graph.create_graph else [g.detach() for g in zeros]
 
 
 def _one_by_one(graph: Any, outputs: Any, rows: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:

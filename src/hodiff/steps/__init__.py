@@ -190,7 +190,7 @@ class CompiledStep:
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from hodiff.steps import _guards
-        from hodiff.steps._graph import Different
+        from hodiff.steps._graph import Different, lock
 
         failed = (*_guards.FAILED, Different)
         if self._compiled is None:
@@ -206,7 +206,7 @@ class CompiledStep:
                     return self._for_once(str(error), args, kwargs)
         begun = time.perf_counter()
         try:
-            with _guards.lock, _guards.settings():
+            with lock, _guards.settings():
                 return self._compiled(*args, **kwargs)
         except failed as error:
             if isinstance(error, Different):
@@ -238,24 +238,14 @@ class CompiledStep:
 
         graph = StepGraph(module, given, self._backend, MARK)
         report = self.report
-        report.graphs, report.operations, report.order = (
-            report.graphs + 1,
-            graph.operations,
-            graph.order,
-        )
+        report.graphs += 1
+        report.operations, report.order = graph.operations, graph.order
         return graph
 
     def _replay(self, graph: StepGraph, inputs: tuple[Any, ...]) -> Any:
         """Called by what Dynamo made of the loss."""
-        from hodiff.steps import _guards
-        from hodiff.steps._graph import Different
-
         call = self._call
-        try:
-            graph.check(inputs)
-        except Different:
-            with _guards.lock:  # another thread's trace replaces methods of all modules while it lasts
-                graph.check(inputs)
+        graph.check(inputs)
         graph.calls += 1
         if graph.calls & (graph.calls - 1) == 0:
             call.before = Before(graph, inputs)

@@ -7,6 +7,7 @@ list in which nothing is differentiated any more: so `detach` is the identity th
 from __future__ import annotations
 
 import re
+import threading
 import types
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -29,6 +30,10 @@ _NORMS = {_private._weight_norm, weight_norm}
 
 class NotCompiled(Exception):
     """Why a step is not compiled, in words that end a sentence."""
+
+
+lock = threading.RLock()
+"""Held for a compilation: its settings are those of the process."""
 
 
 class Different(Exception):
@@ -111,21 +116,30 @@ class StepGraph:
 
     def check(self, inputs: Sequence[Any]) -> None:
         """Raise where something has changed that Dynamo does not guard."""
+        if self._changed(inputs):
+            with lock:  # another thread's trace replaces methods of all modules while it lasts
+                changed = self._changed(inputs)
+            if changed:
+                raise Different(changed)
+
+    def _changed(self, inputs: Sequence[Any]) -> str:
+        """What that is, in words; empty where it is nothing."""
         leaves = [inputs[i] for i in self.wanted]
         if torch.nn.modules.module._has_any_global_hook():
-            raise Different("there are hooks for all modules")
+            return "there are hooks for all modules"
         if any(namespace.get(name) is not value for namespace, name, value in self.attributes):
-            raise Different("an attribute or a method of a class has been replaced")
+            return "an attribute or a method of a class has been replaced"
         if any(len(namespace) != size for namespace, size in self.sizes):
-            raise Different("a class, or an object with a __getattr__ of its own, has got or lost an attribute")
+            return "a class, or an object with a __getattr__ of its own, has got or lost an attribute"
         if len({id(x) for x in leaves}) < len(leaves):
-            raise Different("two of its tensors have become one")
+            return "two of its tensors have become one"
         if [x.is_leaf for x in leaves] != self.leaves:
-            raise Different("a tensor that it differentiates by has another graph than when it was traced")
+            return "a tensor that it differentiates by has another graph than when it was traced"
         if self.order > 1 and any(inputs[i]._backward_hooks for i in self.inner):
-            raise Different("a tensor that the loss differentiates by has a hook")
+            return "a tensor that the loss differentiates by has a hook"
         if self.shared is not None and memories(inputs) != self.shared:
-            raise Different("tensors share memory that did not, or the reverse, and it writes into one")
+            return "tensors share memory that did not, or the reverse, and it writes into one"
+        return ""
 
     def own_results(self) -> None:
         """Copy each result that is an input, a constant, or a view of one or of another result."""

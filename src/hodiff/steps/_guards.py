@@ -57,10 +57,6 @@ def fresh(function: Any) -> Any:
     return types.FunctionType(code, function.__globals__, closure=function.__closure__)
 
 
-lock = threading.RLock()
-"""Held for a compilation: its settings are those of the process."""
-
-
 class _Compiling(threading.local):
     on = False
 
