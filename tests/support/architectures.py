@@ -1013,6 +1013,6 @@ ARCHITECTURES: tuple[Case, ...] = (
     _case("tied autoencoder", TiedAutoencoder, *ROWS),
     _case("weight norm", weight_normed, *ROWS),
     _case("spectral norm critic", spectral_critic, *ROWS),
-    _case("quantised weights, straight through", Quantised, *ROWS, oracle=held(QuantisedMeant, *ROWS)),
-    _case("vector quantised, straight through", VectorQuantised, *ROWS, oracle=held(VectorQuantisedMeant, *ROWS)),
+    _case("quantized weights, straight through", Quantised, *ROWS, oracle=held(QuantisedMeant, *ROWS)),
+    _case("vector quantized, straight through", VectorQuantised, *ROWS, oracle=held(VectorQuantisedMeant, *ROWS)),
 )  # fmt: skip
