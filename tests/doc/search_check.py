@@ -136,7 +136,7 @@ EVERYDAY = {
     "camera calibration": ("recipes/bundle-adjustment/",),
     "functional_call": ("coming-from/#torchfunc",),
     "jvp": ("api/calculus/jvp/",),
-    "higher library": ("coming-from/#higher",),
+    "higher library": ("coming-from-others/#higher",),
     "memory usage": ("api/memory/", "recipes/which-buffers/"),
     "detach": ("api/verify/", "explain/graphs/", "recipes/", "explain/correctness/", "faq/"),
 }
