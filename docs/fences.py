@@ -11,7 +11,7 @@ from typing import Any
 _numbers = count(1)
 NAME = "page"  # what stands before the number of a line, where a program has its file
 WIDEST = 88  # columns of a block that a desktop shows whole
-_SOURCE = re.compile(r'<div class="language-python highlight">.*?</div>', re.DOTALL)
+_SOURCE = re.compile(r'<div class="[^"]*highlight">.*?</div>', re.DOTALL)
 _OUTPUT = re.compile(
     r'<div class="(?:language-text )?highlight">(?=<pre[^>]*>(?:<span></span>)?<code>([^<]*)</code>)'
 )
@@ -60,9 +60,8 @@ def readable(formatter: Callable[..., str]) -> Callable[..., str]:
             "id": number,
             "id_prefix": f"{number.replace(' ', '-')}-" if prefix is None else prefix,
         }
-        text = formatter(source, language, css_class, options, md, **more).replace(
-            html.escape(name), NAME
-        )
+        made = formatter(source, language, css_class, options, md, **more)
+        text = str(made).replace(html.escape(name), NAME)  # not what escapes in joins
         if folded:
             head = f"<details><summary>{html.escape(folded)}</summary>"
             text = _SOURCE.sub(rf"{head}\g<0></details>", text, count=1)

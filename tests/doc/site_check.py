@@ -1,4 +1,4 @@
-"""Checks a built site: nothing is fetched from elsewhere, and every internal link and anchor exists.
+"""Checks a built site: nothing is fetched from elsewhere, every internal link and anchor exists, every fence ran.
 
 python tests/doc/site_check.py site
 """
@@ -38,6 +38,7 @@ class _Page(HTMLParser):
         self.links: list[str] = []  # followed by a reader
         self.fetched: list[str] = []  # followed by the browser
         self._in_style = False
+        self.raw = False  # a fence that failed: the theme shows it as text, even in a strict build
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
@@ -55,6 +56,7 @@ class _Page(HTMLParser):
         self._in_style = False
 
     def handle_data(self, data: str) -> None:
+        self.raw |= "```python exec=" in data
         if self._in_style:
             self.fetched.extend(_css_addresses(data))
 
@@ -81,6 +83,8 @@ def check_site(root: Path) -> list[str]:
     faults = []
     for path, page in pages.items():
         name = path.relative_to(root.resolve())
+        if page.raw:
+            faults.append(f"{name}: shows a fence that did not run")
         for address in page.fetched:
             faults.extend(_fault(root, path, name, address, pages, fetched=True))
         for address in page.links:

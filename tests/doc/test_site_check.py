@@ -34,6 +34,7 @@ def test_a_good_site_has_no_faults(tmp_path):
         ("", "a { src: url(fonts/missing.woff2) }", "style.css: broken"),
         ('<a href="missing/">', "", "index.html: broken: missing/"),
         ('<a href="sub/#missing">', "", "index.html: no such anchor: sub/#missing"),
+        ('<p>```python exec="true"\nx = 1</p>', "", "index.html: shows a fence that did not run"),
     ],
 )
 def test_each_kind_of_fault_is_found(tmp_path, body, css, fault):
