@@ -11,6 +11,7 @@ from typing import Any
 _numbers = count(1)
 NAME = "page"  # what stands before the number of a line, where a program has its file
 WIDEST = 88  # columns of a block that a desktop shows whole
+_SOURCE = re.compile(r'<div class="language-python highlight">.*?</div>', re.DOTALL)
 _OUTPUT = re.compile(
     r'<div class="(?:language-text )?highlight">(?=<pre[^>]*>(?:<span></span>)?<code>([^<]*)</code>)'
 )
@@ -32,7 +33,10 @@ def traceable(execute: Callable[..., None]) -> Callable[..., None]:
 
 
 def readable(formatter: Callable[..., str]) -> Callable[..., str]:
-    """A formatter of fences like `formatter`, for code that is known by its lines."""
+    """A formatter of fences like `formatter`, for code that is known by its lines.
+
+    `folded="Program"` folds the code below that word, and shows what it prints.
+    """
 
     def shown(
         source: str,
@@ -50,7 +54,7 @@ def readable(formatter: Callable[..., str]) -> Callable[..., str]:
             source.splitlines(keepends=True),
             name,
         )
-        prefix = options["id_prefix"]
+        prefix, folded = options["id_prefix"], options["extra"].pop("folded", None)
         options = {
             **options,
             "id": number,
@@ -59,6 +63,9 @@ def readable(formatter: Callable[..., str]) -> Callable[..., str]:
         text = formatter(source, language, css_class, options, md, **more).replace(
             html.escape(name), NAME
         )
+        if folded:
+            head = f"<details><summary>{html.escape(folded)}</summary>"
+            text = _SOURCE.sub(rf"{head}\g<0></details>", text, count=1)
         return _OUTPUT.sub(_wrapped, text)
 
     return shown

@@ -1,4 +1,4 @@
-"""What the pages' pictures share: `svg(figure)` is a figure in the colours of the page, light or dark.
+"""What the pages' pictures share: `svg(figure)` is a figure in the colors of the page, light or dark.
 
 Pages import it in fences that are run and not shown, so that a reader sees the mathematics and the picture.
 """
@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-INK = "#010203"  # no colour that anybody draws with: it becomes the page's own
+INK = "#010203"  # no color that anybody draws with: it becomes the page's own
 _STYLE = {
     "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
     "svg.hashsalt": "hodiff",  # the same picture is the same file

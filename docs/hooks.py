@@ -7,7 +7,11 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-LONGEST_TABLE = 40  # rows that a page shows at once
+LONGEST_TABLE = (
+    40  # rows that a page shows at once; `longest_table:` of a page for another number
+)
+_CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+_NUMBER = re.compile(r"(?<![\w\"./-])\(?\d[\d.]*e-\d+[),;]*")
 _TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
 
@@ -55,7 +59,15 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     """Of a group of the reference what its functions' own pages do not say; long tables are folded."""
     from docs import reference
 
-    return _TABLE.sub(_folded, reference.split(page.file.src_uri, markdown)[0])
+    longest = page.meta.get("longest_table", LONGEST_TABLE)
+    text = reference.split(page.file.src_uri, markdown)[0]
+    return _TABLE.sub(lambda table: _folded(table[0], longest), text)
+
+
+def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
+    """Numbers in tables are not broken at the sign of their exponent."""
+    whole = r'<span class="number">\g<0></span>'
+    return _CELL.sub(lambda cell: _NUMBER.sub(whole, cell[0]), html)
 
 
 def on_nav(nav: Any, *, config: Any, files: Any) -> None:
@@ -80,12 +92,12 @@ def on_post_build(*, config: Any) -> None:
     formulas.set_all(site)
 
 
-def _folded(table: re.Match[str]) -> str:
-    rows = table[0].count("\n") - 2  # a head, and the line below it
-    if rows < LONGEST_TABLE:
-        return table[0]
+def _folded(table: str, longest: int) -> str:
+    rows = table.count("\n") - 2  # a head, and the line below it
+    if rows < longest:
+        return table
     show = f"<details markdown>\n<summary>Show the table of {rows} rows</summary>"
-    return f"{show}\n\n{table[0]}\n</details>\n"
+    return f"{show}\n\n{table}\n</details>\n"
 
 
 def _with_functions(entry: Any, config: Any) -> Any:

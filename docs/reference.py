@@ -81,7 +81,15 @@ def _page(name: str, group: str, parts: list[str]) -> str:
     if len(parts) == 1:
         head, _, options = parts[0].strip().partition("\n    options: {")
         return f"{head}\n    options: {{heading_level: 1{', ' + options if options else '}'}\n"
-    return f"# {group}: {name}\n\n" + "\n".join(parts)
+    return f"# {group}: {name}\n\n" + "\n".join(map(_second_level, parts))
+
+
+def _second_level(part: str) -> str:
+    """An entry below the title of its page."""
+    head, _, options = part.strip().partition("\n    options: {")
+    return (
+        f"{head}\n    options: {{heading_level: 2{', ' + options if options else '}'}\n"
+    )
 
 
 def _cost(document: str) -> str:

@@ -39,7 +39,7 @@ def draw(
     over: str = "seconds",
     leave_out: tuple[str, ...] = (),
 ) -> None:
-    """A line for each run, in the colour of its method."""
+    """A line for each run, in the color of its method."""
     x, more = {"step": 0, "seconds": 1}[over], cycle(_MORE)
     for method, curves in runs(problem).items():
         color = _COLORS.get(method) or next(more)

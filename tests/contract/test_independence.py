@@ -102,6 +102,17 @@ def test_without_samples_there_is_nothing_to_check(name):
         SCALARS[name](lambda x: separate(x).sum(), X, check_independence=True, batch_ndim=0)
 
 
+@pytest.mark.parametrize("field", [hodiff.divergence, hodiff.laplacian, hodiff.biharmonic, hodiff.value_and_divergence])
+def test_one_point_in_the_place_of_points_is_seen(field):
+    """Of D coordinates it looks like D points of one; a vector field mixes them, and a function of one number not."""
+    vector = lambda x: (x @ torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=D)).sin()
+    with pytest.warns(hodiff.BatchMixingWarning, match=r"one point \(D,\) .* x\[None\], or batch_ndim=0"):
+        field(vector, X[0, :2])
+    field(vector, X[:1, :2])  # warnings are errors
+    field(vector, X[0, :2], batch_ndim=0)
+    field(torch.sin, X[0, :2])
+
+
 @pytest.mark.parametrize("x", [torch.zeros(4, 3), torch.ones(4, 3), torch.zeros(4)])
 def test_special_points(x):
     """At zero, the derivative of what mixes may be zero too."""

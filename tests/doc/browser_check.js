@@ -15,9 +15,9 @@
   for (const node of article.querySelectorAll("table, pre, svg, img, .katex, .arithmatex, p, li"))
     if (shown(node) && node.getBoundingClientRect().right > width + 1 && !scrolls(node)) faults.add(`leaves the screen: ${name(node)}`);
 
+  const height = document.documentElement.scrollHeight;
+  if (height > 15000) faults.add(`the page is ${height} px high`);
   if (width > 1000) {
-    const height = document.documentElement.scrollHeight;
-    if (height > 15000) faults.add(`the page is ${height} px high`);
     for (const code of article.querySelectorAll("pre > code"))
       if (shown(code) && code.scrollWidth > code.clientWidth + 1) faults.add(`has to be scrolled: ${name(code)}`);
   }
@@ -38,7 +38,7 @@
   for (const formula of article.querySelectorAll(".arithmatex:not(:has(.katex)), .katex-error"))
     faults.add(`a formula that is not set: ${name(formula)}`);
 
-  for (const code of article.querySelectorAll("td code")) {
+  for (const code of article.querySelectorAll("td code, th code")) {
     const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
     while (texts.nextNode())
       for (const word of texts.currentNode.textContent.matchAll(/\w+/g)) {

@@ -3,7 +3,7 @@
 What is held is what a reader would see: nothing runs off the screen, no picture is clipped, no output
 box is empty, no private name shows, text stands out from its ground (WCAG AA), formulas render, no
 script fails, nothing is asked of another machine, nothing moves while a page loads, and the home page is light.
-At a desk no page is endless, and no code has to be scrolled. `browser_check.py site 2/4` looks at the second
+No page is endless, and at a desk no code has to be scrolled. `browser_check.py site 2/4` looks at the second
 of four parts, for machines that end what takes long.
 """
 

@@ -1,4 +1,4 @@
-"""Both sides of `docs/coming-from.md` print the same numbers, where the peer is installed (the extra `bench`)."""
+"""Both sides of `docs/coming-from*.md` print the same numbers, where the peer is installed (the extra `bench`)."""
 
 import contextlib
 import io
@@ -11,9 +11,12 @@ import torch
 
 from tests.doc.snippets import ROOT
 
-TEXT = (ROOT / "docs" / "coming-from.md").read_text("utf-8")
-SHARED, *SECTIONS = re.split(r"^## ", TEXT, flags=re.MULTILINE)
-SECTIONS = {section.partition("\n")[0]: section for section in SECTIONS}
+SHARED, SECTIONS = {}, {}  # by the sections' titles: what is above the first section of their page, and they
+for page in ("coming-from.md", "coming-from-others.md"):
+    above, *sections = re.split(r"^## ", (ROOT / "docs" / page).read_text("utf-8"), flags=re.MULTILINE)
+    for section in sections:
+        title = section.partition("\n")[0]
+        SHARED[title], SECTIONS[title] = above, section
 NEEDS = {
     "curvlinops": "curvlinops",
     "PyHessian": "pyhessian",
@@ -36,10 +39,10 @@ def fences(text, language):
 
 
 @pytest.fixture
-def shared():
+def shared(section):
     """What the sections share; peers may switch what is global."""
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    (code,) = fences(SHARED, "python")
+    (code,) = fences(SHARED[section], "python")
     names = {}
     exec(code, names)
     yield names
@@ -71,4 +74,4 @@ def test_each_section_says_what_differs_and_what_is_missing():
         assert "**What differs.**" in text, title
         assert "**What hodiff lacks.**" in text, title
         anchor = re.sub(r"[^\w-]", "", title.lower().replace(" ", "-"))
-        assert f"](#{anchor})" in SHARED, title
+        assert f"](#{anchor})" in SHARED[title], title

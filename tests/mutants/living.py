@@ -29,7 +29,7 @@ WHY: dict[str, str] = {
     "hodiff/penalties/_critic.py:318:20-60 call": "the same: the slower way to the same norm",
     "hodiff/penalties/_critic.py:489:12-65 and, or": "the same: without processes no graph has the node looked for",
     "hodiff/penalties/_hessian.py:209:16-41 operator": "the same: what all vectors share is in no variance",
-    "hodiff/sparse/_coloring.py:112:56-57 constant": "the same: a row without entries takes no colour",
+    "hodiff/sparse/_coloring.py:112:56-57 constant": "the same: a row without entries takes no color",
     "hodiff/sparse/_plan.py:165:46-59 comparison": "the same: one part, put together with nothing",
     "hodiff/sparse/_tracer.py:284:26-27 constant": "the same: only its first element is taken",
     "hodiff/sparse/_tracer.py:406:19-24 constant": "the same: what an operation writes to is added by the next line",

@@ -106,7 +106,7 @@ def test_there_are_sixty_of_them() -> None:
     assert len({case.name for case in ARCHITECTURES}) == len(ARCHITECTURES) >= 60
 
 
-@pytest.mark.parametrize("name", ["quantised weights, straight through", "vector quantised, straight through"])
+@pytest.mark.parametrize("name", ["quantized weights, straight through", "vector quantized, straight through"])
 def test_straight_through_is_found_and_can_be_meant(name: str) -> None:
     setting = next(case for case in ARCHITECTURES if case.name == name).build()
     with pytest.raises(hodiff.DerivativeError, match=r"detach\(\) gives a value without its graph") as info:

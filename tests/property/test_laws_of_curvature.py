@@ -276,7 +276,7 @@ def test_samples(f: Expression, x: Tensor, weight: float) -> None:
     agree(hodiff.HessianOperator(pair, x[0], data=data, reduction="sum").dense(), H[0], floor=1e-9)
 
 
-@law("sparse_hessian", says="H, of a function whose entries meet their neighbours")
+@law("sparse_hessian", says="H, of a function whose entries meet their neighbors")
 @law("sparse_jacobian", says="J of the same")
 @given(f=expressions(roll=False, leaves=3), g=expressions(roll=False, leaves=3), x=values((7,)))
 def test_sparse_matrices(f: Expression, g: Expression, x: Tensor) -> None:

@@ -862,7 +862,7 @@ class TiedAutoencoder(nn.Module):
         return torch.tanh(self.encode(x)) @ self.encode.weight
 
 
-class Quantised(nn.Module):
+class Quantized(nn.Module):
     """Weights rounded to steps of 1/8, their gradients passed straight through."""
 
     def __init__(self) -> None:
@@ -876,7 +876,7 @@ class Quantised(nn.Module):
         return self.out(torch.tanh(x @ (self.weight + self.rounding())))
 
 
-class QuantisedMeant(Quantised):
+class QuantizedMeant(Quantized):
     """The same with the rounding errors of the point: the function whose derivatives are meant."""
 
     held: Tensor | None = None
@@ -887,7 +887,7 @@ class QuantisedMeant(Quantised):
         return self.held
 
 
-class VectorQuantised(nn.Module):
+class VectorQuantized(nn.Module):
     """The nearest entries of a code book, the gradient passed straight through to the encoder."""
 
     def __init__(self) -> None:
@@ -903,7 +903,7 @@ class VectorQuantised(nn.Module):
         return torch.tanh(self.decode(z + self.jump(z)))
 
 
-class VectorQuantisedMeant(VectorQuantised):
+class VectorQuantizedMeant(VectorQuantized):
     held: Tensor | None = None
 
     def jump(self, z: Tensor) -> Tensor:
@@ -1013,6 +1013,6 @@ ARCHITECTURES: tuple[Case, ...] = (
     _case("tied autoencoder", TiedAutoencoder, *ROWS),
     _case("weight norm", weight_normed, *ROWS),
     _case("spectral norm critic", spectral_critic, *ROWS),
-    _case("quantised weights, straight through", Quantised, *ROWS, oracle=held(QuantisedMeant, *ROWS)),
-    _case("vector quantised, straight through", VectorQuantised, *ROWS, oracle=held(VectorQuantisedMeant, *ROWS)),
+    _case("quantized weights, straight through", Quantized, *ROWS, oracle=held(QuantizedMeant, *ROWS)),
+    _case("vector quantized, straight through", VectorQuantized, *ROWS, oracle=held(VectorQuantizedMeant, *ROWS)),
 )  # fmt: skip

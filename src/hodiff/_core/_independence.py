@@ -119,7 +119,8 @@ def _judge(products: list[Tensor], weights: Tensor) -> None:
             f"the samples of f are not independent: the derivative of one sample's output by another's input is, as "
             f"one random probe shows it, up to {share:.2g} times the largest entry of that sample's gradient, or of "
             f"the usual one's. What is computed is then not each sample's own derivative. Usual causes: BatchNorm "
-            f"in training mode, minibatch statistics, an operation over the wrong dimension.",
+            f"in training mode, minibatch statistics, an operation over the wrong dimension; or one point (D,) in "
+            f"the place of points (N, D): give x[None], or batch_ndim=0.",
             BatchMixingWarning,
             stacklevel=_arguments.outside(),
         )

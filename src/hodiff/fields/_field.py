@@ -73,8 +73,9 @@ class FieldCall(NamedTuple):
             if torch.compiler.is_compiling():
                 _compiled_callers.check_point([self.x])
         _arguments.check_batch([self.x], ["x"], self.batch_ndim)
-        if not torch.Size(self.event).numel():
-            raise InputError(f"x: has points of shape {self.event}, without coordinates to differentiate by.")
+        event = self.event
+        if not torch.Size(event).numel():
+            raise InputError(f"x: has points of shape {event}, without coordinates to differentiate by.")
         _arguments.check_arguments(self.args, self.kwargs)
         _arguments.check_chunk_size(self.chunk_size)
         check_option(self.method, Method, "method")
@@ -86,7 +87,9 @@ class FieldCall(NamedTuple):
             )
         if is_set(self.has_aux, "has_aux") and isinstance(self.f, Tensor):
             raise InputError(_call.COMPUTED)
-        if not torch.compiler.is_compiling() and is_set(self.check_independence, "check_independence"):
+        # One point of D coordinates looks like D points of one: a vector field of the first mixes the second.
+        unclear = self.batch_ndim and not (event or _jet.is_jet(self.x) or is_wrapped(self.x) or _settings.tracing())
+        if not torch.compiler.is_compiling() and (is_set(self.check_independence, "check_independence") or unclear):
             _independence.check(
                 self.f, self.x, batch_ndim=self.batch_ndim, args=self.args, kwargs=self.kwargs, has_aux=self.has_aux
             )
