@@ -216,7 +216,7 @@ class CompiledStep:
             self.report.seconds += time.perf_counter() - begun
         _guards.forget()
         result = self._plain(args, kwargs)  # where the loss itself raises, this does
-        self._settle(f"it cannot be traced: {reason}")
+        self._settle(f"it cannot be compiled: {reason}")
         return result
 
     def _for_once(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

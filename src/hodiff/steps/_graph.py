@@ -389,10 +389,14 @@ def compiled(traced: fx.GraphModule, stand_ins: Sequence[Any], backend: str) -> 
     """The list by one of the backends that `torch.compile` knows."""
     if backend == "inductor":
         import torch._inductor.config as settings
-        from torch._inductor import standalone_compile
+        from torch._inductor import exc, standalone_compile
 
         with settings.patch(fallback_random=True), _settings.grad_mode(False):
-            return standalone_compile(traced, list(stand_ins), dynamic_shapes="from_tracing_context")
+            try:
+                return standalone_compile(traced, list(stand_ins), dynamic_shapes="from_tracing_context")
+            except (exc.InductorError, UnicodeDecodeError) as error:  # no compiler; an ASCII locale
+                why = f"{error}".partition("\n")[0]
+                raise NotCompiled(f"inductor fails ({why}); backend='replay' needs no compiler") from error
     from torch._dynamo.backends.registry import lookup_backend
 
     with _settings.grad_mode(False):
