@@ -36,10 +36,6 @@ lock = threading.RLock()
 """Held for a compilation: its settings are those of the process."""
 
 
-class Different(Exception):
-    """Why a call is not what was traced, in words that end a sentence; it runs uncompiled."""
-
-
 class StepGraph:
     """Loss and gradient of a step as one function of Dynamo's inputs.
 
@@ -114,16 +110,14 @@ class StepGraph:
 
         return whole
 
-    def check(self, inputs: Sequence[Any]) -> None:
-        """Raise where something has changed that Dynamo does not guard."""
+    def changed(self, inputs: Sequence[Any]) -> str:
+        """What has changed that Dynamo does not guard, in words; empty where nothing has."""
         if self._changed(inputs):
             with lock:  # another thread's trace replaces methods of all modules while it lasts
-                changed = self._changed(inputs)
-            if changed:
-                raise Different(changed)
+                return self._changed(inputs)
+        return ""
 
     def _changed(self, inputs: Sequence[Any]) -> str:
-        """What that is, in words; empty where it is nothing."""
         leaves = [inputs[i] for i in self.wanted]
         if torch.nn.modules.module._has_any_global_hook():
             return "there are hooks for all modules"
@@ -188,6 +182,8 @@ def _open_checkpoints(module: fx.GraphModule) -> None:
     for part in parts:
         for node in part.graph.nodes:
             if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
+                if node.kwargs.get("use_reentrant") is not False:
+                    raise NotCompiled("it uses torch.utils.checkpoint with use_reentrant=True; False compiles")
                 node.target, node.kwargs = _run_block, {}
                 part.recompile()
 
