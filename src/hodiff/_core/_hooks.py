@@ -151,7 +151,8 @@ def _watchers(theirs: Hook, swap: Hook) -> tuple[Hook, Hook, Callable[[], None]]
             checkpoint._CheckpointFrame = _frames[0]
         if stateless._reparametrize_module is swapped:
             stateless._reparametrize_module = swap
-        _settings.as_compiled(WATCH)
+        if _settings.stance.holders:
+            _settings.as_compiled(WATCH)
 
     return passes, swapped, restore
 

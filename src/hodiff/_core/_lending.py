@@ -138,7 +138,8 @@ class EvaluationContext:
         """What of modules is lent, from the first that is met."""
         if self._loan is None:
             loan = StateLoan(self.call)
-            self.undo.insert(1, loan.close)  # behind what tells that the context was lost
+            # Behind what tells that the context was lost; of a point's modules, while they are claimed.
+            self.undo.insert(len(self.undo) if self.call.where.module_slices else 1, loan.close)
             self._loan, self.borrowed = loan, loan.attributes
         return self._loan
 
@@ -224,9 +225,10 @@ class EvaluationContext:
         self._borrow_point()
 
     def _borrow_point(self) -> None:
+        loan = self.loan
         for module_slice in self.call.where.module_slices:
             modules = [module for module in module_slice.assembly.modules if module not in self.borrowed]
-            self.loan.take(modules, module_slice.module)
+            loan.take(modules, module_slice.module)
 
     def _afresh(self) -> None:
         """What `f` left in buffers and attributes goes, so that another run begins as the first one did."""
@@ -374,7 +376,8 @@ class EvaluationContext:
         """Note the random state that `f` begins with, and the hooks."""
         self.hooks.before = RemovableHandle.next_id
         tensors = self.call.where.tensors
-        self.random = RandomState(next(filter(_is_cuda, tensors), tensors[0]).device)
+        first = next(filter(_is_cuda, tensors)) if True in map(_is_cuda, tensors) else tensors[0]
+        self.random = RandomState(first.device)
 
     def again(self, leaves: Sequence[Tensor]) -> Any:
         """What `f` returns when it is called once more, with the same random numbers; they are not drawn twice."""

@@ -185,10 +185,12 @@ def enter(switches: Sequence[Counted], undo: Undo) -> None:
 def _leave(switches: Sequence[Counted], user: object) -> None:
     with _locks.lock:
         for switch in switches:
-            switch._users.pop(user, None)
-            while switch._restore and not switch._users:
-                switch._restore[-1]()
-                del switch._restore[-1]
+            users, restore = switch._users, switch._restore
+            if user in users:
+                del users[user]
+            while restore and not users:
+                restore[-1]()
+                del restore[-1]
 
 
 stance = SimpleNamespace(ours=None, theirs=None, holders=dict[object, None]())
@@ -207,11 +209,12 @@ def force_eager(holder: object) -> None:
 
 def as_compiled(holder: object) -> None:
     """The last holder puts it back."""
-    holders, eval_frame = stance.holders, sys.modules.get("torch._dynamo.eval_frame")
+    eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
+    holders = stance.holders
     if holder in holders:
         del holders[holder]
-    if not holders and eval_frame is not None and eval_frame._stance is stance.ours:
-        eval_frame._stance = stance.theirs  # type: ignore[attr-defined]
+    if not holders and eval_frame._stance is stance.ours:
+        eval_frame._stance = stance.theirs
 
 
 def _eager(undo: Undo) -> None:
