@@ -25,6 +25,7 @@ _torch: Any = torch._C
 _private: Any = torch
 _aten: Any = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
+_BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
 _NORMS = {_private._weight_norm, weight_norm}
 
 
@@ -251,9 +252,15 @@ def _like(node: fx.Node, model: fx.Node) -> fx.Node:
 
 def _writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return (schema is None and isinstance(node.target, torch._ops.HigherOrderOperator)) or bool(
-        schema and schema.is_mutable
-    )
+    if schema is None:
+        return isinstance(node.target, torch._ops.HigherOrderOperator)
+    return schema.is_mutable or bool(_statistics(node))
+
+
+def _statistics(node: fx.Node) -> list[fx.Node]:
+    """What a batch norm in training writes into, which its schema does not say."""
+    training = node.target in _BATCH_NORMS and node.args[5]
+    return [x for x in node.args[3:5] if isinstance(x, fx.Node)] if training else []
 
 
 def _acts(node: fx.Node) -> bool:
@@ -272,7 +279,7 @@ def _targets(node: fx.Node) -> list[fx.Node]:
     if schema is None:
         return [*node.all_input_nodes] if _writes(node) else []
     given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
-    written: list[fx.Node] = []
+    written = _statistics(node)
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = given.get(argument.name)
@@ -284,14 +291,7 @@ def _written(graph: fx.Graph) -> list[int]:
     """Which inputs the graph writes into, be it by a view."""
     memories = {_memory(target) for node in graph.nodes if node.op == "call_function" for target in _targets(node)}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    # native batch norm writes into its statistics, which its schema does not say
-    statistics = {
-        argument
-        for node in graph.nodes
-        if "native_batch_norm" in str(node.target) or "cudnn_batch_norm" in str(node.target)
-        for argument in node.args[3:5]
-    }
-    return [i for i, node in enumerate(placeholders) if _memory(node) in memories or node in statistics]
+    return [i for i, node in enumerate(placeholders) if _memory(node) in memories]
 
 
 def clean(graph: fx.Graph) -> None:

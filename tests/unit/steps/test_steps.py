@@ -189,19 +189,19 @@ def sines_are_cosines(graph) -> None:
             node.target = torch.ops.aten.sin.default
 
 
-def test_a_wrong_graph_ends_in_eager_and_names_the_operation(monkeypatch) -> None:
+@pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 3)])
+def test_a_wrong_graph_ends_in_eager_and_names_the_operation(monkeypatch, norm) -> None:
     broken(monkeypatch, sines_are_cosines)
-    net, x = NETS["tanh"](), torch.randn(4, 3)
+    net, x = nn.Sequential(norm(), NETS["tanh"]()), torch.randn(4, 3)
+    start = copy.deepcopy(net)
     step = hodiff.compile_step(forces, net, backend="replay")
     with pytest.warns(hodiff.HodiffWarning, match=r"off the eager one.*first operation that differs is tanh"):
         value = step(x)
     value.backward()
-    twin = copy.deepcopy(net)
-    twin.zero_grad()
-    forces(twin, x).backward()
-    assert off(gradients(net), gradients(twin)) == 0
+    forces(start, x).backward()
+    assert off([*gradients(net), *net.buffers()], [*gradients(start), *start.buffers()]) == 0
     step(x)
-    assert step.report.eager == 1 and step.report.checks == 1
+    assert step.report.eager == 2 and step.report.checks == 1
     step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
     with pytest.raises(hodiff.GraphError, match="first operation that differs is tanh"):
         step(x)
@@ -213,6 +213,37 @@ def test_calls_are_held_against_eager_at_powers_of_two() -> None:
     for _ in range(9):
         step(torch.ones(2, 3)).backward()
     assert step.report.checks == 4 and step.report.calls == 9 and step.report.difference == 0
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda net, x: net(x).square().mean() + forces(net, x),  # the same rows twice: one operation, but two writes
+        lambda net, x: (net(x), forces(net, x))[1],  # read for its statistics alone
+        lambda net, x: (net[0](x), forces(net[1], x))[1],
+    ],
+)
+def test_a_batch_norm_counts_each_call_also_one_that_nobody_reads(loss) -> None:
+    net = nn.Sequential(nn.BatchNorm1d(3), NETS["tanh"]())
+    twin = copy.deepcopy(net)
+    step = hodiff.compile_step(loss, net, backend="replay", fallback="raise")
+    for _ in range(3):  # the third call is not checked
+        x = torch.randn(6, 3)
+        for each, value in ((net, step(x)), (twin, loss(twin, x))):
+            each.zero_grad()
+            value.backward()
+        assert off(gradients(net), gradients(twin)) == 0
+        assert off(list(net.buffers()), list(twin.buffers())) == 0
+
+
+def test_a_check_leaves_graphs_that_hold_buffers_as_they_are() -> None:
+    net, x = nn.Sequential(nn.BatchNorm1d(3), NETS["tanh"]()), torch.randn(6, 3)
+    step = hodiff.compile_step(plain, net, backend="replay", fallback="raise")
+    before = net(x).mean()
+    step(x)
+    assert step.report.checks == 1
+    before.backward()  # raises where a check has written into the statistics and counted it
+    assert all(p.grad is not None for p in net.parameters())
 
 
 def test_rounding_of_low_precision_is_no_error() -> None:
