@@ -11,6 +11,7 @@ from torch import Tensor
 
 import hodiff
 from tests.support.callers import CALLERS, PLAIN, D
+from tests.support.releases import LACKING
 
 Run = Callable[[Tensor], Any]
 X = torch.tensor([[0.3, -0.8, 1.4], [0.9, 0.2, -0.5]], dtype=D)
@@ -54,7 +55,7 @@ def test_no_tensor_is_left_in_a_cycle(name: str) -> None:
 
 def test_every_public_function_is_looked_at() -> None:
     named = {name for name in hodiff.__all__ if not name.endswith(("Error", "Warning"))}
-    assert named <= {name.partition(",")[0] for name in RUNS}
+    assert named - LACKING <= {name.partition(",")[0] for name in RUNS}
 
 
 CLASSES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {

@@ -28,6 +28,7 @@ import hodiff
 from tests.support.callers import tensors
 from tests.support.ledger import Ledger, storages_of, without_collector
 from tests.support.limits import in_threads
+from tests.support.releases import UNLOADED
 
 REMEMBERED = {
     "MIXING", "WRONG_AT_ONCE", "WRITTEN", "BIASED", "_STATISTICS", "UNREMARKABLE", "_cleared", "_without_functions",
@@ -47,7 +48,7 @@ def _globals() -> dict[str, Any]:
     return {
         f"{module.name.removeprefix('hodiff.')}.{name}": value
         for module in pkgutil.walk_packages(hodiff.__path__, "hodiff.")
-        if not module.name.endswith("__main__")
+        if not module.name.endswith(("__main__", *UNLOADED))
         for name, value in vars(importlib.import_module(module.name)).items()
         if not name.startswith("__")
     }

@@ -128,7 +128,7 @@ def test_what_another_thread_is_loading_is_waited_for_without_the_lock(monkeypat
         return import_(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", seen)
-    monkeypatch.setattr(_settings.eager, "_needs", "torch._dynamo.eval_frame")  # as before it was loaded
+    monkeypatch.setattr(_settings.eager, "needs", "torch._dynamo.eval_frame")  # as before it was loaded
     with EvaluationContext(asked(passes=2)):
         pass
     assert loaded[0] is False
@@ -138,7 +138,7 @@ def test_everything_is_undone_when_entering_fails(monkeypatch):
     def broken(undo):
         raise RuntimeError("no such backend")
 
-    monkeypatch.setattr(_lending, "watch_hooks", Counted(broken))
+    monkeypatch.setattr(_hooks.watch_hooks, "_switch", broken)
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="no such backend"):
             EvaluationContext(asked(passes=2)).__enter__()

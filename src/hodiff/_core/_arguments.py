@@ -502,7 +502,7 @@ WHOLE: set[type] = {*TENSORS, type(None)}
 
 def check_vectors(value: Any, name: str) -> None:
     """Raise for vectors that are DTensors, alone or in a container."""
-    if WHOLE.issuperset(map(type, value.values() if isinstance(value, dict) else (value,))):
+    if TENSORS.issuperset(map(type, value.values() if isinstance(value, dict) else (value,))):
         return
     for leaf in _tree.flatten(value, name)[0]:
         if _is_dtensor(leaf):

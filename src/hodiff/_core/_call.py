@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -145,22 +146,22 @@ state = _OpenEvaluations()
 def enter(context: Any, undo: list[Callable[[], object]], *, differentiated: bool) -> None:
     """Put a context on the stacks; `undo` is given what takes it off, and ends its leaves."""
     context.forward_mode = forward_ad._current_level >= 0
-    if state.running:
-        state.running[-1].nests = True
-    proxy, stacks = weakref.proxy(context), (state.running, state.open) if differentiated else (state.running,)
-    tag = context.leaf_tag
+    running, differentiable, proxy = state.running, state.open, weakref.proxy(context)
+    if running:
+        running[-1].nests = True
+    undo += [partial(_leave, context.leaf_tag, proxy, running, differentiable)]
+    running += [proxy]
+    if differentiated:
+        differentiable += [proxy]
 
-    def leave() -> None:
-        tag.open = False
-        for stack in stacks:
-            if stack and stack[-1] is proxy:
-                del stack[-1]
-            else:
-                stack[:] = [other for other in stack if other is not proxy]
 
-    undo += [leave]
+def _leave(tag: Any, proxy: Any, *stacks: list[Any]) -> None:
+    tag.open = False
     for stack in stacks:
-        stack += [proxy]
+        if stack and stack[-1] is proxy:
+            del stack[-1]
+        else:
+            stack[:] = [other for other in stack if other is not proxy]
 
 
 def inside() -> bool:

@@ -42,7 +42,7 @@ class OutputGraph:
     outputs: Any = None
     aux: Any = None
     kinds: Set[type] = frozenset()
-    higher = recorded = _mixes = False
+    higher = recorded = _mixes = _common = False
     _first: Sequence[Tensor] = ()  # where there are several evaluations, the leaves of the first
     _starts: Collection[_nodes.Node] = ()  # of leaves that stand for the caller's own
 
@@ -159,7 +159,8 @@ class OutputGraph:
                 raise
             failure = error
         rare = _refusals.WRONG_AT_ONCE if self.call.order < 2 else _refusals.WRITTEN
-        if survey and not (context.by_hand or context.forward_mode or rare.among(survey)):
+        self._common = not (survey is None or context.by_hand or context.forward_mode or rare.among(survey))
+        if survey is not None and self._common:
             return survey  # as nearly always
         return self._evaluate_otherwise(survey, failure, exact=exact, compiles=compiles)
 
@@ -246,7 +247,7 @@ class OutputGraph:
 
     def _survey(self, outputs: Sequence[Tensor]) -> _nodes.Survey:
         """The graph of outputs, down to the leaves; below an alias begins the caller's own."""
-        return _nodes.Survey([output.grad_fn or _nodes.node_of(output) for output in outputs], self._starts)
+        return _nodes.survey(outputs, self._starts)
 
     def _judge(self, survey: _nodes.Survey) -> None:
         """What the result depends on, custom Functions, norms, samples that mix."""
@@ -270,8 +271,8 @@ class OutputGraph:
                     _refusals.refuse_biased(survey, self.leaves)
                 remarkable = survey.is_remarkable(call.order)
                 self.recorded = remarkable and _refusals.judge(survey, self.leaves, call.order, call.allow)
-            else:
-                self.recorded = _refusals.refuse_first(survey, self.leaves)
+            else:  # of which nothing rare was found before, mostly
+                self.recorded = not self._common and _refusals.refuse_first(survey, self.leaves)
         except GraphError as error:
             self._explain(error)
             raise
@@ -392,7 +393,7 @@ def detached(value: Any, theirs: Container[int] = ()) -> Any:
             return leaf
         return leaf.detach().clone() if theirs and memory_of(leaf) in theirs else leaf.detach()
 
-    return _tree.tree_map(cut, value)
+    return cut(value) if value.__class__ is Tensor else _tree.tree_map(cut, value)
 
 
 def _forget(leaf: Tensor) -> None:

@@ -7,6 +7,7 @@ plain PyTorch. So hooks that `f` registers, or that its modules have, are watche
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from torch.nn.utils import stateless as _stateless
 from torch.utils import checkpoint as _checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from hodiff._core import _call, _kernels, _nodes, _refusals, _versions
+from hodiff._core import _call, _kernels, _nodes, _refusals, _settings, _versions
 from hodiff._core._settings import Counted, Undo
 from hodiff.errors import GraphError
 
@@ -118,19 +119,17 @@ class Hooks:
         return observe
 
 
-_KEY = "hodiff"
+WATCH = "hodiff"
+"""What the hook of modules is called, and the holder of the stance."""
 
 
-def _watch_modules(undo: Undo) -> None:
-    """Let the innermost evaluation know of each module that is called or swapped, and of each differentiable pass.
+autograd: Any = torch.autograd
+modules: Any = nn.modules.module
 
-    `torch.autograd.grad`, `backward` and the transforms of `torch.func` look their way to the engine up under a name of
-    `torch.autograd`; passes of ours enter the engine past it, and pay nothing.
-    """
-    hooks: dict[Any, Any] = nn.modules.module._global_forward_pre_hooks
-    autograd: Any = torch.autograd
-    theirs = autograd._engine_run_backward
-    swap = stateless._reparametrize_module
+
+@functools.lru_cache(1)
+def _watchers(theirs: Hook, swap: Hook) -> tuple[Hook, Hook, Callable[[], None]]:
+    """What stands for PyTorch's entry of passes and for its swap of parameters, and what puts those back."""
 
     def passes(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _, _, create_graph, inputs, *_ = args
@@ -144,7 +143,7 @@ def _watch_modules(undo: Undo) -> None:
         return swap(module, *args, **kwargs)
 
     def restore() -> None:
-        hooks.pop(_KEY, None)
+        modules._global_forward_pre_hooks.pop(WATCH, None)
         if autograd._engine_run_backward is passes:
             autograd._engine_run_backward = theirs
         # To ask whether the other is `on` is a call.
@@ -152,15 +151,29 @@ def _watch_modules(undo: Undo) -> None:
             checkpoint._CheckpointFrame = _frames[0]
         if stateless._reparametrize_module is swapped:
             stateless._reparametrize_module = swap
+        if _settings.stance.holders:
+            _settings.as_compiled(WATCH)
 
+    return passes, swapped, restore
+
+
+def _watch_modules(undo: Undo) -> None:
+    """Let the innermost evaluation know of each module that is called or swapped, and of each differentiable pass.
+
+    `torch.autograd.grad`, `backward` and the transforms of `torch.func` look their way to the engine up under a name of
+    `torch.autograd`; passes of ours enter the engine past it, and pay nothing.
+    """
+    passes, swapped, restore = _watchers(autograd._engine_run_backward, stateless._reparametrize_module)
     # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its subclasses forgets
     # what it had looked up, and slows what comes after.
     undo += [restore]
-    hooks[_KEY] = lend_module
+    modules._global_forward_pre_hooks[WATCH] = lend_module
     autograd._engine_run_backward = passes
     if checkpoint._CheckpointFrame is not _frame:
         _frames[0], checkpoint._CheckpointFrame = checkpoint._CheckpointFrame, _frame
     stateless._reparametrize_module = swapped
+    if not _settings.eager.needs:
+        _settings.force_eager(WATCH)
 
 
 _frames = [checkpoint._CheckpointFrame]
@@ -207,7 +220,6 @@ def _watch_hooks(undo: Undo) -> None:
     A module has gathered its hooks before anybody is told that it is called; then it looks up, by
     name, what runs them.
     """
-    modules: Any = nn.modules.module
     register = Tensor.register_hook
     full, other = modules.BackwardHook, modules._WrappedHook
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +35,7 @@ from hodiff._core import (
     _versions,
 )
 from hodiff._core._call import Call
-from hodiff._core._hooks import Hooks, watch_hooks, watch_modules
+from hodiff._core._hooks import WATCH, Hooks, watch_hooks, watch_modules
 from hodiff._core._loans import (
     LEAF_TAG,
     Kept,
@@ -55,7 +56,7 @@ _substitutes.install()
 _versions.where_forward_mode_begins(_call.note_forward_mode)
 
 T = TypeVar("T")
-_version = attrgetter("_version")
+_version, _is_cuda = attrgetter("_version"), attrgetter("is_cuda")
 
 
 class Evaluation:
@@ -88,7 +89,9 @@ class Evaluation:
 
         With `whole`, for the whole of a pass, not for one part of `f`.
         """
-        return EvaluationContext(self._call, evaluation=self, whole=whole)
+        context = EvaluationContext(self._call)
+        context._evaluation, context._whole = self, whole
+        return context
 
     def put(self, context: EvaluationContext, undo: list[Callable[[], object]], *, whole: bool) -> None:
         """Let the modules have it, once they are borrowed."""
@@ -99,13 +102,16 @@ class Evaluation:
             self.over = False
 
 
+_SWITCHES = (watch_modules,), (watch_modules, watch_hooks)
+"""What is switched for a first derivative, and for those above."""
+
+
 class EvaluationContext:
     """The state in which the function of a call runs, until the last pass.
 
     Attributes:
         call: What was asked.
         leaf_tag: The mark of its leaves.
-        loan: What of modules is lent.
         borrowed: Those modules, the point's and those that `f` called.
         by_hand: The derivatives that `f` took itself, when it was called last; None where it took none.
         forward_mode: Whether PyTorch's forward mode was on as `f` began, or `f` used it.
@@ -114,50 +120,33 @@ class EvaluationContext:
         undo: What undoes all that was switched.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_evaluation",
-        "_leaves",
-        "_normal",
-        "_parameters",
-        "_ran",
-        "_watched",
-        "_whole",
-        "borrowed",
-        "by_hand",
-        "call",
-        "forward_mode",
-        "hooks",
-        "leaf_tag",
-        "loan",
-        "nests",
-        "random",
-        "undo",
-    )
+    borrowed: Mapping[nn.Module, Any] = MappingProxyType({})
+    by_hand: _hooks.ByHand | None = None
+    nests = _normal = _ran = _whole = False
+    _evaluation: Evaluation | None = None
+    _loan: StateLoan | None = None
 
-    def __init__(
-        self,
-        call: Call,
-        leaves: Sequence[Tensor] = (),
-        *,
-        evaluation: Evaluation | None = None,
-        whole: bool = False,
-    ) -> None:
-        """With `leaves`, those stand at once in place of the parameters of the point; or what an evaluation had."""
+    def __init__(self, call: Call, leaves: Sequence[Tensor] = ()) -> None:
+        """With `leaves`, those stand at once in place of the parameters of the point."""
         self.call, self._leaves = call, leaves
-        self._evaluation, self._whole = evaluation, whole
-        self.leaf_tag = LeafTag()
+        self.leaf_tag, self.hooks = LeafTag(), Hooks()
         self.leaf_tag.detached = not call.create_graph
         self.undo: list[Callable[[], object]] = []
-        self._normal = self.nests = False
-        self.by_hand: _hooks.ByHand | None = None
-        self.hooks = Hooks()
+
+    @property
+    def loan(self) -> StateLoan:
+        """What of modules is lent, from the first that is met."""
+        if self._loan is None:
+            loan = StateLoan(self.call)
+            # Behind what tells that the context was lost; of a point's modules, while they are claimed.
+            self.undo.insert(len(self.undo) if self.call.where.module_slices else 1, loan.close)
+            self._loan, self.borrowed = loan, loan.attributes
+        return self._loan
 
     # --- the state
 
     def __enter__(self) -> EvaluationContext:
         call, undo = self.call, self.undo
-        self._ran = False
         try:
             # What an interrupt kept open: no Python code can prevent one between a `with` block and `__exit__`.
             _settings.when_lost(undo, self)
@@ -175,13 +164,9 @@ class EvaluationContext:
                     _kernels.enter()
                 elif call.order >= 2 or _kernels.available():
                     _kernels.include(undo)
-            self.loan = StateLoan(call)
-            self.borrowed = self.loan.attributes
-            undo += [self.loan.close]
-            switches = [watch_modules, watch_hooks] if call.order >= 2 else [watch_modules]
-            if "torch._dynamo" in sys.modules:
-                switches += [_settings.eager]
-            _settings.enter(switches, undo)
+            _settings.enter(_SWITCHES[call.order >= 2], undo)
+            if WATCH not in _settings.stance.holders and "torch._dynamo" in sys.modules:  # loaded since
+                _settings.eager.enter(undo)
             _call.enter(self, undo, differentiated=call.order > 0)
             if parametrize._cache_enabled:
                 self._set_aside_cache()
@@ -240,16 +225,18 @@ class EvaluationContext:
         self._borrow_point()
 
     def _borrow_point(self) -> None:
+        loan = self.loan
         for module_slice in self.call.where.module_slices:
             modules = [module for module in module_slice.assembly.modules if module not in self.borrowed]
-            self.loan.take(modules, module_slice.module)
+            loan.take(modules, module_slice.module)
 
     def _afresh(self) -> None:
         """What `f` left in buffers and attributes goes, so that another run begins as the first one did."""
         if self._evaluation is not None:
             self._evaluation.end(self.loan)
             self._evaluation = None
-        self.loan.close()
+        if self._loan is not None:
+            self._loan.close()
         self._borrow_point()
 
     def _unrecorded(self, parameter: Tensor) -> Tensor:
@@ -291,8 +278,8 @@ class EvaluationContext:
         """What `f` returns when `arguments` stand in place of the point's tensors. Nothing is checked."""
         if self._ran:
             self._afresh()
+            self.by_hand = None
         self._ran = True
-        self.by_hand = None
         call = self.call
         if call.where.module_slices:
             self._parameters.put(arguments)
@@ -388,12 +375,9 @@ class EvaluationContext:
     def remember(self) -> None:
         """Note the random state that `f` begins with, and the hooks."""
         self.hooks.before = RemovableHandle.next_id
-        device = self.call.where.tensors[0].device
-        for tensor in self.call.where.tensors:
-            if tensor.is_cuda:
-                device = tensor.device
-                break
-        self.random = RandomState(device)
+        tensors = self.call.where.tensors
+        first = next(filter(_is_cuda, tensors)) if True in map(_is_cuda, tensors) else tensors[0]
+        self.random = RandomState(first.device)
 
     def again(self, leaves: Sequence[Tensor]) -> Any:
         """What `f` returns when it is called once more, with the same random numbers; they are not drawn twice."""

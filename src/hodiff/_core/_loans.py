@@ -148,22 +148,20 @@ class StateLoan:
         put_back: What else is done when they are given back.
     """
 
-    __slots__ = ("_call", "_claimed", "_cloned", "attributes", "put_back")
+    __slots__ = ("_call", "_claimed", "_cloned", "_held", "attributes", "put_back")
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._cloned: list[nn.Module] = []
         self._claimed: list[nn.Module] = []
+        self._held: list[nn.Module] = []
         self.attributes: dict[nn.Module, dict[str, Any] | None] = {}
         self.put_back: list[Callable[[], object]] = []
 
     def take_called(self, module: nn.Module) -> None:
-        """Borrow a module that `f` calls; of most layers without parameters that is nothing."""
-        hooked = module._forward_pre_hooks or module._forward_hooks
-        if module._parameters or module._buffers or hooked or module.__class__ not in _KEEP_NOTHING:
-            self.take((module,))
-        else:
-            self.attributes[module] = None
+        """Borrow a module that `f` calls; of a `Sequential` all that it will call, at once."""
+        below = module._modules.values() if module.__class__ is nn.Sequential else ()
+        self.take([each for each in (module, *below) if each is not None and each not in self.attributes])
 
     def take(self, modules: Collection[nn.Module], root: nn.Module | None = None) -> None:
         """Borrow modules that `f` calls, below a point's `root` or others, from all other threads.
@@ -174,7 +172,8 @@ class StateLoan:
         if root is None and self._call.order >= 2 and _arguments.LOADED_BY in sys.modules:
             _arguments.check_modules(modules, "f")
         held = [module for module in modules if module._parameters or module._buffers]
-        if held:
+        self._held += held
+        if held and root is None:  # those below a root have been claimed with its parameters, for longer
             self._claimed += held
             _locks.claim(held, self)
         for module in modules:
@@ -257,7 +256,7 @@ class StateLoan:
     def kept(self) -> Kept:
         """What its modules have, for `put`; what was left in attributes without its graph, which may lead here."""
         left, result = self.tidy(), Kept()
-        for module in self._claimed:
+        for module in self._held:
             buffers = _lent[module].begun_with(module) if module in _lent else module._buffers.copy()
             attributes = _tree.tree_map(_still, left[module]) if module in left else {}
             result[module] = module._parameters.copy(), buffers, attributes
@@ -279,7 +278,7 @@ class StateLoan:
                 if not clones.users:
                     module._buffers.update(clones.originals)
                     del _lent[module]
-        self._cloned = []
+        self._cloned, self._held = [], []
         if self._claimed:
             _locks.release(self._claimed, self)
             self._claimed = []

@@ -56,7 +56,7 @@ MANY = 10_000
 _STRIDE = 4_999
 """Every so manyth node holds all older ones; a prime, so that of chains beside each other none is passed over."""
 
-_age = methodcaller("_sequence_nr")
+_age, _grad_fn = methodcaller("_sequence_nr"), attrgetter("grad_fn")
 _name = attrgetter("__name__")
 _variable = attrgetter("variable")
 
@@ -184,7 +184,9 @@ class Survey:
 
 def survey(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Survey:
     """Walk the graphs of `tensors`, not below the nodes in `stop`."""
-    return Survey([tensor.grad_fn or node_of(tensor) for tensor in tensors], stop)
+    tensors = [*tensors]
+    roots = [*map(_grad_fn, tensors)]
+    return Survey([*map(node_of, tensors)] if None in roots else roots, stop)
 
 
 class Edge(GradientEdge):

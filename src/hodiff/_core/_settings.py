@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -85,16 +86,12 @@ class InTime(partial[Any]):
 _lost: list[InTime] = []  # kept, because PyTorch's guards undo what they did when they go
 
 
-_entered: dict[weakref.ref[Any], None] = {}  # held here, for the collector calls no reference that it collects
-
-
 def when_lost(undo: Undo, context: Any) -> None:
     """Undo it when nobody holds the context any more. Not by `__del__`: at the end of a call it loses interrupts."""
     undos = opened.undos
-    reference = weakref.ref(context, partial(_undo_late, undos, undo))
-    undo += [partial(_entered.pop, reference, None)]
+    # Held there, for the collector calls no reference that it collects; as a step it does nothing.
+    undo += [weakref.ref(context, partial(_undo_late, undos, undo))]
     undos += [undo]
-    _entered[reference] = None
 
 
 def _undo_late(undos: list[Undo], undo: Undo, _: object) -> None:
@@ -138,10 +135,13 @@ class Counted:
 
     The module that it needs is loaded without the lock: another thread may be loading it, and that may collect what we
     have lost, which waits for the lock.
+
+    Attributes:
+        needs: The name of that module, until it is there.
     """
 
     def __init__(self, switch: Switch, needs: str = "") -> None:
-        self._switch, self._needs = switch, needs
+        self._switch, self.needs = switch, needs
         self._users: dict[object, int] = {}  # each in its thread
         self._restore: Undo = []
         _locks.in_child(self._keep)
@@ -153,7 +153,14 @@ class Counted:
 
     def enter(self, undo: Undo) -> None:
         """Switch it, unless someone has; `undo` is given what leaves it."""
+        self.load()
         enter((self,), undo)
+
+    def load(self) -> None:
+        """See that the module that it needs is there."""
+        if self.needs:
+            __import__(self.needs)
+            self.needs = ""
 
     def _keep(self, thread: int) -> None:
         """Leave it for all threads but one."""
@@ -167,22 +174,7 @@ class Counted:
 def enter(switches: Sequence[Counted], undo: Undo) -> None:
     """Switch all of these that nobody has switched; `undo` is given what leaves them."""
     user = lambda: None  # noqa: E731 - an object of its own, made without a call
-
-    def leave() -> None:
-        with _locks.lock:
-            for switch in switches[::-1]:
-                users, restore = switch._users, switch._restore
-                if user in users:
-                    del users[user]
-                while restore and not users:
-                    restore[-1]()
-                    del restore[-1]
-
-    undo += [leave]
-    for switch in switches:
-        if switch._needs:
-            __import__(switch._needs)
-            switch._needs = ""  # it is there now
+    undo += [partial(_leave, switches, user)]
     with _locks.lock:
         for switch in switches:
             switch._users[user] = _locks.here.thread
@@ -190,12 +182,44 @@ def enter(switches: Sequence[Counted], undo: Undo) -> None:
                 switch._switch(switch._restore)
 
 
-def _eager(undo: Undo) -> None:
+def _leave(switches: Sequence[Counted], user: object) -> None:
+    with _locks.lock:
+        for switch in switches:
+            users, restore = switch._users, switch._restore
+            if user in users:
+                del users[user]
+            while restore and not users:
+                restore[-1]()
+                del restore[-1]
+
+
+stance = SimpleNamespace(ours=None, theirs=None, holders=dict[object, None]())
+"""That by which nothing compiled runs; the one that stood there as it came; who has it there."""
+
+
+def force_eager(holder: object) -> None:
     """Compiled functions run as plain PyTorch: compiled code has no second derivative."""
     eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
+    stance.holders[holder] = None
     # As by `torch.compiler.set_stance`, which takes as long as all that is switched beside it.
-    undo += [partial(setattr, eval_frame, "_stance", eval_frame._stance)]
-    eval_frame._stance = eval_frame.DynamoStance("force_eager")
+    stance.ours = ours = stance.ours or eval_frame.DynamoStance("force_eager")
+    if eval_frame._stance is not ours:
+        stance.theirs, eval_frame._stance = eval_frame._stance, ours
+
+
+def as_compiled(holder: object) -> None:
+    """The last holder puts it back."""
+    eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
+    holders = stance.holders
+    if holder in holders:
+        del holders[holder]
+    if not holders and eval_frame._stance is stance.ours:
+        eval_frame._stance = stance.theirs
+
+
+def _eager(undo: Undo) -> None:
+    undo += [partial(as_compiled, _eager)]
+    force_eager(_eager)
 
 
 def _no_cudnn(undo: Undo) -> None:

@@ -642,6 +642,21 @@ def records() -> bool:
 at_trace(_vectors.matches)
 
 
+@at_trace
+def _check_whole() -> None:
+    """Raise for what is sharded. No trace may guard which classes are known to be whole: these become more."""
+    modules = next(_translators()).symbolic_locals["modules"].realize()
+    try:
+        _arguments.check_modules([key.vt.value for key in modules.items], *_locals("name"))
+    except HodiffError as error:
+        _refuse(str(error))
+
+
+@stands_for(_arguments.check_modules)
+def check_modules(modules: Any, name: str) -> None:
+    _check_whole()
+
+
 @stands_for(_where.Assembly.of)
 def assembly(root: nn.Module) -> Any:
     made = _where.Assembly({}, [])

@@ -175,7 +175,7 @@ class Space:
                 return Vectors("structure", [value], None, tree)
         if _arguments.LOADED_BY in sys.modules:
             _arguments.check_vectors(value, name)
-        plain = value.__class__ is dict and _arguments.WHOLE.issuperset(map(type, value.values()))
+        plain = value.__class__ is dict and _arguments.TENSORS.issuperset(map(type, value.values()))
         if not plain and not isinstance(value, Tensor):
             value = self.as_tensors(value, name)
             tree = tree_of_listed_leaves(value, tree, len(self.likes)) or tree

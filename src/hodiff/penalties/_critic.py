@@ -346,10 +346,11 @@ def _ordinary(norms: Tensor) -> bool:
     Not asked where the answer would have to be waited for, or cannot be had: on a GPU, in a traced
     region, under vmap.
     """
-    if norms.device.type != "cpu" or torch.compiler.is_compiling():
+    if not norms.numel() or norms.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     try:
-        return bool(((norms > 1e-12) & (norms < 1e12)).all())
+        least, most = torch.aminmax(norms.detach())  # NaN where one is
+        return float(least) > 1e-12 and float(most) < 1e12
     except RuntimeError as error:
         if "vmap" not in str(error):  # which refuses the question
             raise
@@ -476,11 +477,10 @@ def refuse_empty(values: Tensor, reduction: ExtremeReduction) -> None:
 
 def reduce(values: Tensor, reduction: ExtremeReduction, weight: float) -> Tensor:
     """The values of all samples as one."""
-    if reduction == "none":
-        return weight * values
-    refuse_empty(values, reduction)
-    whole = {"max": values.max, "mean": values.mean, "sum": values.sum}[reduction]
-    return weight * whole()
+    if reduction != "none":
+        refuse_empty(values, reduction)
+        values = {"max": values.max, "mean": values.mean, "sum": values.sum}[reduction]()
+    return values if weight == 1 else weight * values
 
 
 def _is_trained(leaf: Tensor) -> bool:

@@ -206,7 +206,8 @@ class PenaltyRule(NamedTuple):
                 squared if self.power == 2 else squared ** (self.power // 2), self.reduction, self.weight
             )
         excess = _critic.norm(gradient, batch_ndim, self.ord) - self.target
-        excess = excess.clamp(min=0) if self.one_sided else excess.abs()
+        if self.one_sided or self.power != 2:  # the square needs no sign, nor the derivative of one
+            excess = excess.clamp(min=0) if self.one_sided else excess.abs()
         return _critic.reduce(_to_the(excess, self.power), self.reduction, self.weight)
 
 

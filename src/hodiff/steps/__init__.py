@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
@@ -61,6 +62,10 @@ class StepReport:
         return f"StepReport({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
+class Different(Exception):
+    """What a call has that no graph was traced with, in words that end a sentence; without words, its guards say so."""
+
+
 class _Call(threading.local):
     """What a thread's call leaves behind: the graph that ran, its inputs, its gradients, how it was before."""
 
@@ -78,6 +83,8 @@ def _whole(loss: Callable[..., Any], where: Any, has_aux: bool, *, traced: bool)
     """The loss of the arguments alone; as Dynamo traces it, with a mark."""
 
     def whole(*args: Any, **kwargs: Any) -> Any:
+        if traced and not torch.compiler.is_dynamo_compiling():
+            raise Different
         result = loss(where, *args, **kwargs)
         value, aux = split(result) if has_aux else (result, None)
         if traced:
@@ -124,7 +131,7 @@ class CompiledStep:
         self._backend, self._fallback = backend, fallback
         self._selects = bool(_selections(where))
         self._whole = _whole(loss, where, has_aux, traced=False)
-        self._compiled: Any = None
+        self._traceable: Any = None
         self._settled = False
         self._call = _Call()
 
@@ -189,34 +196,39 @@ class CompiledStep:
             return result if call.before is None else self._checked(result, args, kwargs)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from hodiff.steps import _guards
-        from hodiff.steps._graph import Different, lock
-
-        failed = (*_guards.FAILED, Different)
-        if self._compiled is None:
-            _guards.check_backend(self._backend)
-            backend = _guards.compiler(weakref.WeakMethod(self._build), weakref.WeakMethod(self._replay))
-            whole = _whole(self._loss, self._where, self._has_aux, traced=True)
-            self._compiled = torch.compile(_guards.fresh(whole), backend=backend, fullgraph=True)
-        else:
+        changed = ""
+        if self._traceable is not None:
+            # what is compiled runs if its guards hold; nothing is compiled
+            prior = set_eval_frame(torch._dynamo.eval_frame._callback_from_stance(False))
             try:
-                return self._compiled(*args, **kwargs)
-            except failed as error:  # most often: to be compiled anew, which needs settings
-                if isinstance(error, Different):
-                    return self._for_once(str(error), args, kwargs)
+                return self._traceable(*args, **kwargs)
+            except Different as error:
+                changed = str(error)
+            finally:
+                set_eval_frame(prior)
+        return self._for_once(changed, args, kwargs) if changed else self._compiled(args, kwargs)
+
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result by a graph that is made for this call."""
+        from hodiff.steps import _graph, _guards
+
+        if self._traceable is None:
+            _guards.check_backend(self._backend)
+            self._traceable = _guards.fresh(_whole(self._loss, self._where, self._has_aux, traced=True))
+        backend = _guards.compiler(weakref.WeakMethod(self._build), weakref.WeakMethod(self._replay))
         begun = time.perf_counter()
         try:
-            with lock, _guards.settings():
-                return self._compiled(*args, **kwargs)
-        except failed as error:
-            if isinstance(error, Different):
-                return self._for_once(str(error), args, kwargs)
+            with _graph.lock, _guards.settings():
+                return torch.compile(self._traceable, backend=backend, fullgraph=True)(*args, **kwargs)
+        except Different as error:
+            return self._for_once(str(error) or "torch.compile is switched off", args, kwargs)
+        except _guards.FAILED as error:
             reason = _guards.reason(error)
         finally:
             self.report.seconds += time.perf_counter() - begun
         _guards.forget()
         result = self._plain(args, kwargs)  # where the loss itself raises, this does
-        self._settle(f"it cannot be traced: {reason}")
+        self._settle(f"it cannot be compiled: {reason}")
         return result
 
     def _for_once(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,7 +257,8 @@ class CompiledStep:
     def _replay(self, graph: StepGraph, inputs: tuple[Any, ...]) -> Any:
         """Called by what Dynamo made of the loss."""
         call = self._call
-        graph.check(inputs)
+        if changed := graph.changed(inputs):
+            raise Different(changed)
         graph.calls += 1
         if graph.calls & (graph.calls - 1) == 0:
             call.before = Before(graph, inputs)
@@ -271,18 +284,17 @@ class CompiledStep:
             return result
         value = result[0] if self._has_aux else result
         check = EagerCheck(call.graph, call.inputs, before, lambda: self._whole(*args, **kwargs), self._has_aux)
-        eager = check.run([value, *call.gradients])
+        check.run([value, *call.gradients])
         self.report.checks += 1
         self.report.difference = max(self.report.difference, check.difference)
         if not check.wrong:
             return result
-        call.graph = None
         self._settle(check.wrong)
-        return eager
+        return self._plain(args, kwargs)
 
     def _settle(self, reason: str) -> None:
         """Run the loss as it is from now on."""
-        self._settled, self._compiled = True, None
+        self._settled, self._traceable = True, None
         self._tell(reason, "This step")
 
     def _tell(self, reason: str, what: str) -> None:

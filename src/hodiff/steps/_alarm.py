@@ -34,11 +34,10 @@ class Before:
         self.values = [x.detach().clone() for x in self.tensors]
 
     def restore(self) -> None:
-        """Put it back, by value: a batch norm does not count its writes."""
+        """Put it back, by value: a batch norm does not count its writes; nor does this, for graphs that hold them."""
         self.random.restore()
-        with _settings.grad_mode(False):
-            for tensor, value in zip(self.tensors, self.values, strict=True):
-                tensor.copy_(value)
+        for tensor, value in zip(self.tensors, self.values, strict=True):
+            tensor.data.copy_(value)
 
 
 class EagerCheck:
@@ -63,16 +62,16 @@ class EagerCheck:
         self.leaves = [inputs[i] for i in graph.wanted]
         self.difference, self.wrong = 0.0, ""
 
-    def run(self, ours: Sequence[Tensor]) -> Any:
-        """Compare loss and gradients with those of the eager loss, whose result this is."""
+    def run(self, ours: Sequence[Tensor]) -> None:
+        """Compare loss and gradients with those of the eager loss; where they are wrong, all is as before the call."""
         graph, before = self.graph, self.before
         if any(x._backward_hooks for x in self.leaves):  # any pass would run them, and they are for `backward()`
-            return None
+            return
         ours = [*ours, *(x.detach().clone() for x in before.tensors)]
-        eager, theirs = self._eager()
+        theirs = self._eager()
         self.difference = self._distance(ours, theirs)
         if self.difference <= 64 * graph.eps:
-            return eager
+            return
         after = Before(graph, self.inputs)
         before.restore()
         moved = self._moved()
@@ -84,18 +83,17 @@ class EagerCheck:
                 f"its result is {self.difference:.0e} off the eager one, where rounding explains {rounding:.0e}; the "
                 f"first operation that differs is {self._first()}"
             )
-        after.restore()
-        return eager
+        (before if self.wrong else after).restore()
 
-    def _eager(self) -> tuple[Any, list[Tensor | None]]:
+    def _eager(self) -> list[Tensor | None]:
         """What the loss gives from the same state, and all of it that is compared: loss, gradients, buffers."""
         self.before.restore()
         with _settings.on(ExactNorms(self.graph.order)) if self.graph.exact else nullcontext():
             eager = self.loss()
         value = eager[0] if self.has_aux else eager
         with _settings.autocast(value.device.type):
-            gradients = torch.autograd.grad(value, self.leaves, allow_unused=True, retain_graph=True)
-        return eager, [value.detach(), *gradients, *self.before.tensors]
+            gradients = torch.autograd.grad(value, self.leaves, allow_unused=True)
+        return [value.detach(), *gradients, *self.before.tensors]
 
     def _distance(self, ours: Sequence[Tensor], theirs: Sequence[Tensor | None]) -> float:
         """The largest difference: of the loss by what its gradient makes of the point, of a gradient by all of it."""

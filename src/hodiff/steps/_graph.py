@@ -25,6 +25,7 @@ _torch: Any = torch._C
 _private: Any = torch
 _aten: Any = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
+_BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
 _NORMS = {_private._weight_norm, weight_norm}
 
 
@@ -34,10 +35,6 @@ class NotCompiled(Exception):
 
 lock = threading.RLock()
 """Held for a compilation: its settings are those of the process."""
-
-
-class Different(Exception):
-    """Why a call is not what was traced, in words that end a sentence; it runs uncompiled."""
 
 
 class StepGraph:
@@ -114,16 +111,14 @@ class StepGraph:
 
         return whole
 
-    def check(self, inputs: Sequence[Any]) -> None:
-        """Raise where something has changed that Dynamo does not guard."""
+    def changed(self, inputs: Sequence[Any]) -> str:
+        """What has changed that Dynamo does not guard, in words; empty where nothing has."""
         if self._changed(inputs):
             with lock:  # another thread's trace replaces methods of all modules while it lasts
-                changed = self._changed(inputs)
-            if changed:
-                raise Different(changed)
+                return self._changed(inputs)
+        return ""
 
     def _changed(self, inputs: Sequence[Any]) -> str:
-        """What that is, in words; empty where it is nothing."""
         leaves = [inputs[i] for i in self.wanted]
         if torch.nn.modules.module._has_any_global_hook():
             return "there are hooks for all modules"
@@ -188,6 +183,8 @@ def _open_checkpoints(module: fx.GraphModule) -> None:
     for part in parts:
         for node in part.graph.nodes:
             if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
+                if node.kwargs.get("use_reentrant") is not False:
+                    raise NotCompiled("it uses torch.utils.checkpoint with use_reentrant=True; False compiles")
                 node.target, node.kwargs = _run_block, {}
                 part.recompile()
 
@@ -255,9 +252,15 @@ def _like(node: fx.Node, model: fx.Node) -> fx.Node:
 
 def _writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return (schema is None and isinstance(node.target, torch._ops.HigherOrderOperator)) or bool(
-        schema and schema.is_mutable
-    )
+    if schema is None:
+        return isinstance(node.target, torch._ops.HigherOrderOperator)
+    return schema.is_mutable or bool(_statistics(node))
+
+
+def _statistics(node: fx.Node) -> list[fx.Node]:
+    """What a batch norm in training writes into, which its schema does not say."""
+    training = node.target in _BATCH_NORMS and node.args[5]
+    return [x for x in node.args[3:5] if isinstance(x, fx.Node)] if training else []
 
 
 def _acts(node: fx.Node) -> bool:
@@ -276,7 +279,7 @@ def _targets(node: fx.Node) -> list[fx.Node]:
     if schema is None:
         return [*node.all_input_nodes] if _writes(node) else []
     given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
-    written: list[fx.Node] = []
+    written = _statistics(node)
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = given.get(argument.name)
@@ -288,14 +291,7 @@ def _written(graph: fx.Graph) -> list[int]:
     """Which inputs the graph writes into, be it by a view."""
     memories = {_memory(target) for node in graph.nodes if node.op == "call_function" for target in _targets(node)}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    # native batch norm writes into its statistics, which its schema does not say
-    statistics = {
-        argument
-        for node in graph.nodes
-        if "native_batch_norm" in str(node.target) or "cudnn_batch_norm" in str(node.target)
-        for argument in node.args[3:5]
-    }
-    return [i for i, node in enumerate(placeholders) if _memory(node) in memories or node in statistics]
+    return [i for i, node in enumerate(placeholders) if _memory(node) in memories]
 
 
 def clean(graph: fx.Graph) -> None:
@@ -389,10 +385,14 @@ def compiled(traced: fx.GraphModule, stand_ins: Sequence[Any], backend: str) -> 
     """The list by one of the backends that `torch.compile` knows."""
     if backend == "inductor":
         import torch._inductor.config as settings
-        from torch._inductor import standalone_compile
+        from torch._inductor import exc, standalone_compile
 
         with settings.patch(fallback_random=True), _settings.grad_mode(False):
-            return standalone_compile(traced, list(stand_ins), dynamic_shapes="from_tracing_context")
+            try:
+                return standalone_compile(traced, list(stand_ins), dynamic_shapes="from_tracing_context")
+            except (exc.InductorError, UnicodeDecodeError) as error:  # no compiler; an ASCII locale
+                why = f"{error}".partition("\n")[0]
+                raise NotCompiled(f"inductor fails ({why}); backend='replay' needs no compiler") from error
     from torch._dynamo.backends.registry import lookup_backend
 
     with _settings.grad_mode(False):

@@ -11,6 +11,7 @@ import difflib
 import functools
 import gc
 import itertools
+import logging
 import re
 import threading
 import types
@@ -45,6 +46,7 @@ _SETTINGS = {
     "optimize_ddp": False,
     "suppress_errors": False,
     "replay_record_enabled": False,
+    "invalidate_compile_context_weakrefs": True,  # so that `torch.utils.swap_tensors` may swap parameters
 }
 
 
@@ -79,8 +81,9 @@ def _enter(undo: Undo) -> None:
         patch = config.patch(values)
         undo += [partial(patch.__exit__, None, None, None)]
         patch.__enter__()
-    undo += [partial(setattr, _compiling, "on", _compiling.on)]
-    _compiling.on = True
+    for each, name in ((_compiling, "on"), (logging.getLogger("torch._subclasses.fake_tensor"), "disabled")):
+        undo += [partial(setattr, each, name, getattr(each, name))]
+        setattr(each, name, True)  # wrong shapes are reported by the eager loss
 
 
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), functools.__file__)

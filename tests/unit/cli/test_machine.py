@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.meta.source import ROOT
+from tests.support.releases import STEPS
 
 PROGRAM = """\
 import torch
@@ -101,4 +102,31 @@ try:
 except Exception as error:
     print("a compiler is missing" if "compiler" in str(error) else error)
 right()
+"""
+
+
+@STEPS
+@pytest.mark.skipif(sys.platform == "win32", reason="/dev/null is no folder where there is one")
+@pytest.mark.parametrize("utf8", ["1", pytest.param("0", marks=pytest.mark.slow)])
+def test_a_step_says_which_backend_needs_no_compiler(bare: dict[str, str], utf8: str) -> None:
+    """It runs uncompiled, and by replay it does not. (Until 2.14 PyTorch's compiler reads its files by the locale.)"""
+    ran = run([sys.executable, "-c", STEP], env=bare | {"PYTHONUTF8": utf8})
+    assert ran.stdout.splitlines() == ["(0, -8.0)", "(1, -8.0)"], ran.stderr
+    (warning,) = ran.stderr.splitlines()
+    assert "HodiffWarning: compile_step: it cannot be compiled: inductor fails (" in warning
+    assert "No working C++ compiler" in warning or "'ascii' codec can't decode" in warning
+    assert warning.endswith("); backend='replay' needs no compiler. This step runs uncompiled.")
+
+
+STEP = """\
+import torch, hodiff
+w = torch.tensor(2.0, requires_grad=True)
+def loss(w, x):
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(w * x**2, x, create_graph=True)
+    return (slope - 6) ** 2
+for backend in ("replay", "inductor"):
+    step, w.grad = hodiff.compile_step(loss, w, backend=backend), None
+    step(torch.tensor(1.0)).backward()
+    print((step.report.eager, w.grad.item()))
 """

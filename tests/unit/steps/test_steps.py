@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import gc
+import importlib
+import logging
 import pickle
 import threading
 import warnings
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import hodiff
 from hodiff._core._versions import RELEASE
@@ -186,19 +189,19 @@ def sines_are_cosines(graph) -> None:
             node.target = torch.ops.aten.sin.default
 
 
-def test_a_wrong_graph_ends_in_eager_and_names_the_operation(monkeypatch) -> None:
+@pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 3)])
+def test_a_wrong_graph_ends_in_eager_and_names_the_operation(monkeypatch, norm) -> None:
     broken(monkeypatch, sines_are_cosines)
-    net, x = NETS["tanh"](), torch.randn(4, 3)
+    net, x = nn.Sequential(norm(), NETS["tanh"]()), torch.randn(4, 3)
+    start = copy.deepcopy(net)
     step = hodiff.compile_step(forces, net, backend="replay")
     with pytest.warns(hodiff.HodiffWarning, match=r"off the eager one.*first operation that differs is tanh"):
         value = step(x)
     value.backward()
-    twin = copy.deepcopy(net)
-    twin.zero_grad()
-    forces(twin, x).backward()
-    assert off(gradients(net), gradients(twin)) == 0
+    forces(start, x).backward()
+    assert off([*gradients(net), *net.buffers()], [*gradients(start), *start.buffers()]) == 0
     step(x)
-    assert step.report.eager == 1 and step.report.checks == 1
+    assert step.report.eager == 2 and step.report.checks == 1
     step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
     with pytest.raises(hodiff.GraphError, match="first operation that differs is tanh"):
         step(x)
@@ -210,6 +213,37 @@ def test_calls_are_held_against_eager_at_powers_of_two() -> None:
     for _ in range(9):
         step(torch.ones(2, 3)).backward()
     assert step.report.checks == 4 and step.report.calls == 9 and step.report.difference == 0
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda net, x: net(x).square().mean() + forces(net, x),  # the same rows twice: one operation, but two writes
+        lambda net, x: (net(x), forces(net, x))[1],  # read for its statistics alone
+        lambda net, x: (net[0](x), forces(net[1], x))[1],
+    ],
+)
+def test_a_batch_norm_counts_each_call_also_one_that_nobody_reads(loss) -> None:
+    net = nn.Sequential(nn.BatchNorm1d(3), NETS["tanh"]())
+    twin = copy.deepcopy(net)
+    step = hodiff.compile_step(loss, net, backend="replay", fallback="raise")
+    for _ in range(3):  # the third call is not checked
+        x = torch.randn(6, 3)
+        for each, value in ((net, step(x)), (twin, loss(twin, x))):
+            each.zero_grad()
+            value.backward()
+        assert off(gradients(net), gradients(twin)) == 0
+        assert off(list(net.buffers()), list(twin.buffers())) == 0
+
+
+def test_a_check_leaves_graphs_that_hold_buffers_as_they_are() -> None:
+    net, x = nn.Sequential(nn.BatchNorm1d(3), NETS["tanh"]()), torch.randn(6, 3)
+    step = hodiff.compile_step(plain, net, backend="replay", fallback="raise")
+    before = net(x).mean()
+    step(x)
+    assert step.report.checks == 1
+    before.backward()  # raises where a check has written into the statistics and counted it
+    assert all(p.grad is not None for p in net.parameters())
 
 
 def test_rounding_of_low_precision_is_no_error() -> None:
@@ -381,6 +415,74 @@ def test_after_a_compilation_that_failed_the_next_is_whole() -> None:
     step = hodiff.compile_step(KINDS["field"], NETS["residual"](), backend="replay", fallback="raise")
     step(x).backward()
     assert step.report.graphs == 1
+
+
+@pytest.mark.parametrize("kind", ["weight_hvp", "point_grad"])
+def test_a_step_is_traced_once(kind: str) -> None:
+    """Also of a module point, whose classes are looked through for what is sharded, once something has loaded that."""
+    importlib.import_module("torch.distributed.tensor")
+    net = NETS["residual"]()
+    step = hodiff.compile_step(KINDS[kind], net, backend="replay", fallback="raise")
+    for _ in range(3):
+        step(torch.randn(5, 3)).backward()
+        hodiff.grad(lambda net: net(torch.ones(1, 2)).sum(), fresh_class())  # a class not met so far
+    assert step.report.graphs == 1
+
+
+def fresh_class() -> nn.Module:
+    return type("Fresh", (nn.Linear,), {})(2, 1)
+
+
+def test_a_reentrant_checkpoint_stays_eager() -> None:
+    """It reaches parameters by `backward()` alone, so that nothing could be compared."""
+
+    def loss(net, x):
+        return checkpoint(net, x, use_reentrant=True).square().mean()
+
+    net, x = NETS["tanh"](), torch.randn(4, 3, requires_grad=True)
+    step = hodiff.compile_step(loss, net, backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match="checkpoint with use_reentrant=True.* This step runs uncompiled"):
+        step(x).backward()
+    ours = gradients(net)
+    net.zero_grad()
+    loss(net, x).backward()
+    assert off(ours, gradients(net)) == 0 and step.report.eager == 1
+
+
+def test_parameters_can_be_swapped_between_calls() -> None:
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
+    step(x).backward()
+    net.zero_grad()
+    torch.utils.swap_tensors(net[0].weight, nn.Parameter(torch.ones(8, 3)))
+    step(x).backward()
+    ours = gradients(net)
+    net.zero_grad()
+    forces(net, x).backward()
+    assert off(ours, gradients(net)) == 0
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_of_a_wrong_shape_the_eager_loss_speaks_alone(earlier: bool, capfd, caplog) -> None:
+    step = hodiff.compile_step(forces, NETS["tanh"](), backend="replay", fallback="raise")
+    if earlier:
+        step(torch.randn(4, 3))
+    with warnings.catch_warnings(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        warnings.simplefilter("error")
+        step(torch.randn(4, 2))
+    assert not capfd.readouterr().err and not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_a_stance_of_the_compiler_is_kept() -> None:
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    step = hodiff.compile_step(forces, net, backend="replay")
+    with torch.compiler.set_stance("force_eager"), pytest.warns(hodiff.HodiffWarning, match="switched off. This call"):
+        step(x).backward()
+    assert step.report.graphs == 0
+    step(x).backward()
+    with torch.compiler.set_stance("force_eager"):
+        step(x).backward()
+    assert step.report.graphs == 1 and step.report.eager == 2
 
 
 def test_an_assertion_on_numbers_is_kept() -> None:
