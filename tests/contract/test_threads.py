@@ -413,6 +413,7 @@ DISCIPLINE = {
     "_core._locks._restored": IMPORT,
     "_core._locks.here": OWN,
     "_core._versions.passing": OWN,
+    "_core._versions._reading": "a lock, held for a read in C that runs no Python code",
     "_core._compiled_callers.TRACED": IMPORT,
     "implicit._solution._together": SAME,
     "steps._wrappers": "a weak set, which only grows",

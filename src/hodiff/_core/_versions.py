@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import re
 import sys
 import threading
@@ -287,14 +288,21 @@ def _stop(frame: FrameType, event: str, argument: object) -> None:
         raise _Packed(FunctionType(code, frame.f_globals, None, None, tuple(cells)))
 
 
+_reading = threading.RLock()
+"""Held while the collector is off for `_read`: no thread takes another's "off" for what it is to put back."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
+
+
 def _read(node: Node, name: str) -> Any:
     """2.8 to 2.11: the hook that would be called is told by what a profiler sees, and stopped before it runs."""
-    profiled, collects = sys.getprofile() is not None, gc.isenabled()
+    profiled = sys.getprofile() is not None
     put: Any = sys.settrace if profiled else sys.setprofile
     theirs = sys.gettrace() if profiled else None
     public = name.removeprefix("_raw_" if isinstance(node, BackwardCFunction) else "_raw")
     fault = kept = None
-    with _disable_current_modes():  # which are Python code, too, and no hooks
+    with _disable_current_modes(), _reading:  # modes are Python code, too, and no hooks
+        collects = gc.isenabled()
         try:
             gc.disable()  # a collection calls finalizers, which are not to be stopped
             put(_stop)

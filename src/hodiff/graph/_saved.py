@@ -522,7 +522,9 @@ def _states_are_told() -> bool:
 
 
 def _references() -> int:
-    product = (torch.ones(3, device="cpu").requires_grad_() * 2.0).exp().grad_fn
+    factor = torch.ones(3, device="cpu").requires_grad_() * 2.0  # no result: 2.10 and 2.11 make a new tensor of that
+    product = (factor * factor).grad_fn
+    del factor
     (name, raw_name, _), *_ = _LAYOUTS[type(product)].names
     slot = SavedTensor(name, *state_of(_nodes.saved(product, raw_name)))
     return sys.getrefcount(slot.value) - 1
