@@ -187,7 +187,7 @@ def _check_elementwise(
     rounding errors, they differ, too; but along other multiples of w (by `again`) then by something else.
     """
     for order, (weighted_derivative, ones) in enumerate(zip(weighted[1:], plain[1:], strict=True), 1):
-        given, expected = weighted_derivative.detach(), weights**order * ones.detach()
+        given, expected = weighted_derivative.detach(), (weights**order if order > 1 else weights) * ones.detach()
         difference, bound = given - expected, torch.finfo(given.dtype).eps ** 0.5
         if _reverse.largest(difference) <= bound * _reverse.largest(given) < math.inf:  # as nearly always
             continue

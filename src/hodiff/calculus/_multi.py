@@ -292,7 +292,8 @@ def _released(graph: OutputGraph, named: Mapping[Any, Tensor], options: _Options
         rows[number] = options.filled(graph, gradients, losses[number], names[number])
         with _saved.without_modes():
             for node in nodes:
-                _saved.release(node)
+                if node.__class__ is not _nodes.ACCUMULATE:
+                    _saved.release(node)
     return [rows[index] for index in range(len(losses))]
 
 
