@@ -143,8 +143,9 @@ def check_release() -> None:
         )
     if newer():
         warnings.warn(
-            f"torch {torch.__version__} is {newer()}: what it changed in derivatives is not known here. "
-            f"`hodiff info` tries what is known of its operations, and hodiff.check_derivatives your function.",
+            f"torch {torch.__version__} is {newer()}, so its changes to derivatives are unknown "
+            f"to this version of hodiff. `hodiff info` tests its operations, and "
+            f"hodiff.check_derivatives tests your function.",
             HodiffWarning,
             stacklevel=4,  # who imports hodiff
         )
@@ -863,7 +864,8 @@ def prove() -> None:
     if failed:
         cause = next((error for error in failed.values() if error is not None), None)
         raise HodiffError(
-            f"torch {torch.__version__} does not tell as others do: {'; '.join(failed)}. Derivatives that are wrong "
-            f"would pass unseen, so none is given. Use a release that hodiff supports "
-            f"({'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}), or a newer hodiff."
+            f"torch {torch.__version__} does not report what hodiff needs to detect wrong "
+            f"derivatives: {'; '.join(failed)}. So hodiff computes none. Use a supported release "
+            f"of PyTorch ({'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}), or a "
+            f"newer hodiff."
         ) from cause
