@@ -373,7 +373,9 @@ class _Script:
     def function(self) -> Callable[..., Any]:
         """What runs it."""
         self.graph.makeMultiOutputIntoTuple()
-        return _torch._create_function_from_graph("step", self.graph)
+        run = _torch._create_function_from_graph("step", self.graph)
+        run._set_ignore_amp(True)  # the list holds its casts
+        return run
 
     def placeholder(self, node: fx.Node) -> Any:
         """An input: a tensor, or a size."""
