@@ -6,10 +6,9 @@ list in which nothing is differentiated any more: so `detach` is the identity th
 
 from __future__ import annotations
 
-import re
+import operator
 import threading
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -85,7 +84,7 @@ class StepGraph:
         self.eps = self._precision()
         traced.recompile()
         self.traced = traced
-        self.run = bound(traced) if backend == "replay" else compiled(traced, stand_ins, backend)
+        self.run = replayed(traced) if backend == "replay" else compiled(traced, stand_ins, backend)
         for node in [*nodes, *self.graph.nodes]:  # a tensor whose stand-in is kept cannot be swapped
             node.meta = {"stack_trace": node.meta.get("stack_trace")}
 
@@ -337,22 +336,12 @@ def _plain(argument: Any) -> Any:
 # --- what runs it -----------------------------------------------------------------------------------------------------
 
 
-def bound(traced: fx.GraphModule) -> Callable[..., Any]:
-    """The list as one Python function of PyTorch's C functions: an `OpOverload` adds 1 µs to each."""
-    for node in traced.graph.nodes:
-        if node.op == "call_function":
-            node.target = _in_c(node)
-    code = traced.graph.python_code("self")
-    namespace = dict(code.globals)
-
-    def direct(match: re.Match[str]) -> str:
-        name, overload = match.groups()
-        namespace[f"aten_{name}_{overload}"] = getattr(getattr(_aten, name), overload)._op
-        return f"aten_{name}_{overload}("
-
-    source = re.sub(r"\btorch\.ops\.aten\.(\w+)\.(\w+)\(", direct, code.src)
-    exec(source, namespace)  # not by the module, which hands each call on three times
-    run = partial(namespace["forward"], traced)
+def replayed(traced: fx.GraphModule) -> Callable[..., Any]:
+    """The list by TorchScript's interpreter as it stands; by Python, which is slower, where that lacks something."""
+    try:
+        run = _Script(traced).function()
+    except _NotInterpreted:
+        run = partial(type(traced).forward, traced)  # not by the module, which hands each call on three times
 
     def replay(*inputs: Any) -> Any:
         with _torch._AutoDispatchBelowAutograd():
@@ -361,24 +350,90 @@ def bound(traced: fx.GraphModule) -> Callable[..., Any]:
     return replay
 
 
-def _in_c(node: fx.Node) -> Any:
-    """The C function of the same name, where it gives a stand-in the same shape and dtype."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or _acts(node):
-        return target
-    name = target._schema.name.partition("::")[2]
-    function = getattr(torch, name, None) or getattr(Tensor, name, None)
-    if not isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType)):
-        return target
-    arguments, given = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-    expected = node.meta["val"]
-    try:
-        with expected.fake_mode, _settings.grad_mode(False):
-            got = function(*arguments, **given)
-    except (TypeError, AttributeError, RuntimeError):  # another signature
-        return target
-    alike = isinstance(got, Tensor) and (got.dtype, got.shape) == (expected.dtype, expected.shape)
-    return function if alike else target
+class _NotInterpreted(Exception):
+    """An operation, or an argument, that TorchScript's interpreter does not know."""
+
+
+_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+_INTEGERS = {operator.add: "add", operator.sub: "sub", operator.mul: "mul", operator.floordiv: "floordiv"}
+_CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, type(None))
+
+
+class _Script:
+    """A list of operations as a graph of TorchScript's, without its compiler: it runs in the same order."""
+
+    def __init__(self, traced: fx.GraphModule) -> None:
+        if not hasattr(_torch, "_create_function_from_graph"):
+            raise _NotInterpreted
+        self.traced, self.graph = traced, _torch.Graph()
+        self.values: dict[fx.Node, Any] = {}
+        for node in traced.graph.nodes:
+            self.values[node] = getattr(self, node.op)(node)
+
+    def function(self) -> Callable[..., Any]:
+        """What runs it."""
+        self.graph.makeMultiOutputIntoTuple()
+        run = _torch._create_function_from_graph("step", self.graph)
+        run._set_ignore_amp(True)  # the list holds its casts
+        return run
+
+    def placeholder(self, node: fx.Node) -> Any:
+        """An input: a tensor, or a size."""
+        value = self.graph.addInput()
+        if not isinstance(node.meta["val"], Tensor):
+            value.setType(_torch.IntType.get())
+        return value
+
+    def get_attr(self, node: fx.Node) -> Any:
+        """A constant."""
+        return self.graph.insertConstant(getattr(self.traced, str(node.target)))
+
+    def output(self, node: Any) -> None:
+        """All results."""
+        for each in node.args[0]:
+            self.graph.registerOutput(self.value(each, _torch.TensorType.get()))
+
+    def call_function(self, node: Any) -> Any:
+        """An operation, with all arguments that its schema has."""
+        schema, integer, tensor = getattr(node.target, "_schema", None), _torch.IntType.get(), _torch.TensorType.get()
+        if node.target is operator.getitem and isinstance(self.values[node.args[0]], list):
+            return self.values[node.args[0]][node.args[1]]
+        if node.target is operator.getitem:
+            return self.made("aten::__getitem__", map(self.value, node.args, (tensor, integer)), [tensor])
+        if node.target in _INTEGERS:
+            given = [self.value(each, integer) for each in node.args]
+            return self.made(f"aten::{_INTEGERS[node.target]}", given, [integer])
+        if schema is None:
+            raise _NotInterpreted
+        named = {each.name: each.default_value for each in schema.arguments} | node.kwargs
+        named |= dict(zip(named, node.args, strict=False))
+        given = [self.value(named[each.name], each.type) for each in schema.arguments]
+        return self.made(schema.name, given, [each.type for each in schema.returns])
+
+    def made(self, name: str, given: Iterable[Any], kinds: Sequence[Any]) -> Any:
+        """The result of an operation, or its several."""
+        node = self.graph.insertNode(self.graph.create(name, list(given), len(kinds)))
+        if not name.startswith("prim::") and node.schema() == "(no schema)":
+            raise _NotInterpreted
+        results = list(node.outputs())
+        for result, kind in zip(results, kinds, strict=True):
+            result.setType(kind)
+        return results[0] if len(kinds) == 1 else results
+
+    def value(self, x: Any, kind: Any) -> Any:
+        """A result, or a constant, as an argument of its kind."""
+        if isinstance(x, fx.Node):
+            return self.values[x]
+        if x is not None and kind.kind() == "OptionalType":
+            kind = kind.getElementType()
+        if isinstance(x, (list, tuple)):
+            of = kind.getElementType()
+            return self.made("prim::ListConstruct", [self.value(each, of) for each in x], [_torch.ListType(of)])
+        if isinstance(x, torch.memory_format):
+            x = _FORMATS.index(x)
+        if not isinstance(x, _CONSTANTS):
+            raise _NotInterpreted
+        return self.graph.insertConstant(float(x) if type(x) is int and kind.kind() == "FloatType" else x)
 
 
 def compiled(traced: fx.GraphModule, stand_ins: Sequence[Any], backend: str) -> Callable[..., Any]:

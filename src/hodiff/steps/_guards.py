@@ -81,6 +81,8 @@ def _enter(undo: Undo) -> None:
         patch = config.patch(values)
         undo += [partial(patch.__exit__, None, None, None)]
         patch.__enter__()
+    # a graph of `_Script`'s that runs first in this mode is never rewritten
+    undo += [partial(_torch._jit_set_profiling_mode, _torch._jit_set_profiling_mode(False))]
     for each, name in ((_compiling, "on"), (logging.getLogger("torch._subclasses.fake_tensor"), "disabled")):
         undo += [partial(setattr, each, name, getattr(each, name))]
         setattr(each, name, True)  # wrong shapes are reported by the eager loss
