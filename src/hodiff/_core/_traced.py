@@ -329,7 +329,8 @@ NOTHING = torch.zeros(0, device="cpu", requires_grad=True)
 
 def leaf_like(tensor: Tensor) -> Tensor:
     """A tensor of the same values, down to the sign of a zero, in whose graph there is nothing."""
-    return tensor.detach() - NOTHING.sum().to(tensor)
+    with torch.enable_grad():
+        return tensor.detach() - NOTHING.sum().to(tensor)
 
 
 @stands_for(_call.recorded)

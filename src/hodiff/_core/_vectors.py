@@ -188,7 +188,7 @@ class Space:
 
     def as_tensors(self, value: Any, name: str = "v") -> Any:
         """NumPy arrays, also in a container, and lists of numbers as tensors; anything else as it is."""
-        return as_tensors(value, self.dtype, self.device, name)
+        return as_tensors(value, promoted(self.likes), self.device, name)
 
     def structured(self, value: Any, name: str, tree: _tree.Tree) -> tuple[Leaves, int | None]:
         """The parts of vectors with some structure, and how many they are, told by one dimension more in front."""

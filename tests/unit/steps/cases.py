@@ -142,6 +142,14 @@ def tangents(net, x):
     return along.square().mean() + back.square().mean()
 
 
+def mean_flow(net, x):
+    """A target along a direction, of a point in two parts, inside of no_grad."""
+    point = (x, x[:, :1])
+    with torch.no_grad():
+        along = hodiff.jvp(lambda z: net(z[0] + z[1]), point, point)
+    return F.mse_loss(net(x), along)
+
+
 def elementwise(net, x):
     return hodiff.nth_derivative(lambda t: torch.sin(t * net[0].bias[0]), x, 3, create_graph=True).square().mean()
 
@@ -156,7 +164,7 @@ KINDS = {
     for f in (
         plain, forces, penalty, residual, third, product, flat, inner_step, batched_rows, func_jacobian, func_hessian,
         func_grad, samples, field, critic, pair, point_grad, force_loss, point_hvp, weight_hvp, dense_hessian,
-        dense_jacobian, tangents, elementwise, few_partials,
+        dense_jacobian, tangents, mean_flow, elementwise, few_partials,
     )
 }  # fmt: skip
 
