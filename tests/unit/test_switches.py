@@ -8,7 +8,7 @@ import torch
 from torch.overrides import BaseTorchFunctionMode
 
 import hodiff
-from hodiff._core import _call, _hooks, _kernels, _lending, _locks, _settings
+from hodiff._core import _call, _hooks, _kernels, _locks, _settings
 from hodiff._core._call import call
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._settings import Counted

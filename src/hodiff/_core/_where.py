@@ -21,7 +21,6 @@ from hodiff._core._compiled_callers import by_passes
 from hodiff._core._vectors import Space, matches
 from hodiff.errors import InputError
 
-
 _is_meta = attrgetter("is_meta")
 
 
