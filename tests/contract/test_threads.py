@@ -423,6 +423,7 @@ DISCIPLINE = {
     "_core._kernels.registered": LOCKED,
     "_core._kernels.plain_attention": LOCKED,
     "_core._hooks._frames": LOCKED,
+    "_core._hooks._hooked": CACHE,
     "_core._hooks._watchers": CACHE,
     "_core._hooks.watch_checkpoints": LOCKED,
     "_core._hooks.watch_hooks": LOCKED,

@@ -21,16 +21,16 @@ import hodiff
 from tests.support.calls import Function, by_place, count
 
 BOUNDS = {
-    "hvp of a module": (-88, -75),
-    "hvp of a tensor": (25, 27),
-    "gradient of a module": (52, 61),
-    "gradient of a tensor": (37, 39),
-    "vjp": (41, 43),
+    "hvp of a module": (-90, -77),
+    "hvp of a tensor": (24, 26),
+    "gradient of a module": (47, 56),
+    "gradient of a tensor": (33, 35),
+    "vjp": (37, 39),
     "cached product": (-28, -24),
-    "gradient penalty": (196, 204),
-    "tall jacobian": (-23, -21),
+    "gradient penalty": (189, 198),
+    "tall jacobian": (-32, -30),
     "three steps of a solve": (445, 448),
-    "solution and its backward pass": (741, 746),
+    "solution and its backward pass": (589, 594),
 }
 """How many; and in a process that has made an optimiser, as every training loop has: that loads Dynamo and DTensor."""
 SHOWN = 25

@@ -145,22 +145,22 @@ class OutputGraph:
 
     def _evaluate(self, given: Sequence[Tensor] | None) -> _nodes.Survey:
         """Run `f`; once more, as the first time, where operations stand in the way of a right derivative."""
-        context = self.context
+        context, order = self.context, self.call.order
         self.leaves = context.leaves(given)
         if self.call.create_graph or given is not None:
             self._starts = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None}
         context.remember()
-        exact = self.call.order >= 3 or context.forward_mode
+        exact = order >= 3 or context.forward_mode
         survey = failure = None
         compiles = "torch._dynamo" not in sys.modules
         try:
-            survey = self._run(exact=self.call.order if exact else 0)
+            survey = self._run(exact=order if exact else 0)
         except RuntimeError as error:  # of a second pass by hand, where there is no second derivative
             compiles = compiles and "torch._dynamo" in sys.modules  # too late to switch it
             if context.by_hand is None and not compiles:
                 raise
             failure = error
-        rare = _refusals.WRONG_AT_ONCE if self.call.order < 2 else _refusals.WRITTEN
+        rare = _refusals.WRONG_AT_ONCE if order < 2 else _refusals.WRITTEN
         self._common = not (survey is None or context.by_hand or context.forward_mode or rare.among(survey))
         if survey is not None and self._common:
             return survey  # as nearly always

@@ -214,14 +214,9 @@ def lend_module(module: nn.Module, args: Any) -> None:
         running[-1].loan.take_called(module)
 
 
-def _watch_hooks(undo: Undo) -> None:
-    """Let the innermost evaluation know of each hook that a tensor is given, or that a module runs.
-
-    A module has gathered its hooks before anybody is told that it is called; then it looks up, by
-    name, what runs them.
-    """
-    register = Tensor.register_hook
-    full, other = modules.BackwardHook, modules._WrappedHook
+@functools.lru_cache(1)
+def _hooked(register: Hook, full: Hook, other: Hook) -> tuple[Hook, Hook, Hook, Callable[[], None]]:
+    """What stands for PyTorch's way to give a tensor a hook, and its two for those of modules; what puts them back."""
 
     def watched(hook: Hook) -> Hook:
         running = _call.state.running
@@ -233,11 +228,26 @@ def _watch_hooks(undo: Undo) -> None:
     def of_module(module: nn.Module, *kinds: Sequence[Hook]) -> Any:
         return full(module, *([watched(hook) for hook in hooks] for hooks in kinds))
 
-    undo += [partial(setattr, Tensor, "register_hook", register)]
-    undo += [partial(setattr, modules, "BackwardHook", full), partial(setattr, modules, "_WrappedHook", other)]
-    Tensor.register_hook = register_hook
-    modules.BackwardHook = of_module
-    modules._WrappedHook = lambda hook, *module: other(watched(hook), *module)
+    def wrapped(hook: Hook, *module: nn.Module) -> Any:
+        return other(watched(hook), *module)
+
+    def restore() -> None:
+        Tensor.register_hook = register
+        modules.BackwardHook, modules._WrappedHook = full, other
+
+    return register_hook, of_module, wrapped, restore
+
+
+def _watch_hooks(undo: Undo) -> None:
+    """Let the innermost evaluation know of each hook that a tensor is given, or that a module runs.
+
+    A module has gathered its hooks before anybody is told that it is called; then it looks up, by
+    name, what runs them.
+    """
+    register, full, other, restore = _hooked(Tensor.register_hook, modules.BackwardHook, modules._WrappedHook)
+    undo += [restore]
+    Tensor.register_hook = register
+    modules.BackwardHook, modules._WrappedHook = full, other
 
 
 watch_modules = Counted(_watch_modules)

@@ -120,6 +120,7 @@ class EvaluationContext:
         undo: What undoes all that was switched.
     """
 
+    forward_mode: bool
     borrowed: Mapping[nn.Module, Any] = MappingProxyType({})
     by_hand: _hooks.ByHand | None = None
     nests = _normal = _ran = _whole = False

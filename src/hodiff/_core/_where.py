@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +19,6 @@ from hodiff._core import _arguments, _locks, _tree
 from hodiff._core._compiled_callers import by_passes
 from hodiff._core._vectors import Space, matches
 from hodiff.errors import InputError
-
-_is_meta = attrgetter("is_meta")
 
 
 class ModuleSlice(NamedTuple):
@@ -112,13 +109,14 @@ class Where:
                 f"requires_grad_(True) on them first."
             )
         check_real(pairs)
-        names, parameters = zip(*pairs, strict=True)
-        if nn.parameter.UninitializedParameter in map(type, parameters):
-            raise InputError(f"{path} has uninitialized (lazy) parameters; run one forward pass first.")
-        for parameter in filter(_is_meta, parameters):
-            _arguments.check_real_tensor(parameter, path)
+        names = tuple([name for name, _ in pairs])
+        for _, parameter in pairs:
+            if parameter.__class__ is nn.parameter.UninitializedParameter:
+                raise InputError(f"{path} has uninitialized (lazy) parameters; run one forward pass first.")
+            if parameter.is_meta:
+                _arguments.check_real_tensor(parameter, path)
         self.module_slices.append(ModuleSlice(module, len(self.tensors), names, assembly))
-        self.tensors += parameters
+        self.tensors += [parameter for _, parameter in pairs]
         self.names += names if single else [f"{path}.{name}" for name in names]
         return _tree.Branch(dict, names, (_tree.LEAF,) * len(names))
 

@@ -226,7 +226,7 @@ def _is_alive(raw: Any) -> bool:
     """Whether `state_of` would say so; of one that was freed it asks for what PyTorch says, and that takes longer."""
     try:
         return raw.unpack_hook is None and raw.data is not None
-    except RuntimeError:
+    except RuntimeError:  # a strided nested tensor
         return False
 
 
