@@ -394,7 +394,7 @@ class NewtonRecord(Shown):
     def _facts(self) -> dict[str, str]:
         return {
             "value": f"loss {number(self.value)}",
-            "decrease": f"- {number(self.decrease)}" if self.accepted else "undone",
+            "decrease": f"fell by {number(self.decrease)}" if self.accepted else "undone",
             "ratio": f"ratio {number(self.ratio)}",
             "radius": f"radius {number(self.radius)}",
             "products": after(self.products),
@@ -423,7 +423,7 @@ class LeastSquaresRecord(Shown):
         value: The loss before, half the sum of the squares.
         decrease: By how much it fell; 0 where the step was refused.
         ratio: What came true of the decrease that the linear model promised for a step of that length.
-        damping: That of the step, as a part of the largest squared norm of a column of the first Jacobian.
+        damping: That of the step, in the unit of the optimizer's `damping`; 1e-30 and less is none.
         length: The part of the full step that was taken.
         accepted: Whether the step was taken; if not, the parameters are as they were.
         converged: Whether rounding allows no better: the step was refused for that.
@@ -449,7 +449,7 @@ class LeastSquaresRecord(Shown):
     def _facts(self) -> dict[str, str]:
         return {
             "value": f"loss {number(self.value)}",
-            "decrease": f"- {number(self.decrease)}" if self.accepted else "undone",
+            "decrease": f"fell by {number(self.decrease)}" if self.accepted else "undone",
             "damping": f"damping {number(self.damping)}",
             "length": f"length {number(self.length)}",
             "evaluations": f"{self.evaluations} evaluations",
@@ -459,10 +459,10 @@ class LeastSquaresRecord(Shown):
     def message(self) -> str:
         """How it went, in a sentence."""
         if self.converged:
-            return f"The loss is {number(self.value)}, and rounding allows no better."
+            return f"Stopped: the loss is {number(self.value)}, and any further decrease would be below rounding."
         if not self.accepted:
-            return "No length of the step lowered the loss: the parameters are as they were, and the damping grew."
-        return f"The loss fell by {number(self.decrease)}, by {number(self.length)} of the step."
+            return "Refused: no trial lowered the loss; the parameters are as they were, and the damping grew."
+        return f"The loss fell by {number(self.decrease)}, by a step of relative length {number(self.length)}."
 
 
 def _without_error(error: Tensor | None, products: int) -> str:
