@@ -26,6 +26,9 @@ LEAST = 10
 NARROW = 512
 """Up to so many columns a tall J lies column by column, for its products; more fill slowly."""
 
+ROUNDS, LOOSE = 10, 0.1
+"""How often the damping of a radius is sought, and how far the length may be from it, relatively."""
+
 ITERATIONS = 100
 RTOL = 1e-6
 """Of conjugate gradients; the step is refined once, which squares it."""
@@ -60,7 +63,12 @@ class DampedSystem:
         compared: Whether all of J was held against what the whole batches give.
         norms: Those of the columns of J.
         scale: The largest of their squares.
+        weights: What damping is multiplied by, one number for all columns or one for each; they weigh
+            the squares of a step in its `norm` too.
     """
+
+    weights: Tensor | float = 1.0
+    _damping = math.nan
 
     def __init__(self, outputs: Sequence[Tensor], columns: int, budget: float) -> None:
         device = outputs[0].device
@@ -188,20 +196,49 @@ class DampedSystem:
         # A column of nothing, or of squares that underflow, has no direction.
         return float(torch.where(size > 0, self.gradient.abs() / size, 0.0).max())
 
+    def norm(self, change: Tensor) -> float:
+        """The length of a step, in the units of the weights."""
+        return float((self.weights * change**2).sum().sqrt())
+
+    def damping_of(self, radius: float, damping: float, least: float) -> float:
+        """The damping of the step that is as long as the radius, to a tenth (Moré); or the least.
+
+        By Newton's method for the inverse of the length, from the damping given.
+        """
+        lower, upper = 0.0, math.inf
+        for _ in range(1 if self.by_products else ROUNDS):
+            self._factor(damping)
+            solved = self._solve(self.r if self.in_samples else self.gradient)
+            change = self._J.T @ solved if self.in_samples else solved
+            part = self.norm(change) / radius
+            if part > 1 + LOOSE:
+                lower = damping
+            elif part < 1 - LOOSE and damping > least:
+                upper = damping
+            else:
+                break
+            again = self._solve(self.weights * solved)
+            fall = (self.weights * change) @ (self._J.T @ again if self.in_samples else again)
+            damping = max(least, damping + (part - 1) * (part * radius) ** 2 / (float(fall) or math.inf))
+            if not lower < damping < upper:  # as from far, where J has not full rank
+                damping = 10 * lower if upper == math.inf else math.sqrt(max(lower, upper / 1e6) * upper)
+        return damping
+
     def step(self, damping: float, drift: Tensor | None) -> DampedStep:
-        """The minimum of |J d + r|^2 + damping |d - drift|^2."""
-        self._solve = self._solver(damping)
+        """The minimum of |J d + r|^2 + damping |d - drift|^2, of weighted entries."""
+        self._factor(damping)
+        added = damping * self.weights
         b = self.r if self._kept else self.gradient
         if drift is None:
-            change, moved, residual = self._solved(b, damping)
+            change, moved, residual = self._solved(b, added)
         else:
             pushed = self._J @ drift if self._kept else self._pulled(drift, 0.0)
-            change, moved, residual = self._solved(b + pushed, damping)
+            change, moved, residual = self._solved(b + pushed, added)
             change = change + drift
             moved = moved if moved is None else moved + pushed
         square = change @ self._pulled(change, 0.0) if moved is None else moved @ moved
         decrease = -float(change @ self.gradient + square / 2)
-        return DampedStep(change, moved, float(change.norm()), decrease, residual)
+        return DampedStep(change, moved, self.norm(change), decrease, residual)
 
     def bend(self, second: Tensor) -> Tensor:
         """The change that undoes a term of second order in the residuals, as the last step would."""
@@ -209,7 +246,7 @@ class DampedSystem:
             return -self._J.T @ self._solve(second)
         return -self._solve(self._J.T @ second)
 
-    def _solved(self, b: Tensor, damping: float) -> tuple[Tensor, Tensor | None, float]:
+    def _solved(self, b: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor | None, float]:
         """The minimum d of |J d + b|^2 + damping |d|^2, J d, and how exactly it is solved, refined once.
 
         Where J is not kept, J'b is given for b. The products with J are what costs, where one side of it is short.
@@ -238,7 +275,12 @@ class DampedSystem:
             return self._multiply(change) + b
         return self._J.T @ (self._J @ change + b) if self._kept else self._matrix @ change + b
 
-    def _solver(self, damping: float) -> Callable[[Tensor], Tensor]:
+    def _factor(self, damping: float) -> None:
+        """Have what solves the equations that are damped so."""
+        if damping != self._damping:
+            self._damping, self._solve = damping, self._solver(damping * self.weights)
+
+    def _solver(self, damping: Tensor | float) -> Callable[[Tensor], Tensor]:
         """What solves the damped equations, the diagonal divided out; damped more where it must."""
         if self.by_products:
             return partial(_by_gradients, self._multiply, *self._sketch, damping)
@@ -249,11 +291,11 @@ class DampedSystem:
             factor, failed = torch.linalg.cholesky_ex(damped.mul_(d).mul_(d.unsqueeze(1)))
             if not failed:
                 return partial(_by_factor, factor, d)
-            damping = max(10 * damping, 1e-16 * self.scale, torch.finfo(DOUBLE).tiny)
+            damping = 10 * damping + 1e-16 * self.weights
 
 
 def _by_gradients(
-    multiply: Callable[[Tensor], Tensor], vectors: Tensor, values: Tensor, damping: float, b: Tensor
+    multiply: Callable[[Tensor], Tensor], vectors: Tensor, values: Tensor, damping: Tensor | float, b: Tensor
 ) -> Tensor:
     """The solution of (J'J + damping) x = b by conjugate gradients, preconditioned."""
     beyond = (values[-1] + damping) / (values + damping) - 1

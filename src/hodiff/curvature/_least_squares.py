@@ -29,8 +29,10 @@ DEVIATIONS = 4
 """How many standard deviations of the loss, by rounding of the residuals, are rounding."""
 SHORTER = 0.9
 """Steps below rounding go on while each is shorter than the last by this factor."""
-SUFFICIENT = 1e-4
-"""What part of the promised decrease a full step must keep to be taken."""
+SUFFICIENT, POOR, GOOD = 1e-4, 0.25, 0.75
+"""What part of the promised decrease a step must keep to be taken; for the radius to stay; for it to grow."""
+CUT = 0.25
+"""Of a poor step, the part that is the next radius."""
 SHORT = 0.1
 """The length of the trial that shows the residuals' second order, beside the first length."""
 BENT = 0.25
@@ -40,8 +42,8 @@ LOWER_FROM, RAISE_BELOW = 0.25, 0.125
 FALL, GROWTH, AFTER_FAILURE = 0.1, 4.0, 100.0
 FREER = 100.0
 """How many times less damping is tried before a minimum is said to be reached."""
-LEAST, MOST = 1e-13, 1e8
-"""The bounds of the damping; the lower one holds for the search alone."""
+FIRST, LEAST, MOST = 1e-3, 1e-13, 1e8
+"""The first damping, and the bounds of that of the search."""
 SMALL = 2**20
 """Bytes of a Jacobian that are kept without asking the system how much is free."""
 NONE = 1e-30
@@ -50,8 +52,8 @@ FULL_CHECKS = (1, 10, 100)
 """The steps at which all rows of J count in the comparison, not those of large residuals alone."""
 
 
-_State = dict[str, float]
-"""What a step leaves to the next: damping, its growth, the scale, the last length and norm."""
+_State = dict[str, Any]
+"""What a step leaves to the next: damping, scale, radius, the columns' largest norms, the last length and norm."""
 
 
 class LevenbergMarquardt(Rateless):
@@ -69,9 +71,13 @@ class LevenbergMarquardt(Rateless):
     until the loss falls, along a path that bends as the residuals do: a short trial shows what they
     are of second order, and one more solve with the same matrix undoes it. \(\lambda\) follows the
     lengths, and becomes tiny. That trains networks on differential equations. By the **gain
-    ratio**, the full step is taken or refused, and \(\lambda\) follows what came true of the
-    promised decrease (Nielsen's rule). That fits curves: close to the minimum it goes on below the
-    rounding of the loss, to the last digits of the parameters.
+    ratio**, \(\lambda\) is that of a step as long as a radius, which follows what came true of the
+    promised decrease (Moré's rule). A step that keeps less than three quarters of it is tried bent
+    as well, by what the residuals were beside their linear model. Without a batch, and with no more
+    parameters than residuals, each parameter is measured in the unit of its column:
+    \(\lambda I\) is \(\lambda\) times the diagonal of the largest squared norms so far. That
+    fits curves: close to the minimum it goes on below the rounding of the loss, to the last digits
+    of the parameters.
 
     No step raises the loss of its batch (but by rounding): one that would is **refused**, and the
     parameters and the state of the random numbers are as they were. No `.grad` is written, and
@@ -84,7 +90,9 @@ class LevenbergMarquardt(Rateless):
         where: Where, as for `grad`: usually a module, whose frozen parameters stay; or tensors,
             which are changed in place.
         damping: The first \(\lambda\), as a part of the largest squared norm of a column of the
-            first \(J\); by products (see `memory_budget`), of what is known of it, somewhat less.
+            first \(J\) (of each column's own, where parameters are measured so); by products (see
+            `memory_budget`), of what is known of it, somewhat less. None: 1e-3 by search; by the
+            gain ratio that of a step as long as the parameters are.
         momentum: How much of the last step is added before the linear model is solved (SPRING). It
             may help where each step has other points.
         search: The rule, see above. None: by search where a function has a batch, by the gain ratio
@@ -145,7 +153,7 @@ class LevenbergMarquardt(Rateless):
         True
 
     Reference:
-        Nielsen, H. B. (1999). Damping parameter in Marquardt's method. IMM-REP-1999-05. Müller, J.,
+        Moré, J. J. (1978). The Levenberg-Marquardt algorithm. doi:10.1007/BFb0067700. Müller, J.,
         Zeinhofer, M. (2023). arXiv:2302.13163. Guzmán-Cordero, A. et al. (2025). arXiv:2505.12149
         (sample space, SPRING). Transtrum, M. K., Sethna, J. P. (2012). arXiv:1201.5885 (the bend,
         "geodesic acceleration").
@@ -162,7 +170,7 @@ class LevenbergMarquardt(Rateless):
         residuals: Callable[..., Tensor] | Sequence[Callable[..., Tensor]],
         where: Any,
         *,
-        damping: float = 1e-3,
+        damping: float | None = None,
         momentum: float = 0.0,
         search: bool | None = None,
         min_damping: float | None = None,
@@ -174,10 +182,10 @@ class LevenbergMarquardt(Rateless):
         good = [callable(f) and not isinstance(f, Tensor) for f in self._functions]
         if not good or not all(good):
             raise InputError("residuals: expected a function of where and a batch, or a list of such functions.")
-        _arguments.check_positive(damping, "damping")
+        _arguments.check_positive(FIRST if damping is None else damping, "damping")
         _arguments.check_number(0 if min_damping is None else min_damping, "min_damping", least=0)
         _arguments.check_number(momentum, "momentum", least=0, below=1.0)
-        self._damping, self._momentum = float(damping), float(momentum)
+        self._damping, self._momentum = damping, float(momentum)
         self._least = min_damping
         self._search = search if search is None else _arguments.is_set(search, "search")
         self._tries = _arguments.check_integer(tries, "tries", least=1)
@@ -249,7 +257,13 @@ class LevenbergMarquardt(Rateless):
             value = graph.outputs[0].new_tensor(system.loss)
             graph.outputs = None
             state.setdefault("scale", system.scale or 1.0)
-            state.setdefault("damping", self._damping)
+            state.setdefault("damping", FIRST if self._damping is None else self._damping)
+            system.weights = state["scale"]
+            if not (search or system.in_samples or system.by_products or any(b is not None for b in batches)):
+                norms, before = system.norms, state.get("norms", ())
+                if len(before) == len(norms):  # else some were frozen since
+                    norms = norms.maximum(before.to(norms))
+                state["norms"], system.weights = norms, torch.where(norms > 0, norms**2, state["scale"])
             rule = self._by_search if search else self._by_gain
             at = _Trials(graph, system)
             record, trial = rule(system, at, state, self._drift(tensors))
@@ -378,25 +392,33 @@ class LevenbergMarquardt(Rateless):
     # --- the two rules
 
     def _by_gain(self, system: DampedSystem, at: _Trials, state: _State, drift: Tensor | None) -> _Outcome:
-        """Take the full step where enough of the promise comes true, else solve with more damping."""
+        """Take a step as long as a radius, bent where little of the promise comes true; else a shorter one."""
+        least = self._least or NONE
+        if self._damping is None and at.start.any():
+            state.setdefault("radius", system.norm(at.start))
         while True:
+            if "radius" in state:
+                state["damping"] = system.damping_of(state["radius"], state["damping"], least)
             damping = state["damping"]
-            step = system.step(damping * state["scale"], drift)
+            step = system.step(damping, drift)
             trial = at(step.change)
             polished = self._polished(system, step, trial, at, state) if at.number == 1 else None
             if polished:
                 return polished
+            if step.moved is not None and -math.inf < trial.gain < GOOD * step.decrease and at.number < self._tries:
+                bend = system.bend(trial.r - system.r - step.moved)
+                if system.norm(bend) <= BENT * step.norm:
+                    trial = max(trial, at(step.change + bend), key=lambda trial: trial.gain)
             ratio = trial.gain / step.decrease if step.decrease > 0 else -math.inf
-            if ratio > SUFFICIENT:
-                fall = max(1 / 3, 1 - (2 * ratio - 1) ** 3)
-                state["damping"] = max(self._least or 0.0, damping * fall)
-                state["growth"], state["norm"] = 2.0, step.norm
-                return _outcome(system, step, trial, damping, accepted=True)
-            growth = state.get("growth", 2.0)
-            state["damping"], state["growth"] = min(MOST, damping * growth), 2 * growth
-            if at.number >= self._tries:
-                state["growth"] = 2.0
-                return _outcome(system, step, trial, damping, accepted=False)
+            state.setdefault("radius", step.norm)
+            if ratio < POOR:
+                state["radius"] = CUT * step.norm
+            elif ratio > GOOD:
+                state["radius"] = max(state["radius"], 2 * step.norm)
+            accepted = ratio > SUFFICIENT
+            if accepted or at.number >= self._tries:
+                state["norm"] = step.norm if accepted else state.get("norm", math.inf)
+                return _outcome(system, step, trial, damping, accepted=accepted)
             drift = None  # which may have led uphill
 
     def _by_search(self, system: DampedSystem, at: _Trials, state: _State, drift: Tensor | None) -> _Outcome:
@@ -408,7 +430,7 @@ class LevenbergMarquardt(Rateless):
         """
         damping = state["damping"]
         least = LEAST if self._least is None else self._least
-        step = system.step(damping * state["scale"], drift)
+        step = system.step(damping, drift)
         if step.decrease <= at.rounding():
             polished = self._polished(system, step, at(step.change), at, state)
             if polished:
@@ -421,7 +443,7 @@ class LevenbergMarquardt(Rateless):
             bend = system.bend(second)
         if best.gain <= 0:
             best = _Trial([], 0.0, 0.0)
-        most = BENT * step.norm / max(float(bend.norm()), torch.finfo(bend.dtype).tiny)
+        most = BENT * step.norm / max(system.norm(bend), torch.finfo(bend.dtype).tiny)
         while at.number < self._tries and length > best.length:
             trial = at(length * (step.change + min(length, most) * bend))
             if trial.gain > best.gain:
@@ -444,7 +466,8 @@ class LevenbergMarquardt(Rateless):
         least = at.rounding()
         if step.decrease > least or abs(trial.gain) > least:
             return None
-        if not 0 < step.norm < SHORTER * state.get("norm", math.inf):
+        still = all(map(torch.equal, trial.leaves, at.graph.leaves))
+        if still or not 0 < step.norm < SHORTER * state.get("norm", math.inf):
             return self._freer(system, step, at, state)
         state["norm"] = step.norm
         return _outcome(system, step, trial, state["damping"], accepted=True)
@@ -459,10 +482,11 @@ class LevenbergMarquardt(Rateless):
         least, floor = at.rounding(), NONE if self._least is None else self._least
         while damping > floor and at.number < self._tries:
             damping = max(floor, damping / FREER)
-            freer = system.step(damping * state["scale"], None)
+            freer = system.step(damping, None)
             trial = at(freer.change) if freer.decrease > least else None
             if trial is not None and trial.gain > least:
-                state["damping"], state["norm"] = damping, freer.norm
+                state["damping"] = damping
+                state["norm"] = state["radius"] = freer.norm
                 return _outcome(system, freer, trial, damping, accepted=True)
         return _outcome(system, step, _Trial([], 0.0), state["damping"], accepted=False, converged=True)
 
@@ -561,16 +585,16 @@ class _Trials:
     """The residuals at other parameters; how often they were evaluated."""
 
     def __init__(self, graph: OutputGraph, system: DampedSystem) -> None:
-        self._graph, self._system = graph, system
+        self.graph, self._system = graph, system
         self.number = 0
-        self._start = flat(graph.leaves, system.r.device)
+        self.start = flat(graph.leaves, system.r.device)
 
     def rounding(self) -> float:
         """A change of the loss that rounding makes, of the residuals or of the parameters."""
         loss, rows = self._system.loss, max(1, len(self._system.r))
-        eps = max(torch.finfo(leaf.dtype).eps for leaf in self._graph.leaves)
+        eps = max(torch.finfo(leaf.dtype).eps for leaf in self.graph.leaves)
         # About what the residuals round by: they may be small differences of large terms.
-        change = eps * float((self._system.norms * self._start).norm())
+        change = eps * float((self._system.norms * self.start).norm())
         return max(ROUNDING * loss, change**2, DEVIATIONS * change * math.sqrt(2 * loss / rows))
 
     def __call__(self, change: Tensor) -> _Trial:
@@ -579,14 +603,14 @@ class _Trials:
         leaves = [
             part.reshape(leaf.shape).to(leaf).requires_grad_()
             for part, leaf in zip(
-                (self._start + change).split([leaf.numel() for leaf in self._graph.leaves]),
-                self._graph.leaves,
+                (self.start + change).split([leaf.numel() for leaf in self.graph.leaves]),
+                self.graph.leaves,
                 strict=True,
             )
         ]
-        self._graph.context.random.restore()
-        outputs = self._graph.context.at(leaves)
-        r, new = self._system.r, flat(outputs, self._start.device)
+        self.graph.context.random.restore()
+        outputs = self.graph.context.at(leaves)
+        r, new = self._system.r, flat(outputs, self.start.device)
         gain = float((r - new) @ (r + new)) / 2  # not a difference of sums, which would round
         return _Trial(leaves, gain if math.isfinite(gain) else -math.inf, r=new, outputs=outputs)
 

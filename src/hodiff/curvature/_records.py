@@ -390,7 +390,7 @@ class NewtonRecord(Shown):
     def _facts(self) -> dict[str, str]:
         return {
             "value": f"loss {number(self.value)}",
-            "decrease": f"- {number(self.decrease)}" if self.accepted else "undone",
+            "decrease": f"fell by {number(self.decrease)}" if self.accepted else "undone",
             "ratio": f"ratio {number(self.ratio)}",
             "radius": f"radius {number(self.radius)}",
             "products": plural(self.products, "product"),
@@ -419,7 +419,7 @@ class LeastSquaresRecord(Shown):
         value: The loss before, half the sum of the squares.
         decrease: By how much it fell; 0 where the step was refused.
         ratio: What came true of the decrease that the linear model promised for a step of that length.
-        damping: That of the step, as a part of the largest squared norm of a column of the first Jacobian.
+        damping: That of the step, in the unit of the optimizer's `damping`; 1e-30 and less is none.
         length: The part of the full step that was taken.
         accepted: Whether the step was taken; if not, the parameters are as they were.
         converged: Whether rounding allows no better: the step was refused for that.
@@ -445,7 +445,7 @@ class LeastSquaresRecord(Shown):
     def _facts(self) -> dict[str, str]:
         return {
             "value": f"loss {number(self.value)}",
-            "decrease": f"- {number(self.decrease)}" if self.accepted else "undone",
+            "decrease": f"fell by {number(self.decrease)}" if self.accepted else "undone",
             "damping": f"damping {number(self.damping)}",
             "length": f"length {number(self.length)}",
             "evaluations": plural(self.evaluations, "evaluation"),
@@ -458,7 +458,7 @@ class LeastSquaresRecord(Shown):
             return f"Converged: the loss is {number(self.value)}, and no step lowers it by more than rounding error."
         if not self.accepted:
             return "No step length lowered the loss: the parameters are unchanged, and the damping was increased."
-        return f"The loss fell by {number(self.decrease)} with {number(self.length)} of the full step."
+        return f"The loss fell by {number(self.decrease)}, by a step of relative length {number(self.length)}."
 
 
 def _without_error(error: Tensor | None, products: int) -> str:

@@ -45,8 +45,8 @@ def fitted(steps):
 CASES = {
     "least squares": (
         lambda: fitted(1),
-        r"LeastSquaresRecord\(loss 1, - 1, damping 0\.001, length 1, 1 evaluation\)",
-        r"The loss fell by 1 with 1 of the full step\.",
+        r"LeastSquaresRecord\(loss 1, fell by 1, damping 1e-30, length 1, 1 evaluation\)",
+        r"The loss fell by 1, by a step of relative length 1\.",
     ),
     "least squares, converged": (
         lambda: fitted(20),
@@ -115,7 +115,7 @@ CASES = {
     ),
     "newton": (
         newton,
-        r"NewtonRecord\(loss 2, - 2, ratio 1, radius 10, 1 product, interior\)",
+        r"NewtonRecord\(loss 2, fell by 2, ratio 1, radius 10, 1 product, interior\)",
         "The loss fell by 2, 1 of the predicted decrease, by a Newton step.",
     ),
     "newton, undone": (

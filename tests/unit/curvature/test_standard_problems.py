@@ -93,14 +93,10 @@ MODELS = {
     "Roszman1": lambda b, x: b[0] - b[1] * x - (b[2] / (x - b[3])).atan() / math.pi,
     "Thurber": cubics,
 }
-LOST = {
-    ("MGH10", 0): "a far start, from which the parameters run away along a valley",
-    ("Bennett5", 1): "a valley: 620 steps",
-}
-CURVES = [(name, start) for name in MODELS for start in (0, 1) if (name, start) not in LOST]
+CURVES = [(name, start) for name in MODELS for start in (0, 1)]
 
 
-def digits(name: str, start: int, steps: int = 500, *, search: bool = False) -> tuple[float, hodiff.LevenbergMarquardt]:
+def digits(name: str, start: int, steps: int = 200, *, search: bool = False) -> tuple[float, hodiff.LevenbergMarquardt]:
     """How many digits of the worst parameter are the certified ones: at most eleven are known."""
     starts, data = NIST[name]
     y = data[:, 0].log() if name == "Nelson" else data[:, 0]
@@ -114,7 +110,7 @@ def digits(name: str, start: int, steps: int = 500, *, search: bool = False) -> 
 def test_curves_to_the_last_digits(name: str, start: int) -> None:
     correct, optimizer = digits(name, start)
     assert correct > 9.5
-    assert optimizer.last.converged and "rounding allows no better" in optimizer.last.message
+    assert optimizer.last.converged and "below rounding" in optimizer.last.message
 
 
 @pytest.mark.parametrize(("name", "start"), [("Lanczos2", 1), ("MGH10", 1)])
@@ -128,16 +124,15 @@ def test_rounding_of_the_residuals_does_not_end_a_fit(name: str, start: int) -> 
 @pytest.mark.parametrize("name", ["Kirby2", "MGH10"])
 def test_the_search_does_not_say_that_it_converged_where_its_damping_holds_parameters_back(name: str) -> None:
     """Their columns differ by five decades and more, and by search the damping stays above 1e-13 of the largest."""
-    correct, optimizer = digits(name, 1, search=True)
+    correct, optimizer = digits(name, 1, 500, search=True)
     assert correct > 9.5 and optimizer.last.converged
 
 
 @pytest.mark.slow
 def test_how_many_curves_are_fitted() -> None:
     """As the page says."""
-    found = [digits(name, start)[0] for name in MODELS for start in (0, 1)]
-    assert (sum(d >= 8 for d in found), sum(d >= 9.9 for d in found)) == (52, 52)
-    assert digits("Bennett5", 1, 1000)[0] > 9.5
+    found = [digits(*curve)[0] for curve in CURVES]
+    assert (sum(d >= 8 for d in found), sum(d >= 9.9 for d in found)) == (54, 54)
 
 
 # --- Moré, Garbow, Hillstrom (1981). Testing unconstrained optimization software. TOMS 7, 17: what is a closed form
@@ -312,8 +307,6 @@ MORE_GARBOW_HILLSTROM = {
     "linear, rank one, zeros": (rank_one_with_zeros, [1.0] * 10),
     "Chebyquad, 8": (chebyquad, numbers(8) / 9),
 }
-MINIMA = {"Biggs": 5.655650e-3 / 2}
-"""A local one, which the paper names beside 0: from the same start SciPy's steps pass it by."""
 
 
 @pytest.mark.drawn(12)
@@ -331,4 +324,4 @@ def test_no_higher_than_scipy(name: str) -> None:
         **options,
     )
     fit(f, x, 500)
-    assert cost(x) <= max(theirs.cost * (1 + 1e-8) + 1e-24, MINIMA.get(name, 0) * (1 + 1e-6))
+    assert cost(x) <= theirs.cost * (1 + 1e-8) + 1e-24
