@@ -18,6 +18,7 @@ from hodiff.curvature._records import (
     SolveRecord,
     TraceRecord,
     axes_or_new,
+    kind,
     with_band,
 )
 from hodiff.errors import InputError
@@ -56,11 +57,11 @@ def convergence(records: Sequence[Any], *, axes: Any = None, label: str | None =
             "hodiff.solve(A, b, callback=seen.append)."
         )
     if label is not None and not isinstance(label, str):
-        raise InputError(f"label: is a {type(label).__name__}, expected the words of the legend, or None.")
+        raise InputError(f"label: got {kind(label)}, expected the text of the legend, or None.")
     spent = [getattr(record, "products", 0) for record in records]
     first = records[0]
     if not isinstance(first, (SolveRecord, EigenRecord, RadiusRecord, TraceRecord, NewtonRecord)):
-        raise InputError(f"records: hold a {type(first).__name__}, which does not say how far it has converged.")
+        raise InputError(f"records: got {kind(first)}, which has no convergence history.")
     axes = axes_or_new(axes)
     if isinstance(first, TraceRecord):
         values = torch.stack([record.value for record in records]).double().cpu()

@@ -121,16 +121,16 @@ def taken(state: Any, rules: Sequence[Rule], tree: _tree.Tree, params: Sequence[
     if isinstance(state, dict):
         buffers = state.get(kind)
         if buffers is None or len(state) != 1:
-            raise InputError(f"state: is of {', '.join(map(str, state))}, expected one of {kind}.")
+            raise InputError(f"state belongs to {', '.join(map(str, state))}, expected one of {kind}.")
     else:
         buffers = dict(zip(names, state, strict=True)) if isinstance(state, list) and len(state) == len(names) else {}
     if set(buffers) != set(names) or len(names) != len(buffers):
-        raise InputError(f"state: is of the parameters {list(buffers)}, expected {names}.")
+        raise InputError(f"state belongs to the parameters {list(buffers)}, expected {names}.")
     for name, leaf in zip(names, params, strict=True):
         for key, part in buffers[name].items():
             if isinstance(part, Tensor) and part.shape != leaf.shape and key != "product":
                 shapes = f"{tuple(part.shape)}, expected {tuple(leaf.shape)}"
-                raise InputError(f"state: its {key} of {name} has shape {shapes}.")
+                raise InputError(f"state: {key} of {name} has shape {shapes}.")
     return [buffers[name] for name in names]
 
 
@@ -138,7 +138,7 @@ def _spread(value: Any, tree: _tree.Tree, name: str) -> list[Any]:
     """What a container like the parameters holds for each leaf, in their order."""
     different = _tree.difference(tree, _tree.flatten(value)[2], name)
     if different:
-        raise InputError(f"{name}: holds one for each leaf, but is not like the parameters: {different}.")
+        raise InputError(f"{name} must have one entry for each leaf, like the parameters: {different}.")
     return _tree.leaves_like(tree, value)
 
 
@@ -148,7 +148,7 @@ def _check_pair(value: Any, name: str) -> None:
     for beta in value:
         _check_kind(beta, (int, float, Tensor), name)
         if isinstance(beta, (int, float)) and not 0 <= beta < 1:
-            raise InputError(f"{name}: got {value!r}, expected two numbers of 0 or more, below 1.")
+            raise InputError(f"{name}: got {value!r}, expected two numbers of at least 0 and below 1.")
 
 
 def _check_kind(value: Any, kinds: Any, name: str) -> None:
@@ -198,7 +198,7 @@ class SGD(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov is True and (not present(self.momentum) or present(self.dampening)):
-            raise InputError("nesterov: looks ahead along a momentum; give momentum= greater than 0, and no dampening.")
+            raise InputError("nesterov needs momentum= greater than 0, and no dampening.")
 
     def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
         g = decayed(g, self.weight_decay, p)

@@ -691,11 +691,11 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "Gauss-Newton, a functional loss in place of predict": (
         lambda: hodiff.GaussNewtonOperator(F.mse_loss, predict, NET, data=[BATCH]),
-        "predict, loss, where: in this order",
+        "the order is predict, loss, where",
     ),
     "a penalty of a critic that takes labels, without them": (
         lambda: hodiff.gradient_penalty(lambda x, labels: (x * labels).sum(-1), torch.ones(3, 2)),
-        "f: cannot be called with the 1 positional argument.*'labels'.*args=",
+        "f cannot be called with the 1 positional argument.*'labels'.*args=",
     ),
     "a penalty, samples and critic swapped": (
         lambda: hodiff.gradient_penalty(torch.ones(3, 2), nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))),

@@ -28,7 +28,7 @@ def test_a_scripted_module_inside_of_the_point_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = nn.Sequential(torch.jit.script(nn.Linear(2, 1, dtype=D)), nn.Linear(1, 1, dtype=D))
-    with pytest.raises(hodiff.InputError, match=r"^0: is a TorchScript module, .* eager module"):
+    with pytest.raises(hodiff.InputError, match=r"^0 is a TorchScript module, .* eager module"):
         hodiff.grad(lambda m: m(X).sum(), model)
 
 
@@ -45,14 +45,14 @@ def test_a_container_without_end(depth: str) -> None:
             point = [point]
     else:
         point.append(point)
-    with pytest.raises(hodiff.InputError, match="x: containers are nested deeper"):
+    with pytest.raises(hodiff.InputError, match="x: containers are nested more than"):
         hodiff.grad(lambda z: X.sum(), point)
 
 
 def test_a_vector_in_itself() -> None:
     v: list = []
     v.append(v)
-    with pytest.raises(hodiff.InputError, match="v: containers are nested deeper"):
+    with pytest.raises(hodiff.InputError, match="v: containers are nested more than"):
         hodiff.MatrixOperator(torch.eye(3)) @ v
 
 
@@ -75,7 +75,7 @@ def test_an_array_where_a_word_is_expected(option: str, call) -> None:
 
 
 def test_a_number_of_numpy_is_no_data() -> None:
-    with pytest.raises(hodiff.InputError, match="data: is a float64"):
+    with pytest.raises(hodiff.InputError, match="data: got a NumPy float64"):
         hodiff.HessianOperator(lambda z, b: (z**3).sum(), X, data=np.float64(1.5))
 
 
@@ -89,7 +89,7 @@ def test_a_nested_matrix() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    with pytest.raises(hodiff.InputError, match=r"A: is nested"):
+    with pytest.raises(hodiff.InputError, match=r"A is nested"):
         hodiff.MatrixOperator(nested)
 
 
@@ -109,7 +109,7 @@ def test_a_nested_vector() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nested = torch.nested.nested_tensor([torch.ones(2, dtype=D), torch.ones(3, dtype=D)])
-    with pytest.raises(hodiff.InputError, match="v: is a nested tensor; give a dense one"):
+    with pytest.raises(hodiff.InputError, match="v: got a nested tensor; give a dense one"):
         hodiff.hvp(lambda z: (z**3).sum(), X, nested)
 
 
@@ -135,7 +135,7 @@ FLAGS = {
 @pytest.mark.parametrize("option", FLAGS)
 @pytest.mark.parametrize("word", ["no", "yes", 2, [False]], ids=repr)
 def test_a_word_where_a_flag_is_expected(option: str, word: object) -> None:
-    with pytest.raises(hodiff.InputError, match=rf"{option.rstrip('=')}: is .*, expected True or False"):
+    with pytest.raises(hodiff.InputError, match=rf"{option.rstrip('=')}: got .*, expected True or False"):
         FLAGS[option](word)
 
 
@@ -147,7 +147,7 @@ def test_flags_of_numpy_and_numbers(option: str) -> None:
 
 @pytest.mark.parametrize("option", FLAGS)
 def test_an_array_where_a_flag_is_expected(option: str) -> None:
-    with pytest.raises(hodiff.InputError, match=f"{option.rstrip('=')}: is a ndarray, expected True or False"):
+    with pytest.raises(hodiff.InputError, match=f"{option.rstrip('=')}: got a NumPy array, expected True or False"):
         FLAGS[option](np.ones(2))
 
 
@@ -158,7 +158,7 @@ def test_a_flag_is_looked_at_before_anything_is_computed() -> None:
         calls.append(w)
         return w[:, :, None] ** 2
 
-    with pytest.raises(hodiff.InputError, match="return_outputs: is a ndarray, expected True or False"):
+    with pytest.raises(hodiff.InputError, match="return_outputs: got a NumPy array, expected True or False"):
         penalty(images, X, return_outputs=np.ones(2))
     assert not calls
     assert float(penalty.mean_length) == 0
@@ -167,19 +167,19 @@ def test_a_flag_is_looked_at_before_anything_is_computed() -> None:
 @pytest.mark.parametrize("solution", [hodiff.implicit.argmin, hodiff.implicit.root, hodiff.implicit.fixed_point])
 @pytest.mark.parametrize("limit", [1j, "small", float("nan"), -1.0, np.ones(2), True], ids=repr)
 def test_a_tolerance_that_is_no_number(solution, limit) -> None:
-    with pytest.raises(hodiff.InputError, match=r"gradient_tol: got .*, expected a number of 0 or more, or None"):
+    with pytest.raises(hodiff.InputError, match=r"gradient_tol: got .*, expected a number of at least 0, or None"):
         solution(lambda z: z**2, torch.zeros(2), gradient_tol=limit)
 
 
 def test_paths_that_are_none() -> None:
-    with pytest.raises(hodiff.InputError, match="primals: is a NoneType; expected a tensor, or a tuple"):
+    with pytest.raises(hodiff.InputError, match="primals: got None, expected a tensor, or a tuple"):
         hodiff.jet(torch.sin, None, [X])
-    with pytest.raises(hodiff.InputError, match="series: is a int; expected a list of tensors"):
+    with pytest.raises(hodiff.InputError, match="series: got an int, expected a list of tensors"):
         hodiff.jet(torch.sin, (X,), 3)
 
 
 def test_a_keyword_that_is_no_word() -> None:
-    with pytest.raises(hodiff.InputError, match="kwargs: has a key of type int; expected names of arguments"):
+    with pytest.raises(hodiff.InputError, match="kwargs: got an int as a key, expected names of arguments"):
         hodiff.hessian_penalty(lambda z: (z**3).sum(-1), X, kwargs={1: X})
 
 
@@ -197,7 +197,7 @@ def test_a_number_beyond_what_pytorch_takes(option: str) -> None:
 
 
 def test_an_order_beyond_what_pytorch_takes() -> None:
-    with pytest.raises(hodiff.InputError, match=f"n: got {2**70}, expected an integer of 64 bits at most"):
+    with pytest.raises(hodiff.InputError, match=f"n: got {2**70}, expected an integer of at most 64 bits"):
         hodiff.derivatives(lambda z: z.sin(), X, 2**70)
     A = hodiff.MatrixOperator(torch.eye(2))
     with pytest.raises(hodiff.InputError, match="damping: got"):
@@ -210,12 +210,12 @@ def test_an_order_beyond_what_pytorch_takes() -> None:
     lambda g: hodiff.dragan_penalty(lambda z: (z**3).sum(-1), X, generator=g),
 ])  # fmt: skip
 def test_a_seed_in_the_place_of_a_generator(call) -> None:
-    with pytest.raises(hodiff.InputError, match="generator: is a int"):
+    with pytest.raises(hodiff.InputError, match="generator: got an int"):
         call(7)
 
 
 def test_a_matrix_that_is_a_view_of_one_number() -> None:
-    with pytest.raises(hodiff.InputError, match=r"A: is an expanded view of shape .* 7,451 GiB"):
+    with pytest.raises(hodiff.InputError, match=r"A is an expanded view of shape .* 7,451 GiB"):
         hodiff.MatrixOperator(torch.ones((), dtype=D).expand(10**6, 10**6))
     found = hodiff.MatrixOperator(torch.ones(()).expand(3, 3)) @ torch.ones(3)
     torch.testing.assert_close(found, torch.full((3,), 3.0))
@@ -224,7 +224,7 @@ def test_a_matrix_that_is_a_view_of_one_number() -> None:
 def test_parameters_of_an_optimizer_and_names_of_a_selection() -> None:
     with pytest.raises(hodiff.InputError, match=r"params: .* expected model\.parameters\(\)"):
         hodiff.NewtonCG(nn.Linear(2, 1))
-    with pytest.raises(hodiff.InputError, match=r"names: is a int, .* hodiff\.select"):
+    with pytest.raises(hodiff.InputError, match=r"names: got an int, .* hodiff\.select"):
         hodiff.Selection(nn.Linear(2, 1), 3)
 
 
@@ -232,7 +232,7 @@ def test_parameters_of_an_optimizer_and_names_of_a_selection() -> None:
     lambda: hodiff.select(nn.Linear(2, 1), 3), lambda: hodiff.select(nn.Linear(2, 1), exclude=["bias", 3]),
 ])  # fmt: skip
 def test_a_pattern_is_a_word(call) -> None:
-    with pytest.raises(hodiff.InputError, match=r"is a int, expected words"):
+    with pytest.raises(hodiff.InputError, match=r"got an int, expected strings"):
         call()
 
 
@@ -250,21 +250,21 @@ def test_a_callbacks_exception_is_the_users() -> None:
 
 
 def test_vectors_that_are_sparse() -> None:
-    with pytest.raises(hodiff.InputError, match=r"vectors: is a torch\.sparse_coo tensor; give a dense one"):
+    with pytest.raises(hodiff.InputError, match=r"vectors: got a torch\.sparse_coo tensor; give a dense one"):
         hodiff.diagonal(hodiff.MatrixOperator(torch.eye(3)), vectors=torch.eye(3).to_sparse())
-    with pytest.raises(hodiff.InputError, match=r"v: is a torch\.sparse_coo tensor; give a dense one"):
+    with pytest.raises(hodiff.InputError, match=r"v: got a torch\.sparse_coo tensor; give a dense one"):
         hodiff.cross_hvp(lambda a, b: (a * b).sum(), torch.ones(3), torch.ones(3), torch.eye(3).to_sparse())
 
 
 def test_a_list_in_itself_is_no_root_of_a_graph() -> None:
     endless: list = []
     endless.append(endless)
-    with pytest.raises(hodiff.InputError, match="a: containers are nested deeper"):
+    with pytest.raises(hodiff.InputError, match="a: containers are nested deeper than"):
         hodiff.graph.monitor().step(a=endless)
 
 
 def test_an_eight_bit_float_is_for_storage() -> None:
-    with pytest.raises(hodiff.InputError, match=r"x: has dtype torch\.float8_e4m3fn, in which PyTorch only stores"):
+    with pytest.raises(hodiff.InputError, match=r"x has dtype torch\.float8_e4m3fn, a storage-only dtype"):
         hodiff.grad(lambda z: z.float().sum(), torch.ones(3).to(torch.float8_e4m3fn))
 
 
@@ -276,9 +276,9 @@ def test_an_eight_bit_float_is_for_storage() -> None:
         (2**70, "c: got 1180591620717411303424"),
         (float("nan"), "c: got nan"),
         (np.ones(3), "c: got array"),
-        (torch.ones(2, dtype=D), r"c: has shape \(2,\), which does not broadcast to the shape of f\(x\), \(3,\)"),
-        (torch.ones(1, 3, dtype=D), r"c: has shape \(1, 3\)"),
-        (torch.ones(3, dtype=D, device="meta"), "c: is on the meta device"),
+        (torch.ones(2, dtype=D), r"c has shape \(2,\), which does not broadcast to the shape of f\(x\), \(3,\)"),
+        (torch.ones(1, 3, dtype=D), r"c has shape \(1, 3\)"),
+        (torch.ones(3, dtype=D, device="meta"), "c is on the meta device"),
     ],
 )
 def test_a_factor_of_an_operator_that_is_none(c: object, words: str) -> None:
@@ -295,7 +295,7 @@ def test_a_factor_of_an_operator(c: object) -> None:
 
 @pytest.mark.parametrize("flag", ["log_density", "variance_reduced"])
 def test_a_flag_of_score_matching_that_is_none(flag: str) -> None:
-    with pytest.raises(hodiff.InputError, match=f"{flag}: is a ndarray, expected True or False"):
+    with pytest.raises(hodiff.InputError, match=f"{flag}: got a NumPy array, expected True or False"):
         hodiff.sliced_score_matching_loss(lambda z: -z, X, **{flag: np.ones(2)})
 
 
@@ -305,9 +305,9 @@ def test_tensors_that_are_no_pattern() -> None:
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
         jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     for value, words in (nested, "nested"), (jagged, "nested"), (torch.ones(2, 2).to_mkldnn(), "mkldnn"):
-        with pytest.raises(hodiff.InputError, match=f"pattern: is a {words} tensor, expected a hodiff Pattern"):
+        with pytest.raises(hodiff.InputError, match=f"pattern: got a {words} tensor, expected a hodiff Pattern"):
             hodiff.sparse.color(value)
-        with pytest.raises(hodiff.InputError, match=f"pattern: is a {words} tensor, expected a hodiff Pattern"):
+        with pytest.raises(hodiff.InputError, match=f"pattern: got a {words} tensor, expected a hodiff Pattern"):
             hodiff.sparse_hessian(lambda z: z.pow(4).sum(), X, pattern=value)
 
 
@@ -323,7 +323,7 @@ def test_sparse_matrices_of_no_numbers(shape: tuple[int, ...], output: str) -> N
 
 @pytest.mark.parametrize("check", [None, 2, "yes", np.ones(2)], ids=repr)
 def test_a_check_of_a_sparse_matrix_is_a_flag(check: object) -> None:
-    with pytest.raises(hodiff.InputError, match=r"check: is .*, expected True or False"):
+    with pytest.raises(hodiff.InputError, match=r"check: got .*, expected True or False"):
         hodiff.sparse_hessian(lambda z: z.pow(4).sum(), X, check=check)  # type: ignore[arg-type]
 
 
@@ -355,9 +355,9 @@ def test_a_function_of_nested_results(name: str, layout: torch.layout) -> None:
 
 def test_pictures_on_axes_that_are_none() -> None:
     record = hodiff.trace(hodiff.MatrixOperator(torch.eye(3, dtype=D)), samples=3)
-    with pytest.raises(hodiff.InputError, match="axes: is a int, expected axes of Matplotlib"):
+    with pytest.raises(hodiff.InputError, match="axes: got an int, expected Matplotlib axes"):
         hodiff.plotting.convergence([record], axes=3)
-    with pytest.raises(hodiff.InputError, match="label: is a list, expected the words"):
+    with pytest.raises(hodiff.InputError, match="label: got a list of 2, expected the text"):
         hodiff.plotting.convergence([record], label=["a", "b"])  # type: ignore[arg-type]
 
 

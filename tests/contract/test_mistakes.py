@@ -59,26 +59,26 @@ M = hodiff.MatrixOperator(torch.eye(3, dtype=D) * 2)
 
 # The mistake, the call, the words.
 TAUGHT = {
-    "grad(x, f)": (lambda: hodiff.grad(x, f), r"x: is a function"),
-    "grad(f)(x) as torch.func": (lambda: hodiff.grad(f)(x), r"x: missing"),
-    "grad(model, X) for a module f": (lambda: hodiff.grad(m, X), r"f: returned shape \(5, 1\)"),
+    "grad(x, f)": (lambda: hodiff.grad(x, f), r"x: got a function"),
+    "grad(f)(x) as torch.func": (lambda: hodiff.grad(f)(x), r"x is missing"),
+    "grad(model, X) for a module f": (lambda: hodiff.grad(m, X), r"f returned shape \(5, 1\)"),
     "grad(loss, model.parameters())": (
         lambda: hodiff.grad(loss, m.parameters()),
-        r"x: is a generator \(model\.parameters\(\)\?\)",
+        r"x is a generator \(model\.parameters\(\)\?\)",
     ),
     "grad(loss, list(parameters)) loss ignores arg": (
         lambda: hodiff.grad(lambda p: loss(m), list(m.parameters())),
-        r"f reaches x\[0\] other than through its argument, so that path would be missi",
+        r"f reaches x\[0\] other than through its argument, and that path would be missi",
     ),
     "grad(loss, optimizer)": (
         lambda: hodiff.grad(loss, opt),
-        r"x: is a SGD; expected a tensor, a container of tensors \(tuple, list, dict, ",
+        r"x: got an SGD, expected a tensor, a container of tensors \(tuple, list, dict, ",
     ),
     "grad(loss(m), m) detached": (
         lambda: hodiff.grad(loss(m).detach(), m),
-        r"f carries no graph: between 0\.weight, 0\.bias, 2\.weight, 2\.bias and the resu",
+        r"f carries no graph: every path from 0\.weight, 0\.bias, 2\.weight, 2\.bias to the resu",
     ),
-    "grad('loss', m)": (lambda: hodiff.grad("loss", m), r"f: is a str"),
+    "grad('loss', m)": (lambda: hodiff.grad("loss", m), r"f: got a str"),
     "f uses .numpy()": (
         lambda: hodiff.grad(lambda z: torch.tensor(np.sin(z.detach().numpy())).sum(), x),
         r"carries no graph.*cut at.*torch\.stack",
@@ -87,91 +87,94 @@ TAUGHT = {
         lambda: hodiff.grad(torch.no_grad()(f), x),
         r"carries no graph.*switched off \(no_grad.*enable_grad",
     ),
-    "f returns None (print)": (lambda: hodiff.hessian(lambda z: None, x), r"f: returned a NoneType"),
-    "args=tensor instead of tuple": (lambda: hodiff.grad(lambda z, t: (z * t).sum(), x, args=v), r"args: is a Tensor"),
-    "kwargs={'t'} a set": (lambda: hodiff.grad(lambda z, t=1: f(z), x, kwargs={"t"}), r"kwargs: is a set"),
-    "point numpy array": (lambda: hodiff.grad(f, np.ones(3)), r"x: is a NumPy object"),
-    "point list of floats": (lambda: hodiff.grad(f, [0.1, 0.2]), r"x\[0\]: is the float 0\.1"),
+    "f returns None (print)": (lambda: hodiff.hessian(lambda z: None, x), r"f returned None"),
+    "args=tensor instead of tuple": (lambda: hodiff.grad(lambda z, t: (z * t).sum(), x, args=v), r"args: got a Tensor"),
+    "kwargs={'t'} a set": (lambda: hodiff.grad(lambda z, t=1: f(z), x, kwargs={"t"}), r"kwargs: got a set"),
+    "point numpy array": (lambda: hodiff.grad(f, np.ones(3)), r"x: got a NumPy"),
+    "point list of floats": (lambda: hodiff.grad(f, [0.1, 0.2]), r"x\[0\]: got the float 0\.1"),
     "point int tensor": (
         lambda: hodiff.hessian(f, torch.tensor([1, 2, 3])),
-        r"x: has dtype torch\.int64; derivatives need a real floating point tensor",
+        r"x has dtype torch\.int64; derivatives need a real floating-point tensor",
     ),
-    "point nn class": (lambda: hodiff.grad(loss, nn.Linear), r"x: is the class Linear, not an instance"),
-    "point string": (lambda: hodiff.laplacian(g, "X"), r"x: is a str"),
+    "point nn class": (lambda: hodiff.grad(loss, nn.Linear), r"x: got the class Linear"),
+    "point string": (lambda: hodiff.laplacian(g, "X"), r"x: got a str"),
     "point generator": (
         lambda: hodiff.grad(lambda d: sum(t.sum() for t in d), (t for t in [x])),
-        r"x: is a generator \(model\.parameters\(\)\?\)",
+        r"x is a generator \(model\.parameters\(\)\?\)",
     ),
-    "laplacian of a 1-D point without batch_ndim=0": (lambda: hodiff.laplacian(f, x), r"f: returned shape \(\)"),
-    "divergence of scalar": (lambda: hodiff.divergence(g, X), r"f: returned shape \(5,\) for x of shape \(5, 3\)"),
-    "partial index out of range": (lambda: hodiff.partial(g, X, 3), r"index: got 3; x has the coordinates 0 to 2\."),
+    "laplacian of a 1-D point without batch_ndim=0": (lambda: hodiff.laplacian(f, x), r"f returned shape \(\)"),
+    "divergence of scalar": (lambda: hodiff.divergence(g, X), r"f returned shape \(5,\) for x of shape \(5, 3\)"),
+    "partial index out of range": (lambda: hodiff.partial(g, X, 3), r"index: got 3, but x has coordinates 0 to 2\."),
     "partial index word": (lambda: hodiff.partial(g, X, "xx"), r"index: got 'xx'"),
     "partial index float": (lambda: hodiff.partial(g, X, 1.0), r"index: got 1\.0"),
     "derivatives_of point without grad": (
         lambda: hodiff.derivatives_of(m(X), X)[0],
-        r"x: does not require grad, so f was computed without tracking it",
+        r"x does not require grad, so f was computed without tracking it",
     ),
     "derivatives_of ['x']": (lambda: at(lambda z: hodiff.derivatives_of(m(z), z)["x"], X), r"index: got 'x'"),
     "nth_derivative n=-1": (lambda: hodiff.nth_derivative(torch.sin, x, -1), r"n: got -1"),
     "nth_derivative(2, f, x)": (lambda: hodiff.nth_derivative(2, torch.sin, x), r"n: got a Tensor"),
     "nth_derivative of scalar loss": (
         lambda: hodiff.nth_derivative(f, x, 2),
-        r"f: returned shape \(\) for x of shape \(3,\)",
+        r"f returned shape \(\) for x of shape \(3,\)",
     ),
     "second_order_operator C wrong": (
         lambda: hodiff.second_order_operator(g, X, torch.eye(2, dtype=D)),
-        r"C: has shape \(2, 2\)",
+        r"C has shape \(2, 2\)",
     ),
     "second_order_operator C float32": (
         lambda: hodiff.second_order_operator(g, X, torch.eye(3)),
-        r"C: is torch\.float32 on cpu, x is torch\.float64 on cpu",
+        r"C is torch\.float32 on cpu, but x is torch\.float64 on cpu",
     ),
-    "jet series shapes": (lambda: hodiff.jet(torch.sin, x, [v[:2]]), r"series: holds \(\(2,\), torch\.float64\)"),
-    "hvp v wrong shape": (lambda: hodiff.hvp(f, x, torch.ones(4, dtype=D)), r"v: has shape \(4,\)"),
-    "hvp module v is module": (lambda: hodiff.hvp(loss, m, m), r"v: is a Sequential"),
+    "jet series shapes": (lambda: hodiff.jet(torch.sin, x, [v[:2]]), r"series: got \(\(2,\), torch\.float64\)"),
+    "hvp v wrong shape": (lambda: hodiff.hvp(f, x, torch.ones(4, dtype=D)), r"v has shape \(4,\)"),
+    "hvp module v is module": (lambda: hodiff.hvp(loss, m, m), r"v: got a Sequential"),
     "hvp module v dict missing key": (
         lambda: hodiff.hvp(loss, m, {"0.weight": torch.ones(4, 3, dtype=D)}),
-        r"v: has a dict with keys \['0\.weight'\]",
+        r"v has a dict with keys \['0\.weight'\]",
     ),
-    "vjp u missing shape": (lambda: hodiff.vjp(vec, x, torch.tensor(1.0, dtype=D)), r"u: has shape \(\)"),
+    "vjp u missing shape": (lambda: hodiff.vjp(vec, x, torch.tensor(1.0, dtype=D)), r"u has shape \(\)"),
     "cross_hvp one-arg f": (
         lambda: hodiff.cross_hvp(f, x, x, v),
-        r"f: cannot be called with the 2 positional arguments that it is given here: ",
+        r"f cannot be called with the 2 positional arguments it is given here: ",
     ),
     "batch_ndim=-1": (lambda: hodiff.grad(g, X, batch_ndim=-1), r"batch_ndim: got -1"),
-    "batch_ndim=3": (lambda: hodiff.hessian(g, X, batch_ndim=3), r"x: has shape \(5, 3\)"),
+    "batch_ndim=3": (lambda: hodiff.hessian(g, X, batch_ndim=3), r"x has shape \(5, 3\)"),
     "chunk_size=0": (lambda: hodiff.hessian(f, x, chunk_size=0), r"chunk_size: got 0"),
-    "allow='relu'": (lambda: hodiff.hvp(f, x, v, allow=3), r"allow: is a int"),
-    "HessianOperator(m, loss) swapped": (lambda: hodiff.HessianOperator(m, loss) @ torch.ones(21), r"x: is a function"),
+    "allow='relu'": (lambda: hodiff.hvp(f, x, v, allow=3), r"allow: got an int"),
+    "HessianOperator(m, loss) swapped": (
+        lambda: hodiff.HessianOperator(m, loss) @ torch.ones(21),
+        r"x: got a function",
+    ),
     "HessianOperator(loss(m), m) graph freed": (
         lambda: hodiff.HessianOperator(freed(), m) @ torch.ones(21, dtype=D),
         r"the graph has already been freed: a backward\(\) or autograd\.grad\(\) without r",
     ),
     "HessianOperator data=DataLoader iterator": (
         lambda: hodiff.HessianOperator(lf, m, data=iter(data)) @ torch.ones(21, dtype=D),
-        r"data: is a one-shot iterator \(list_iterator\): the second product would see ",
+        r"data: got a one-shot iterator \(list_iterator\), so the second product would see ",
     ),
     "HessianOperator data=tensor": (
         lambda: hodiff.HessianOperator(lf, m, data=X) @ torch.ones(21, dtype=D),
-        r"data: is a Tensor",
+        r"data: got a Tensor",
     ),
     "HessianOperator f(m) with data": (
         lambda: hodiff.HessianOperator(loss, m, data=data) @ torch.ones(21, dtype=D),
-        r"f: is called as f\(where, batch\) with data=, once for each batch",
+        r"f is called as f\(where, batch\) with data=, once for each batch",
     ),
     "Jacobian @ wrong side": (
         lambda: hodiff.JacobianOperator(lambda z: torch.cat([z, z]), x) @ torch.ones(6, dtype=D),
-        r"v: has shape \(6,\)",
+        r"v has shape \(6,\)",
     ),
-    "MatrixOperator(list)": (lambda: hodiff.MatrixOperator([[1.0, 2.0], [3.0, 4.0]]), r"A: is list"),
-    "MatrixOperator(numpy)": (lambda: hodiff.MatrixOperator(np.eye(3)), r"A: is ndarray"),
+    "MatrixOperator(list)": (lambda: hodiff.MatrixOperator([[1.0, 2.0], [3.0, 4.0]]), r"A: got a list of 2"),
+    "MatrixOperator(numpy)": (lambda: hodiff.MatrixOperator(np.eye(3)), r"A: got a NumPy array"),
     "MatrixOperator non-square trace": (
         lambda: hodiff.trace(hodiff.MatrixOperator(torch.randn(3, 2))),
-        r"trace: the operator is 3 x 2; expected a square one \(J\.T @ J\?\)\.",
+        r"trace: the operator is 3 x 2, expected a square one \(J\.T @ J\?\)\.",
     ),
     "MatrixOperator 3-D": (
         lambda: hodiff.MatrixOperator(torch.randn(2, 3, 3)),
-        r"A: is torch\.strided, torch\.float32 of shape \(2, 3, 3\)",
+        r"A: got torch\.strided, torch\.float32 of shape \(2, 3, 3\)",
     ),
     "eigsh(H, 'largest')": (lambda: hodiff.eigsh(H, "largest"), r"k: got 'largest'"),
     "eigsh which='LM'": (lambda: hodiff.eigsh(H, 2, which="LM"), r"which: got 'LM'"),
@@ -186,79 +189,85 @@ TAUGHT = {
         r"logdet: the operator has an eigenvalue of about -1",
     ),
     "H + 'x'": (lambda: H + "0.1", r"operator \+ a str: expected a number or an operator"),
-    "H[0, 0]": (lambda: H[0, 0], r"HessianOperator\(3 x 3, float64, double backward, not evaluated\) has no entr"),
+    "H[0, 0]": (lambda: H[0, 0], r"HessianOperator\(3 x 3, float64, double backward, not evaluated\) cannot be in"),
     "float(trace record)": (
         lambda: float(hodiff.trace(M)),
-        r"a TraceRecord is not a number but a record of \.value, \.stderr, \.converged, \.pr",
+        r"a TraceRecord is not a number but a record with fields \.value, \.stderr, \.converged, \.pr",
     ),
     "solve(...) @ x": (
         lambda: hodiff.solve(M, v) * 2,
-        r"a SolveRecord is not a number but a record of \.value, \.residual, \.converged, \.",
+        r"a SolveRecord is not a number but a record with fields \.value, \.residual, \.converged, \.",
     ),
     "samples=1.5": (lambda: hodiff.trace(M, samples=1.5), r"samples: got 1\.5"),
-    "generator=seed": (lambda: hodiff.trace(M, samples=1, generator=0), r"generator: is a int"),
+    "generator=seed": (lambda: hodiff.trace(M, samples=1, generator=0), r"generator: got an int"),
     "generator=np": (
         lambda: hodiff.hessian_penalty(g, X, generator=np.random.default_rng(0)),
-        r"generator: is a Generator",
+        r"generator: got a NumPy Generator",
     ),
     "NewtonCG(model)": (
         lambda: hodiff.NewtonCG(m),
         r"params: optimizer can only optimize Tensors, but one of the params is torch",
     ),
-    "NewtonCG.step() no closure": (lambda: hodiff.NewtonCG(m.parameters()).step(), r"closure: is missing"),
-    "NewtonCG.step(loss) tensor": (lambda: hodiff.NewtonCG(m.parameters()).step(loss(m)), r"closure: is a Tensor"),
+    "NewtonCG.step() no closure": (lambda: hodiff.NewtonCG(m.parameters()).step(), r"closure: got None"),
+    "NewtonCG.step(loss) tensor": (lambda: hodiff.NewtonCG(m.parameters()).step(loss(m)), r"closure: got a Tensor"),
     "LM(loss, parameters())": (
         lambda: hodiff.LevenbergMarquardt(lambda mod, b: mod(b[0]) - b[1], m.parameters()),
-        r"x: is a generator \(model\.parameters\(\)\?\)",
+        r"x is a generator \(model\.parameters\(\)\?\)",
     ),
-    "LM scalar loss": (lambda: hodiff.LevenbergMarquardt(lf, m).step(batch), r"residuals\[0\]: returned shape \(\)"),
+    "LM scalar loss": (lambda: hodiff.LevenbergMarquardt(lf, m).step(batch), r"residuals\[0\] returned shape \(\)"),
     "LM step(closure)": (
         lambda: hodiff.LevenbergMarquardt(lambda mod, b: (mod(b[0]) - b[1])[:, 0], m).step(lambda: 1),
         r"step: got a closure",
     ),
     "gradient_penalty(x, f)": (
         lambda: hodiff.gradient_penalty(X, m),
-        r"2\.weight: has batch shape \(1,\), 0\.weight has \(4,\)",
+        r"2\.weight has batch shape \(1,\), but 0\.weight has \(4,\)",
     ),
     "wgan_gp(real, fake, critic)": (
         lambda: hodiff.wgan_gp_penalty(X, X, m),
-        r"fake: is the module Sequential, in place of a tensor",
+        r"fake: got the module Sequential, expected a tensor",
     ),
-    "sample_norm of a float": (lambda: hodiff.sample_norm(1.0), r"grads: is the float 1\.0"),
-    "score of scalar": (lambda: hodiff.sliced_score_matching_loss(g, X), r"f\(x\): has shape \(5,\)"),
+    "sample_norm of a float": (lambda: hodiff.sample_norm(1.0), r"grads: got the float 1\.0"),
+    "score of scalar": (lambda: hodiff.sliced_score_matching_loss(g, X), r"f\(x\) has shape \(5,\)"),
     "fixed_point of loss": (
         lambda: hodiff.implicit.fixed_point(f, x.clone().requires_grad_()),
-        r"f: must return what is like x_star \(for a module, a dict by parameter name\)",
+        r"f must return the structure and shapes of x_star \(for a module, a dict by parameter name\)",
     ),
-    "unroll rule class": (lambda: hodiff.unroll(f, x, hodiff.rules.SGD, 3), r"rule: is the class SGD, not an instance"),
+    "unroll rule class": (
+        lambda: hodiff.unroll(f, x, hodiff.rules.SGD, 3),
+        r"rule: got the class SGD, not an instance",
+    ),
     "sparse_jacobian pattern list": (
         lambda: hodiff.sparse_jacobian(vec, x, pattern=[[1, 0, 0]]),
-        r"pattern: is a list",
+        r"pattern: got a list",
     ),
-    "multi_grad(loss, m)": (lambda: hodiff.multi_grad(loss(m), m), r"losses: is a Tensor"),
-    "per_sample_grad, a number of samples": (lambda: hodiff.per_sample_grad(lf, m, 5), r"batch: is a int; expected"),
+    "multi_grad(loss, m)": (lambda: hodiff.multi_grad(loss(m), m), r"losses: got a Tensor"),
+    "per_sample_grad, a number of samples": (lambda: hodiff.per_sample_grad(lf, m, 5), r"batch: got an int, expected"),
     "progress= by a word": (lambda: hodiff.trace(H, progress="no"), r"progress: .*'no'"),
-    "per_sample_grad mean loss": (lambda: hodiff.per_sample_grad(lf, m, batch), r"f: returned shape \(\)"),
-    "select typo": (lambda: hodiff.select(m, "0.wieght"), r"pattern '0\.wieght': matches no parameter of Sequential"),
+    "per_sample_grad mean loss": (lambda: hodiff.per_sample_grad(lf, m, batch), r"f returned shape \(\)"),
+    "select typo": (lambda: hodiff.select(m, "0.wieght"), r"pattern '0\.wieght' matches no parameter of Sequential"),
     "check_derivatives(f(x), x)": (
         lambda: hodiff.check_derivatives(f(x.clone().requires_grad_()), x),
         r"f: check_derivatives evaluates f at many points",
     ),
-    "graph.explain(text)": (lambda: hodiff.graph.explain("a second time"), r"exc: is a str\. Give the exception that"),
+    "graph.explain(text)": (lambda: hodiff.graph.explain("a second time"), r"exc: got a str\. Give the exception that"),
     "graph.shared([a, b])": (lambda: hodiff.graph.shared([f(x), f(x)]), r"one by one: shared\(d, e\)"),
     "graph.predict([1, 2])": (
         lambda: hodiff.graph.predict([1, 2.0]),
-        r"loss: holds a float and a int; expected a tensor",
+        r"loss: got a float and an int, expected a tensor",
     ),
     "NewtonCG damping by a word": (
         lambda: hodiff.NewtonCG(m.parameters(), damping="auto"),
         r"^damping: got 'auto', expected a number of at least 0\.$",
     ),
-    "f without a return": (lambda: hodiff.grad(lambda x: None, x), r"a tensor, as where it ends without a return\.$"),
-    "graph.explain()": (lambda: hodiff.graph.explain(), r"exc: missing, and no exception is being handled"),
+    "f without a return": (
+        lambda: hodiff.grad(lambda x: None, x),
+        r"a tensor\. Does it end without a return statement\?$",
+    ),
+    "graph.explain()": (lambda: hodiff.graph.explain(), r"exc: got None, and no exception is being handled"),
     "tensor form without requires_grad": (
         lambda: hodiff.grad(f(x), x),
-        r"x: does not require grad, so f was computed without tracking it",
+        r"x does not require grad, so f was computed without tracking it",
     ),
     "tensor form x twice": (
         lambda: at(lambda z: hodiff.grad(f(z), (z, z)), x),
@@ -271,13 +280,13 @@ TAUGHT = {
     ),
     "meta point": (
         lambda: hodiff.hessian(f, torch.ones(3, device="meta")),
-        r"x: is on the meta device, whose tensors hold no numbers",
+        r"x is on the meta device, whose tensors hold no numbers",
     ),
     "complex point": (
         lambda: hodiff.grad(lambda z: z.abs().sum(), torch.ones(2, dtype=torch.complex64)),
-        r"x: is complex \(torch\.complex64\)",
+        r"x is complex \(torch\.complex64\)",
     ),
-    "has_aux but f returns one": (lambda: hodiff.grad(f, x, has_aux=True), r"f: returned a single tensor"),
+    "has_aux but f returns one": (lambda: hodiff.grad(f, x, has_aux=True), r"f returned a single tensor"),
 }
 SIGNATURES = {
     "a forgotten vector": (lambda: hodiff.hvp(f, x), "missing 1 required positional argument: 'v'"),
@@ -337,7 +346,7 @@ def test_a_record_where_its_number_is_wanted(name, use):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         record = RECORDS[name]()
-    with pytest.raises(hodiff.InputError, match=r"is not a number but a record of \.value"):
+    with pytest.raises(hodiff.InputError, match=r"is not a number but a record with fields \.value"):
         USES[use](record)
 
 
@@ -354,5 +363,5 @@ def test_an_error_of_f_says_what_f_was_given(call):
 
 def test_a_loop_over_an_operator():
     for use in (list, lambda A: A[0], lambda A: A[0, 1]):
-        with pytest.raises(hodiff.InputError, match=r"no entries to look up: its matrix is H\.dense\(\)"):
+        with pytest.raises(hodiff.InputError, match=r"cannot be indexed: .*Its matrix is H\.dense\(\)"):
             use(H)

@@ -156,7 +156,7 @@ def test_the_tensor_form_has_the_same_rule(strict: bool | None) -> None:
 @pytest.mark.parametrize("wrong", ["no", 2, [True]], ids=str)
 @each
 def test_it_is_one_of_three(name: str, wrong: Any) -> None:
-    with pytest.raises(hodiff.InputError, match=r"strict: is .*expected True or False"):
+    with pytest.raises(hodiff.InputError, match=r"strict: got .*expected True or False"):
         CALLS[name](lambda a, b: (a * b).sum(1), point(), strict=wrong)
 
 

@@ -52,7 +52,7 @@ def in_threads(task: Callable[[int], Any]) -> list[Any]:
             thread.join(max(0.0, end - time.monotonic()))
     finally:
         sys.setswitchinterval(interval)
-    assert not any(thread.is_alive() for thread in threads), "threads wait for each other"
+    assert not any(thread.is_alive() for thread in threads), "threads each waits for the other"
     return results
 
 
@@ -258,7 +258,7 @@ def test_what_takes_several_products_stays_at_its_point() -> None:
                 moved.extend(parameter.mul_(1.5) for parameter in model.parameters())
             H.refresh()
 
-    with pytest.raises(hodiff.GraphError, match="parameters changed since the operator was evaluated"):
+    with pytest.raises(hodiff.GraphError, match="parameters have changed since the operator was evaluated"):
         hodiff.eigsh(H, 2, callback=move)
     assert moved
     torch.testing.assert_close(H.dense(), hodiff.HessianOperator(squares, model, data=BATCHES).dense())
@@ -413,6 +413,7 @@ DISCIPLINE = {
     "_core._locks._restored": IMPORT,
     "_core._locks.here": OWN,
     "_core._versions.passing": OWN,
+    "_core._versions._reading": "a lock, held for a read in C that runs no Python code",
     "_core._compiled_callers.TRACED": IMPORT,
     "implicit._solution._together": SAME,
     "steps._wrappers": "a weak set, which only grows",

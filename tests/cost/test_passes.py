@@ -141,7 +141,7 @@ def test_linear_functions_need_no_second_evaluation(count: Count) -> None:
 
 
 def test_bad_vector_is_refused_before_anything_is_paid(count: Count) -> None:
-    with pytest.raises(hodiff.InputError, match=r"^v: has shape \(2,\)"):
+    with pytest.raises(hodiff.InputError, match=r"^v has shape \(2,\)"):
         hodiff.hvp(count.of(scalar), X, V[:2])
     assert (count.evaluations, count.passes) == (0, 0)
 

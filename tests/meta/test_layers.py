@@ -19,6 +19,7 @@ MAY_IMPORT = {
         "_core._nodes",
         "_core._settings",
         "_core._messages",
+        "_core._arguments",  # what a value is called
         "_core._lazy",
     ),
     "memory": FOUNDATION,  # kernels that a function of the user's meets

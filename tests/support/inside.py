@@ -508,7 +508,7 @@ INSIDE: dict[str, Inside] = {
         f"{way} through {name}": Inside(
             by(function),
             lambda z, slope=slope: SCALE * z.cos() * slope(z),
-            refused="forward mode .* through .*in place of|as_strided_scatter (is silently wrong|requires special)"
+            refused="forward mode .* through .*instead of|as_strided_scatter (is silently wrong|requires special)"
             if name.startswith(REFUSED)
             else None,
         )

@@ -112,7 +112,7 @@ def _refused(runs: dict[str, Any]) -> str:
         routes = {entry.partition("|")[0] for entries in names.values() for entry in entries}
         seen = {entry.partition("|")[2] for entries in names.values() for entry in entries}
         ordered = ", ".join(route.name for route in ROUTES if route.name in routes)
-        only = "" if seen == set(runs) else f" (torch {', '.join(sorted(seen))})"
+        only = "" if seen == set(runs) else f" (torch {', '.join(release for release in runs if release in seen)})"
         lines.append(f"| {_names(sorted(names))} | {ordered}{only} | {_cell(reason)} |")
     return "\n".join(lines) + "\n\n"
 

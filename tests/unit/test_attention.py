@@ -1,4 +1,4 @@
-"""First gradients through attention whose rows are masked in full by a large finite number.
+"""First gradients through attention whose rows are fully masked by a large finite number.
 
 PyTorch's fused kernel on the processor takes softmax anew from a log-sum-exp that has no digits left there.
 """
@@ -145,7 +145,7 @@ def test_a_tensor_is_refused_by_name() -> None:
     x = given().requires_grad_()
     loss = lambda row: F.scaled_dot_product_attention(x, x, x, attn_mask=masked(row)).sum()
     for call in (lambda row: hodiff.grad(loss(row), x), lambda row: hodiff.multi_grad([loss(row)], x)):
-        with pytest.raises(hodiff.GraphError, match=r"fused attention.* masked in full by a large finite number"):
+        with pytest.raises(hodiff.GraphError, match=r"fused attention.* fully masked by a large finite number"):
             call(LOW)
         call(-1.0)
     beside = x.detach().clone().requires_grad_()

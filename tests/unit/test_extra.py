@@ -57,7 +57,7 @@ def test_the_hessian_as_a_matrix_and_sample_by_sample():
 def test_a_pair_without_has_aux_names_the_functions_that_take_it(name):
     call = CALLS.get(name, lambda f, x: hodiff.value_grad_and_hessian(f, x))
     with pytest.raises(
-        hodiff.InputError, match=r"expected a tensor\. Return the loss alone; .* has_aux=True, in hodiff"
+        hodiff.InputError, match=r"expected a tensor\. Return the loss alone; .* has_aux=True, which hodiff"
     ):
         call(lambda x: (loss(x), x), X)
 
@@ -87,7 +87,7 @@ def test_a_tensor_already_computed_has_no_extra(name):
     u = x.tanh() if vectors else x.prod(-1)
     if name not in OF_FUNCTIONS:
         call(u, x, *FURTHER.get(name, ()), **batch)
-    with pytest.raises(hodiff.InputError, match=r"has_aux: is about what a function returns.* Leave has_aux out"):
+    with pytest.raises(hodiff.InputError, match=r"has_aux: this is about what a function returns.* Leave has_aux out"):
         call(u, x, *FURTHER.get(name, ()), has_aux=True, **batch)
 
 
@@ -97,5 +97,5 @@ def test_the_functions_with_an_extra_are_found():
 
 def test_a_pair_of_tensors_is_no_function_either():
     x = X.clone().requires_grad_()
-    with pytest.raises(hodiff.InputError, match="has_aux: is about what a function returns"):
+    with pytest.raises(hodiff.InputError, match="has_aux: this is about what a function returns"):
         hodiff.grad((loss(x), x), x, has_aux=True)

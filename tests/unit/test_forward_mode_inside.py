@@ -204,7 +204,7 @@ if _versions.LU_IS_CONSTANT:
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("run", [hodiff.grad, hodiff.hessian])
 def test_others_are_refused_by_name(name: str, run: Callable[..., Any]) -> None:
-    with pytest.raises(GraphError, match=f"forward mode .* through {name}, .*use hodiff.jvp inside f .*in place of"):
+    with pytest.raises(GraphError, match=f"forward mode .* through {name}, .*use hodiff.jvp inside f .*instead of"):
         run(along(REFUSED[name]), X)
 
 

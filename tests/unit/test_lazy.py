@@ -35,6 +35,23 @@ def test_importing_is_no_collection_of_what_pytorch_made():
     assert ran.stdout == "False True\n"
 
 
+def test_importing_takes_a_twentieth_of_the_calls_that_pytorch_takes():
+    """Python and builtin ones, which are the same on every run."""
+    program = (
+        "import sys\n"
+        "def calls(name):\n"
+        "    seen = []\n"
+        "    sys.setprofile(lambda frame, event, told: seen.append(event in ('call', 'c_call')))\n"
+        "    __import__(name)\n"
+        "    sys.setprofile(None)\n"
+        "    return sum(seen)\n"
+        "print(calls('torch'), calls('hodiff'))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
+    theirs, ours = map(int, ran.stdout.split())
+    assert 0 < ours < 0.05 * theirs
+
+
 @pytest.mark.parametrize("collects", [True, False])
 def test_the_collector_is_left_as_it_was(collects):
     (gc.enable if collects else gc.disable)()

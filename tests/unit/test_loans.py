@@ -157,7 +157,7 @@ def test_a_circle_of_waiting_threads_raises_instead_of_hanging():
 
     in_threads(lambda: take(first, second), lambda: take(second, first))
     assert len(raised) == 1
-    assert "wait for each other" in raised[0]
+    assert "each waits for the other" in raised[0]
 
 
 def test_scripted_modules_are_refused():

@@ -333,9 +333,9 @@ def test_no_numbers_of_each_sample():
 
 
 BAD = {
-    "a mean": (lambda m, b: losses(m, b).mean(), r"shape \(\), expected one loss for each sample"),
-    "matrices": (lambda m, b: m(b[0])[..., None], r"shape \(7, 2, 1\), expected one loss .* or some, \(N, K\)"),
-    "a tensor": (torch.ones(7), r"f: is a Tensor.*hodiff\.jacobian\(losses, where\)"),
+    "a mean": (lambda m, b: losses(m, b).mean(), r"shape \(\), expected one loss per sample"),
+    "matrices": (lambda m, b: m(b[0])[..., None], r"shape \(7, 2, 1\), expected one loss .* or several, \(N, K\)"),
+    "a tensor": (torch.ones(7), r"f: got a Tensor.*hodiff\.jacobian\(losses, where\)"),
     "no tensor": (lambda m, b: [losses(m, b)], "returned a list"),
 }
 
@@ -371,7 +371,7 @@ def test_samples_crossed_with_samples_by_broadcasting(f, count):
     for model in (nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))):
         if count == 2 and len(list(model.modules())) > 1:
             continue  # BatchNorm takes no single sample, and is not asked
-        with pytest.raises(hodiff.InputError, match=rf"\({count}, {count}\) of {count} samples, .*squeeze\(-1\)"):
+        with pytest.raises(hodiff.InputError, match=rf"\({count}, {count}\) for {count} samples .*squeeze\(-1\)"):
             hodiff.per_sample_grad(f, model.double(), (x, x.sin().sum(1)))
 
 

@@ -1,11 +1,15 @@
 """What differs between releases of PyTorch is dealt with, and what torch says about itself reaches no user of ours."""
 
+import gc
 import importlib
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,6 +256,31 @@ def test_what_a_node_saved_is_told_and_no_hook_is_run(read: Callable[[object, st
     with pytest.raises(RuntimeError, match="second time") as raised:
         freed.unpack()
     assert raised.value is not getattr(freed, "_error", None)  # it would hold frames, and the node
+
+
+def test_threads_that_read_leave_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that looked while another had it off left it off for good."""
+    node = X.clone().requires_grad_().exp().grad_fn
+
+    read = lambda: _versions._read(node, "_raw_saved_result")
+    threads, is_off = [threading.Thread(target=read) for _ in range(2)], threading.Event()
+
+    def off() -> None:
+        if threading.current_thread() is threads[1]:
+            threads[0].join()  # which has put it back
+        gc.disable()
+        is_off.set()
+        time.sleep(0.1)  # the other looks
+
+    monkeypatch.setattr(_versions, "gc", SimpleNamespace(isenabled=gc.isenabled, disable=off, enable=gc.enable))
+    try:
+        threads[0].start()
+        assert is_off.wait(10)
+        threads[1].start()
+        threads[1].join()
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_dense_tensor_of_one_that_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def allowed(allow: Any) -> Sequence[str | type]:
         return allow
     names = (allow,) if isinstance(allow, (str, type)) else allow
     if not isinstance(names, (tuple, list, set, frozenset)) or not all(isinstance(n, (str, type)) for n in names):
-        raise InputError(f"allow: is a {type(allow).__name__}, expected names or classes of autograd.Functions.")
+        raise InputError(f"allow: got {kind(allow)}, expected names or classes of autograd.Functions.")
     return AllowedNames(names)
 
 
@@ -136,8 +136,7 @@ def is_set(value: Any, name: str) -> bool:
     except Exception as error:  # it is not a flag then, whatever it is
         if interrupts(error):
             raise
-    shown = f"{value!r}" if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
-    raise InputError(f"{name}: is {shown}, expected True or False.")
+    raise InputError(f"{name}: got {shown(value)}, expected True or False.")
 
 
 class NoNumber:
@@ -145,14 +144,14 @@ class NoNumber:
 
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         """NumPy would make an array that holds the record, and fail later and elsewhere."""
-        raise TypeError(f"a {type(self).__name__} is not an array but {self._parts}")
+        raise TypeError(f"{kind(self)} is not an array but {self._parts}")
 
     @property
     def _parts(self) -> str:
-        return f"a record of .{', .'.join(vars(self))}."
+        return f"a record with fields .{', .'.join(vars(self))}."
 
     def _refuse(self, *others: object) -> NoReturn:
-        raise InputError(f"a {type(self).__name__} is not a number but {self._parts}")
+        raise InputError(f"{kind(self)} is not a number but {self._parts}")
 
     if not TYPE_CHECKING:  # a checker of types says it before anything runs
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
@@ -187,26 +186,27 @@ ACCEPTED = "a tensor, a container of tensors (tuple, list, dict, nested), an nn.
 
 
 def check_real_tensor(value: Any, name: str) -> None:
-    """Raise unless `value` is a strided, real floating point tensor."""
+    """Raise unless `value` is a strided, real floating-point tensor."""
     if value.__class__ is not Tensor and not isinstance(value, Tensor):
-        raise InputError(f"{name}: {_not_a_tensor(value)}")
+        raise InputError(f"{name}{_not_a_tensor(value)}")
     if value.__class__ not in TENSORS and LOADED_BY in sys.modules and _is_dtensor(value):
-        raise InputError(f"{name}: is a DTensor, of which each process holds a shard. {WAY_OUT}")
+        raise InputError(f"{name} is a DTensor, of which each process holds a shard. {WAY_OUT}")
     if value.dtype.is_floating_point:
         if value.dtype.itemsize == 1:
-            raise InputError(f"{name}: has dtype {value.dtype}, in which PyTorch only stores; convert it (x.half()).")
+            raise InputError(f"{name} has dtype {value.dtype}, a storage-only dtype; convert it (x.half()).")
         if value.is_meta:
-            raise InputError(f"{name}: is on the meta device, whose tensors hold no numbers; give a real one.")
+            raise InputError(f"{name} is on the meta device, whose tensors hold no numbers; give a real one.")
         if value.layout is not torch.strided or value.is_nested:  # asked here too: it saves a call
             check_dense(value, name, " (x.to_dense(), or its .values())")
         return
     if value.is_complex():
         raise InputError(
-            f"{name}: is complex ({value.dtype}); derivatives here are those of real variables. Pass "
-            f"torch.view_as_real(z) and let f begin with torch.view_as_complex(...)."
+            f"{name} is complex ({value.dtype}); hodiff differentiates with respect to real "
+            f"variables. Pass torch.view_as_real(z) and let f begin with "
+            f"torch.view_as_complex(...)."
         )
     raise InputError(
-        f"{name}: has dtype {value.dtype}; derivatives need a real floating point tensor. "
+        f"{name} has dtype {value.dtype}; derivatives need a real floating-point tensor. "
         f"Convert it (x.double()), or pass it to f through args= or kwargs= if it is data."
     )
 
@@ -214,25 +214,23 @@ def check_real_tensor(value: Any, name: str) -> None:
 def _not_a_tensor(value: Any) -> str:
     if inspect.isgenerator(value) or hasattr(value, "__next__"):
         return (
-            "is a generator (model.parameters()?), which can be read only once. "
-            "Pass the module itself; f then receives the module, and results are a dict by parameter name."
+            " is a generator (model.parameters()?), which can be read only once. Pass the module "
+            "itself; f then receives the module, and results are a dict by parameter name."
         )
     if value is MISSING:
-        return f"missing. hodiff returns values, not functions: {called()}."
+        return f" is missing. hodiff returns values, not functions: {called()}."
     if isinstance(value, (bool, int, float)):
         return (
-            f"is the {type(value).__name__} {value!r}, expected a floating point tensor: torch.tensor({float(value)})."
+            f": got the {type(value).__name__} {value!r}, expected a floating-point tensor: "
+            f"torch.tensor({float(value)})."
         )
-    if isinstance(value, type):
-        return f"is the class {value.__name__}, not an instance; expected {ACCEPTED}."
     if isinstance(value, nn.Module):
-        name = type(value).__name__
-        return f"is the module {name}, in place of a tensor: the function comes first."
-    if callable(value):
-        return f"is a function; the function comes first and the point second. Expected {ACCEPTED}."
+        return f": got the module {type(value).__name__}, expected a tensor; the function comes first."
+    if callable(value) and not isinstance(value, type):
+        return f": got a function; the function comes first and the point second. Expected {ACCEPTED}."
     if type(value).__module__ == "numpy":
-        return "is a NumPy object; wrap it: torch.from_numpy(array)."
-    return f"is a {type(value).__name__}; expected {ACCEPTED}."
+        return f": got {kind(value)}; convert it: torch.from_numpy(array)."
+    return f": got {kind(value)}, expected {ACCEPTED}."
 
 
 def check_integer(value: Any, name: str, *, least: int) -> int:
@@ -241,7 +239,7 @@ def check_integer(value: Any, name: str, *, least: int) -> int:
         return value
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
         size = value.__class__ is int and value > LARGEST
-        bound = "64 bits at most" if size else f"at least {least}"
+        bound = "at most 64 bits" if size else f"at least {least}"
         raise InputError(f"{name}: got {shown(value)}, expected an integer of {bound}.")
     return value
 
@@ -251,7 +249,24 @@ _SHORT = (str, int, float, tuple, Missing, type(None))
 
 def shown(value: Any) -> str:
     """A value for a sentence: as it is written where that is short, else its type."""
-    return repr(value) if isinstance(value, _SHORT) else f"a {type(value).__name__}"
+    return repr(value) if isinstance(value, _SHORT) else kind(value)
+
+
+def kind(value: object) -> str:
+    """What a value is, for a sentence: "None", "an int", "an EigenRecord", "a list of 3"."""
+    if value is None or isinstance(value, type):
+        return "None" if value is None else f"the class {value.__name__}"
+    name = "function" if inspect.isroutine(value) else type(value).__name__
+    if type(value).__module__.startswith("numpy"):
+        return f"a NumPy {name.removeprefix('nd')}"
+    spelled = name[:2].isupper() and name[0] in "FHLMNRSX"  # as in "an LSTM"
+    article = "an" if spelled or name[0] in "AEIOaeio" else "a"
+    return f"{article} {name}" + (f" of {len(value)}" if isinstance(value, (list, tuple, set)) else "")
+
+
+def plural(number: int, noun: str) -> str:
+    """A number of things, in words."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -288,27 +303,27 @@ def check_chunk_size(value: int | str) -> int | None:
 
 
 AUX_HINT = (
-    ". Return the loss alone; for (loss, extra) there is has_aux=True, in hodiff.grad, value_and_grad, hvp, "
-    "hessian, hessian_diagonal and fields"
+    " Return the loss alone; to return (loss, extra), pass has_aux=True, which hodiff.grad, "
+    "value_and_grad, hvp, hessian, hessian_diagonal and the fields take."
 )
 
 
-_HINTS = {"function": ". Call what it returns", "NoneType": ", as where it ends without a return"}
+_HINTS = {"function": " Call what it returns.", "NoneType": " Does it end without a return statement?"}
 
 
 def check_output(value: Any, name: str = "f(x)") -> Tensor:
-    """Raise unless `value`, an output of `f`, is a real floating point tensor."""
+    """Raise unless `value`, an output of `f`, is a real floating-point tensor."""
     if value.__class__ is not Tensor and not isinstance(value, Tensor):
         hint = AUX_HINT if isinstance(value, tuple) else _HINTS.get(type(value).__name__, "")
-        raise InputError(f"f: returned a {type(value).__name__}, expected a tensor{hint}.")
+        raise InputError(f"f returned {kind(value)}, expected a tensor.{hint}")
     if value.dtype.is_floating_point:
         if value.layout is not torch.strided or value.is_nested:
-            kind, way_out = ("nested", ".values()") if value.is_nested else (str(value.layout), ".to_dense()")
-            raise InputError(f"f: {name} is a {kind} tensor; return a dense one (its {way_out}), or a sum of it.")
+            layout, way_out = ("nested", ".values()") if value.is_nested else (str(value.layout), ".to_dense()")
+            raise InputError(f"f: {name} is a {layout} tensor; return a dense one (its {way_out}), or a sum of it.")
         return value
     if value.is_complex():
         raise InputError(f"f: {name} is complex; return a real quantity (its .real, .abs(), or view_as_real).")
-    raise InputError(f"f: {name} has dtype {value.dtype}, which has no derivative; return a floating point tensor.")
+    raise InputError(f"f: {name} has dtype {value.dtype}, which has no derivative; return a floating-point tensor.")
 
 
 def check_scalars(output: Tensor, batch_ndim: int, batch: torch.Size) -> None:
@@ -316,24 +331,27 @@ def check_scalars(output: Tensor, batch_ndim: int, batch: torch.Size) -> None:
     if batch_ndim == 0:
         if output.numel() != 1:
             raise InputError(
-                f"f: returned shape {tuple(output.shape)}, expected one element. Reduce it (.sum(), .mean()), or take "
-                f"the derivatives of all outputs: hodiff.jacobian (hodiff.sparse_jacobian), also with batch_ndim=1 if "
-                f"each row is an independent sample, which functions with batch_ndim= take as well."
+                f"f returned shape {tuple(output.shape)}, expected one element. Reduce it (.sum(), "
+                f".mean()), or take the derivatives of all outputs: hodiff.jacobian "
+                f"(hodiff.sparse_jacobian). If each row is an independent sample, pass "
+                f"batch_ndim=1 to a function that takes it."
             )
         return
     if tuple(output.shape[:batch_ndim]) != tuple(batch) or output.numel() != batch.numel():
-        averaged = " (an output already reduced over the batch scales every gradient by 1/N)" if not output.ndim else ""
+        averaged = " (a mean over the batch would scale every gradient by 1/N)" if not output.ndim else ""
         more = output.ndim - batch_ndim
         total = "sum(-1)" if more == 1 else f"flatten({batch_ndim}).sum(-1)"
         way_out = (
-            f" For several outputs of each sample, take one at a time (lambda x: f(x)[..., {', '.join('0' * more)}]), "
-            f"reduce them (lambda x: f(x).{total}), or use hodiff.jacobian(f, x, batch_ndim={batch_ndim})."
+            f" For several outputs per sample, take one at a time (lambda x: f(x)[..., "
+            f"{', '.join('0' * more)}]), reduce them (lambda x: f(x).{total}), or use "
+            f"hodiff.jacobian(f, x, batch_ndim={batch_ndim})."
             if tuple(output.shape[:batch_ndim]) == tuple(batch)
-            else " Return one number for each sample, not reduced over the batch."
+            else " Return one number per sample, not reduced over the batch."
         )
         raise InputError(
-            f"f: returned shape {tuple(output.shape)}{averaged}, expected one element per sample: {tuple(batch)}, "
-            f"or {tuple(batch)} followed by ones, for batch_ndim={batch_ndim}.{way_out}"
+            f"f returned shape {tuple(output.shape)}{averaged}, expected one element per sample: "
+            f"{tuple(batch)}, or {tuple(batch)} followed by ones, for "
+            f"batch_ndim={batch_ndim}.{way_out}"
         )
 
 
@@ -343,25 +361,23 @@ def check_batch(tensors: list[Tensor], names: list[str], batch_ndim: int) -> tor
     first = tensors[0].shape[:batch_ndim]
     for tensor, name in zip(tensors, names, strict=True):
         if tensor.ndim < batch_ndim:
-            raise InputError(
-                f"{name}: has shape {tuple(tensor.shape)}, which has no {batch_ndim} leading batch dimension(s) "
-                f"(batch_ndim={batch_ndim})."
-            )
+            raise InputError(f"{name} has shape {tuple(tensor.shape)}, too few dimensions for batch_ndim={batch_ndim}.")
         if tensor.shape[:batch_ndim] != first:
             raise InputError(
-                f"{name}: has batch shape {tuple(tensor.shape[:batch_ndim])}, {names[0]} has {tuple(first)}; "
-                f"with batch_ndim={batch_ndim} all must agree. The function comes first and the samples second; "
-                f"parameters are not samples: use batch_ndim=0 for them."
+                f"{name} has batch shape {tuple(tensor.shape[:batch_ndim])}, but {names[0]} has "
+                f"{tuple(first)}; with batch_ndim={batch_ndim} all must agree. The function comes "
+                f"first and the samples second; parameters are not samples: use batch_ndim=0 for "
+                f"them."
             )
     return first
 
 
-def check_rows(value: Tensor, batch: Sequence[int], returned: str = "f: returned") -> None:
+def check_rows(value: Tensor, batch: Sequence[int], returned: str = "f returned") -> None:
     """Raise unless a tensor, of whatever the words say, has the batch in front."""
     if tuple(value.shape[: len(batch)]) != tuple(batch):
         raise InputError(
-            f"{returned} shape {tuple(value.shape)}; with batch_ndim={len(batch)} it must begin with {tuple(batch)}, "
-            f"one row per sample."
+            f"{returned} shape {tuple(value.shape)}; with batch_ndim={len(batch)} the shape must "
+            f"begin with {tuple(batch)}, one row per sample."
         )
 
 
@@ -397,18 +413,18 @@ def outside() -> int:
 def check_arguments(args: Any, kwargs: Any) -> None:
     """Raise unless `args` is a tuple (or list) and `kwargs` a mapping."""
     if not isinstance(args, (tuple, list)):
-        raise InputError(f"args: is a {type(args).__name__}; expected a tuple of arguments for f: args=(data,).")
+        raise InputError(f"args: got {kind(args)}, expected a tuple of arguments for f: args=(data,).")
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InputError(f"kwargs: is a {type(kwargs).__name__}; expected a dict of keyword arguments for f.")
+        raise InputError(f"kwargs: got {kind(kwargs)}, expected a dict of keyword arguments for f.")
     for name in kwargs or ():
         if not isinstance(name, str):
-            raise InputError(f"kwargs: has a key of type {type(name).__name__}; expected names of arguments of f.")
+            raise InputError(f"kwargs: got {kind(name)} as a key, expected names of arguments of f.")
 
 
 def check_container(tree: _tree.Tree, count: int, name: str) -> None:
     """Raise for an empty container."""
     if not count:
-        raise InputError(f"{name}: is empty ({_tree.describe(tree)}, without any tensor); expected {ACCEPTED}.")
+        raise InputError(f"{name}: got {_tree.describe(tree)}, which holds no tensor; expected {ACCEPTED}.")
 
 
 # --- what stands for a tensor where a vector is wanted ----------------------------------------------------------------
@@ -423,8 +439,8 @@ class SupportsArray(Protocol):
 def check_dense(value: Tensor, name: str, advice: str = "") -> None:
     """Raise where a tensor is nested or sparse."""
     if value.is_nested or value.layout is not torch.strided:
-        kind = "nested" if value.is_nested else str(value.layout)
-        raise InputError(f"{name}: is a {kind} tensor; give a dense one{advice}.")
+        layout = "nested" if value.is_nested else str(value.layout)
+        raise InputError(f"{name}: got a {layout} tensor; give a dense one{advice}.")
 
 
 def as_tensors(value: Any, dtype: torch.dtype, device: torch.device, name: str) -> Any:
@@ -456,14 +472,14 @@ def _tensor(value: Any, dtype: torch.dtype, device: torch.device, name: str) -> 
     """Numbers from elsewhere, copied, in the precision of flat vectors."""
     if _is_array(value):
         if value.dtype.kind not in "fiu":
-            raise InputError(f"{name}: is an array of {value.dtype}; expected real numbers.")
+            raise InputError(f"{name}: got an array of {value.dtype}, expected real numbers.")
         double = dtype is torch.float64
         value = torch.from_numpy(value.astype("float64" if double else "float32", order="C", copy=True))
         return value.to(device, dtype)
     try:
         return torch.tensor(value, dtype=dtype, device=device)
     except ValueError as error:
-        raise InputError(f"{name}: is a nested list whose rows differ in length ({error}).") from error
+        raise InputError(f"{name}: got a nested list whose rows differ in length ({error}).") from error
 
 
 def _is_array(value: Any) -> bool:
@@ -480,7 +496,7 @@ def _is_numbers(value: Any, depth: int = 0) -> bool:
     )
 
 
-# --- parameters that are sharded over processes: recognised, and refused with what works instead ----------------------
+# --- parameters that are sharded over processes: recognized, and refused with what works instead ----------------------
 # A gradient by shards is None in PyTorch, silently, and a model under `fully_shard` frees what a second pass needs.
 # Whoever has such tensors has imported the module that defines them.
 
@@ -488,10 +504,11 @@ def _is_numbers(value: Any, depth: int = 0) -> bool:
 LOADED_BY = "torch.distributed.tensor"
 """The module without which there are no such tensors: who calls the checks asks for it first, which costs nothing."""
 WAY_OUT = (
-    "Gather them once into a plain copy of the model (p.full_tensor() for each parameter p) and share the data by "
-    "process_group= of an operator; or differentiate by the local shards, p.to_local(), with an f that gathers them by "
-    "DTensor.from_local(...).full_tensor(grad_placements=[Partial()]). The documentation has both, under "
-    "'Several processes'."
+    "Gather the shards once into a plain copy of the model (p.full_tensor() for each parameter p) "
+    "and share the data through an operator's process_group=; or differentiate with respect to the "
+    "local shards, p.to_local(), with an f that gathers them by "
+    "DTensor.from_local(...).full_tensor(grad_placements=[Partial()]). The documentation has both, "
+    "under 'Several processes'."
 )
 
 
@@ -507,8 +524,9 @@ def check_vectors(value: Any, name: str) -> None:
     for leaf in _tree.flatten(value, name)[0]:
         if _is_dtensor(leaf):
             raise InputError(
-                f"{name}: is a DTensor, of which each process holds a shard, and the point is none. Give all of it, "
-                f"v.full_tensor(), which is the same on every process."
+                f"{name} is a DTensor, of which each process holds a shard, but the point is an "
+                f"ordinary tensor. Give the full tensor, v.full_tensor(), which is the same on "
+                f"every process."
             )
 
 
@@ -519,7 +537,7 @@ def check_modules(modules: Iterable[nn.Module], name: str) -> None:
             _check_class(module.__class__, name)
         for path, parameter in module._parameters.items():
             if parameter.__class__ not in WHOLE and _is_dtensor(parameter):
-                raise InputError(f"{name}: its parameter {path!r} is a DTensor, sharded over processes. {WAY_OUT}")
+                raise InputError(f"{name}: the parameter {path!r} is a DTensor, sharded over processes. {WAY_OUT}")
 
 
 def _check_class(kind: type, name: str) -> None:
@@ -529,8 +547,8 @@ def _check_class(kind: type, name: str) -> None:
         if issubclass(kind, (FSDPModule, FullyShardedDataParallel)):
             plain = next((k.__name__ for k in kind.__mro__ if not k.__name__.startswith(("FSDP", "Fully"))), "")
             raise InputError(
-                f"{name}: {plain} is sharded (fully_shard), and its parameters are freed between passes, so that it "
-                f"has no second derivative. {WAY_OUT}"
+                f"{name}: {plain} is sharded (fully_shard), and its parameters are freed between "
+                f"passes, so it has no second derivative. {WAY_OUT}"
             )
     WHOLE.add(kind)
 
@@ -542,9 +560,10 @@ NODE = "RegisterPostBackwardFunction"
 def freed() -> GraphError:
     """The error for a second pass over a graph that needs such parameters: PyTorch may end the process there."""
     return GraphError.about(
-        "the graph goes through a model that is sharded over processes (fully_shard), whose parameters are freed "
-        "between passes, so that it has no second derivative. Compute the tensor by a plain copy of the model "
-        "(p.full_tensor() for each parameter p); the documentation has more, under 'Several processes'."
+        "the graph goes through a model that is sharded over processes (fully_shard), whose "
+        "parameters are freed between passes, so it has no second derivative. Compute the tensor "
+        "with a plain copy of the model (p.full_tensor() for each parameter p); the documentation "
+        "has more, under 'Several processes'."
     )
 
 

@@ -84,7 +84,7 @@ def call(
     if args is not _NONE or kwargs is not None:
         _arguments.check_arguments(args, kwargs)
         if not builds_graph and (args or kwargs):
-            raise InputError("args, kwargs: are passed to a function, but f is a tensor already computed.")
+            raise InputError("args, kwargs: these are passed to a function, but f is a tensor already computed.")
     has_aux = has_aux is not False and is_set(has_aux, "has_aux")
     if has_aux and not builds_graph:
         raise InputError(COMPUTED)
@@ -112,8 +112,8 @@ def call(
 
 
 COMPUTED = (
-    "has_aux: is about what a function returns, and f is a tensor already computed. Leave has_aux out, and keep what "
-    "was computed beside it; or give the function."
+    "has_aux: this is about what a function returns, but f is a tensor already computed. Leave "
+    "has_aux out, or give the function."
 )
 
 
@@ -122,7 +122,7 @@ def _module(what: Any) -> Any:
     if isinstance(what, nn.Module):
         return plain(what)
     if issubclass(what, nn.Module):
-        raise InputError(f"f: is the class {what.__name__}; give an instance of it.")
+        raise InputError(f"f: got the class {what.__name__}; give an instance of it.")
     return what
 
 
@@ -192,8 +192,9 @@ def inside_vmap() -> bool:
 
 
 INSIDE_A_TRANSFORM = (
-    "hodiff was called inside a torch.func transform (vmap, grad, jvp, ...), where it cannot make leaves. "
-    "For a batch, call hodiff once with batch_ndim=1; for a derivative of a derivative, nest hodiff calls."
+    "hodiff was called inside a torch.func transform (vmap, grad, jvp, ...), where it cannot "
+    "create leaves. For a batch, call hodiff once with batch_ndim=1; for a derivative of a "
+    "derivative, nest hodiff calls."
 )
 
 
@@ -230,8 +231,9 @@ def refuse_tangent(x: Tensor, name: str = "x") -> None:
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         refuse_transforms()  # which keep their tangents in the same place, and have an error of their own
         raise InputError(
-            f"{name}: carries a tangent of PyTorch's forward mode (forward_ad.make_dual), which a detached result "
-            "would lose. Give its primal, and take the outer derivative by hodiff.jvp."
+            f"{name} carries a tangent of PyTorch's forward mode (forward_ad.make_dual), which a "
+            f"detached result would lose. Give its primal, and take the outer derivative with "
+            f"hodiff.jvp."
         )
 
 

@@ -123,20 +123,22 @@ class OutputGraph:
         for value, name in zip(outputs, names, strict=True):
             if not isinstance(value, Tensor):
                 raise InputError(
-                    f"{name}: is a {type(value).__name__}; expected a function of {self.call.where.name}, or a tensor "
-                    f"that was computed from it."
+                    f"{name}: got {_arguments.kind(value)}, expected a function of "
+                    f"{self.call.where.name}, or a tensor computed from it."
                 )
         twice = self.call.where.duplicate()
         if twice:
             raise InputError(
-                f"{twice}: the same tensor is given twice. A tensor already computed cannot tell the two apart; "
-                f"give it once, or use the function form, where each is a variable of its own."
+                f"{twice}: the same tensor is given twice, and a tensor already computed cannot "
+                f"tell the two apart. Give it once, or give a function, which takes each as its "
+                f"own variable."
             )
         for tensor, name in zip(self.call.where.tensors, self.call.where.names, strict=True):
             if not tensor.requires_grad:
                 error = GraphError(
-                    f"{name}: does not require grad, so f was computed without tracking it. Call "
-                    f"{name}.requires_grad_() before computing f, or give f itself: hodiff.grad(f, x)."
+                    f"{name} does not require grad, so f was computed without tracking it. Call "
+                    f"{name}.requires_grad_() before computing f, or give f itself: hodiff.grad(f, "
+                    f"x)."
                 )
                 self._explain(error)
                 raise error
@@ -409,4 +411,4 @@ def split(outputs: Any) -> tuple[Any, Any]:
     """What `f` returned under `has_aux=True`, checked to be a pair."""
     if isinstance(outputs, tuple) and len(outputs) == 2:
         return outputs
-    raise InputError(f"f: returned {_tree.describe(_tree.flatten(outputs)[2])}; has_aux=True expects (loss, extra).")
+    raise InputError(f"f returned {_tree.describe(_tree.flatten(outputs)[2])}; has_aux=True expects (loss, extra).")

@@ -36,7 +36,7 @@ def check(
     evaluation leave no trace in the default generators.
     """
     if not batch_ndim:
-        raise InputError("check_independence: there are no samples with batch_ndim=0; give batch_ndim=1 with it.")
+        raise InputError("check_independence: with batch_ndim=0 there are no samples; pass batch_ndim=1 as well.")
     where = where if isinstance(where, Where) else Where(where)
     batch = _arguments.check_batch(where.tensors, where.names, batch_ndim)
     count = batch.numel()
@@ -116,11 +116,12 @@ def _judge(products: list[Tensor], weights: Tensor) -> None:
     tolerance = max(100 * rounding, 8 * eps if eps > 1e-3 else eps**0.75)
     if share > tolerance:
         warnings.warn(
-            f"the samples of f are not independent: the derivative of one sample's output by another's input is, as "
-            f"one random probe shows it, up to {share:.2g} times the largest entry of that sample's gradient, or of "
-            f"the usual one's. What is computed is then not each sample's own derivative. Usual causes: BatchNorm "
-            f"in training mode, minibatch statistics, an operation over the wrong dimension; or one point (D,) in "
-            f"the place of points (N, D): give x[None], or batch_ndim=0.",
+            f"the samples of f are not independent: one random probe finds derivatives of one "
+            f"sample's output with respect to another's input of up to {share:.2g} times the size "
+            f"of a sample's own gradient. The result is then not each sample's own derivative. "
+            f"Usual causes: BatchNorm in training mode, minibatch statistics, an operation over "
+            f"the wrong dimension; or one point (D,) in place of points (N, D): give x[None], or "
+            f"batch_ndim=0.",
             BatchMixingWarning,
             stacklevel=_arguments.outside(),
         )

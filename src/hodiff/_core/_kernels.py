@@ -73,7 +73,7 @@ def module_of(operation: str) -> Any:
 def in_blocks(f: Any, where: Any, checkpoint: Any) -> Any:
     """`f` whose blocks run again in each pass, as `checkpoint=` says."""
     if checkpoint is not False and _versions.RELEASE < (2, 13):  # blocks that run again lose their graphs there
-        raise InputError(f"checkpoint= needs PyTorch 2.13 or newer, and this is {torch.__version__}: leave it out.")
+        raise InputError(f"checkpoint= needs PyTorch 2.13 or newer; this is {torch.__version__}. Leave it out.")
     return import_module("hodiff.memory._blocks").in_blocks(f, where, checkpoint)
 
 

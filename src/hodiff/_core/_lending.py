@@ -417,8 +417,9 @@ def signature_error(
     except TypeError as reason:
         given = len(points) + len(args)
         return InputError(
-            f"f: cannot be called with the {given} positional argument{'s' if given > 1 else ''} that it is given here"
-            f"{f' and {sorted(kwargs)}' if kwargs else ''}: {reason}. {_way_out(signature, points, args)}"
+            f"f cannot be called with the {given} positional argument{'s' if given > 1 else ''} it "
+            f"is given here{f' and {sorted(kwargs)}' if kwargs else ''}: {reason}. "
+            f"{_way_out(signature, points, args)}"
         )
     return None
 
@@ -434,11 +435,11 @@ def _way_out(signature: inspect.Signature, points: Sequence[Any], args: Sequence
         point = points[0]
         if not isinstance(point, (Tensor, nn.Module)) and _tree.is_container(point):
             return (
-                "A container is one point, which f receives as one argument: "
-                "lambda p: ..., with p[0] or p['name'] inside. For mixed derivatives by two points: "
+                "A container is one point, which f receives as one argument: lambda p: ..., with "
+                "p[0] or p['name'] inside. For mixed derivatives with respect to two points: "
                 "hodiff.cross_hessian(f, x, y)."
             )
-        return "What f needs beside the point goes in args= or kwargs=: args=(data,)."
+        return "Pass what f needs besides the point in args= or kwargs=: args=(data,)."
     return "f receives the point first, then args= and kwargs=."
 
 

@@ -90,7 +90,7 @@ def mark_as_parameter(stand_in: Tensor, theirs: Tensor) -> None:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """`tensor` detached, in another floating point dtype if one is given."""
+    """`tensor` detached, in another floating-point dtype if one is given."""
     still = tensor.detach()
     return still.to(dtype) if dtype is not None and still.is_floating_point() else still
 
@@ -197,7 +197,7 @@ class StateLoan:
         module._buffers.update(clones.lent)
 
     def _copy_table(self, module: nn.Module) -> None:
-        """Let an `Embedding(max_norm=...)` renormalise a copy of its table."""
+        """Let an `Embedding(max_norm=...)` renormalize a copy of its table."""
         theirs: Any = module._parameters["weight"]
         copy = theirs.clone() if self._call.create_graph else theirs.detach().clone()
         mark_as_parameter(copy, theirs)

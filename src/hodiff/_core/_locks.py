@@ -123,14 +123,15 @@ def _wait(modules: Iterable[Any]) -> None:
         try:
             if me != here.thread:  # on a device all passes go through one thread: the other's would wait for this one
                 raise GraphError(
-                    "a reverse pass on a device needs a module that a hodiff call of another thread has at this moment "
-                    "(to run a checkpointed block again, or f). Use one lock around both, or a copy of the module for "
-                    "each thread."
+                    "a reverse pass on a device needs a module that a hodiff call in another "
+                    "thread is using now (to run f, or a checkpointed block again). Use one lock "
+                    "around both calls, or a copy of the module for each thread."
                 )
             if _in_circle(me):
                 raise GraphError(
-                    "two threads differentiate in each other's modules, or evaluate each other's operators, and wait "
-                    "for each other. Give both calls the same modules (a tuple of them), or use one lock around both."
+                    "two threads use each other's modules or operators, and each waits for the "
+                    "other. Give both calls the same modules (a tuple of them), or use one lock "
+                    "around both."
                 )
             _changed.wait()
         finally:

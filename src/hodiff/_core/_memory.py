@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _settings
+from hodiff._core._arguments import kind
 from hodiff._core._faults import is_fault
 from hodiff._core._settings import DispatchMode
 from hodiff.errors import InputError
@@ -78,11 +79,11 @@ def budget(value: float, device: torch.device) -> int:
 def check_budget(value: Any) -> None:
     """Raise unless `memory_budget=` is a number of bytes or a fraction."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(f"memory_budget: is a {type(value).__name__}; expected bytes (int) or a fraction (float).")
+        raise InputError(f"memory_budget: got {kind(value)}, expected bytes (int) or a fraction (float).")
     if not value >= 0 or (isinstance(value, float) and value > 1):
         raise InputError(
-            f"memory_budget: got {value!r}; expected bytes (an int, 0 to keep nothing), or a fraction of the free "
-            f"memory (a float from 0.0 to 1.0)."
+            f"memory_budget: got {value!r}, expected bytes (an int, 0 to keep nothing), or a "
+            f"fraction of the free memory (a float from 0.0 to 1.0)."
         )
 
 

@@ -16,7 +16,7 @@ from hodiff._core import _arguments, _near_zero, _versions
 from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError
 
-_AS_PYTHON = "give hodiff the function, which runs it as the Python that it stands for, or use a Python"
+_AS_PYTHON = "give hodiff the function, which runs it as plain Python, or use a Python"
 
 
 class WayOut(NamedTuple):
@@ -31,9 +31,9 @@ class WayOut(NamedTuple):
 _WAYS_OUT = {
     "scaleddotproduct": WayOut(
         "fused scaled_dot_product_attention",
-        "the tensor was computed outside, in a thread of f's own, or by the kernel's own name. "
-        "Call F.scaled_dot_product_attention inside `with hodiff.twice_differentiable():`, or give "
-        "hodiff the function, whose thread has that",
+        "the tensor was computed outside hodiff, in a thread that f started, or by calling the "
+        "kernel directly. Call F.scaled_dot_product_attention inside `with "
+        "hodiff.twice_differentiable():`, or give hodiff the function",
     ),
     "cudnnrnn": WayOut(
         "a cuDNN RNN",
@@ -145,9 +145,9 @@ in Taylor mode; `check_derivatives` and the explanations know their names.
 def constant(name: str) -> GraphError:
     """The error for one of them."""
     return GraphError.about(
-        f"PyTorch takes the result of {name} for a constant, though it is smooth in its argument, so that its part of "
-        f"a derivative would be missing, silently. Instead, {CONSTANTS[name]}; or say that a constant is meant, by "
-        f".detach() of its argument."
+        f"PyTorch treats the result of {name} as a constant, although it is smooth in its "
+        f"argument, so its part of the derivative would be silently missing. Instead, "
+        f"{CONSTANTS[name]}; or, if a constant is meant, detach its argument (.detach())."
     )
 
 
@@ -173,9 +173,10 @@ Their rules read what the operation keeps beside its result, and reverse mode ta
 def wrong_tangent(name: str) -> GraphError:
     """The error for one of them."""
     return GraphError.about(
-        f"f uses PyTorch's forward mode (torch.func.jvp, jacfwd, torch.autograd.forward_ad) through {name}, and the "
-        f"derivative of that tangent is silently wrong in PyTorch. Instead of forward mode, use hodiff.jvp inside f "
-        f"(or torch.func.vjp, jacrev), or write {WRONG_TANGENTS[name]} in place of {name}."
+        f"f uses PyTorch's forward mode (torch.func.jvp, jacfwd, torch.autograd.forward_ad) "
+        f"through {name}, and the derivative of that tangent is silently wrong in PyTorch. Instead "
+        f"of forward mode, use hodiff.jvp inside f (or torch.func.vjp, jacrev), or write "
+        f"{WRONG_TANGENTS[name]} instead of {name}."
     )
 
 
@@ -200,71 +201,74 @@ def missing(names: list[str], *, product: bool = False) -> GraphError:
     if pieces:
         ways_out = "; nor of ".join("; ".join(_WAYS_OUT[piece]) for piece in pieces)
         return GraphError.about(
-            f"PyTorch has no second derivative of {ways_out}.{' (A product J v takes one.)' if product else ''}",
+            f"PyTorch has no second derivative of {ways_out}.{' (A product J v needs one.)' if product else ''}",
             operations=pieces,
         )
     return GraphError(
-        f"an operation in this graph has no second derivative in PyTorch. Operations in it: {', '.join(names)}. "
-        f"Write that operation with others, or check it alone with hodiff.check_derivatives."
+        f"an operation in this graph has no second derivative in PyTorch. Operations in it: "
+        f"{', '.join(names)}. Express that operation by others, or check it on its own with "
+        f"hodiff.check_derivatives."
     )
 
 
 _FREED_WAY_OUT = (
-    "Call hodiff before that pass (hodiff never frees a graph of yours), or give this call the function instead of its "
-    "value: f, and not f(x)."
+    "Call hodiff before that pass (hodiff never frees your graphs), or give this call the function "
+    "instead of its value: f, not f(x)."
 )
 _FREED = (
     "the graph has already been freed: a backward() or autograd.grad() without retain_graph ran through part of it."
 )
 _CHANGED = (
-    "a tensor that the graph needs was changed in place after it was used. Compute the result again after the change, "
-    "or replace the in-place operation (x += 1) by x = x + 1."
+    "a tensor that the graph needs was changed in place after it was used. Compute the result "
+    "again after the change, or replace the in-place operation (x += 1) with x = x + 1."
 )
 _COMPILED = (
     "a compiled function has no second derivative. Compute the tensor uncompiled, or give hodiff the function, which "
     "runs it eagerly."
 )
 _REENTRANT = (
-    "a re-entrant activation checkpoint cannot be differentiated by inputs. "
+    "a re-entrant activation checkpoint cannot be differentiated with respect to inputs. "
     "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
 )
 _RECOMPUTED = (
-    "an activation checkpoint recomputed something different from its forward pass: its block reads something that has "
-    "changed since (an attribute, a global), or its graph was made under other modes than it is differentiated in. "
-    "Give the block what it reads as an argument, or switch checkpointing off for this call; "
-    "for a checkpoint inside another one, in a Laplacian or the like that is differentiated, "
-    'choose method="reverse".'
+    "an activation checkpoint recomputed something different from its forward pass: its block "
+    "reads something that has changed since (an attribute, a global), or it is differentiated "
+    "under modes other than those it was run under. Give the block what it reads as an argument, "
+    "or switch checkpointing off for this call; for a checkpoint inside another one, in a "
+    'Laplacian or the like that is differentiated, choose method="reverse".'
 )
 _SINGULAR = (
-    "a matrix is singular, and PyTorch solves with it for the derivative, as for that of slogdet "
-    "and logdet: they have none there. Take another point, add a multiple of the identity to the "
-    "matrix, or differentiate torch.linalg.det, which has one everywhere."
+    "a matrix is singular, and the derivative (as that of slogdet and logdet) solves a linear "
+    "system with it: there is none at this point. Choose another point, add a multiple of the "
+    "identity to the matrix, or differentiate torch.linalg.det, which has a derivative everywhere."
 )
 _SELECTIVE = (
-    "a selective activation checkpoint (context_fn=) lets one pass through, and this derivative takes several. Leave "
-    "context_fn= out, or switch checkpointing off for this call."
+    "a selective activation checkpoint (context_fn=) allows one backward pass, and this derivative "
+    "takes several. Leave context_fn= out, or switch checkpointing off for this call."
 )
 _ONCE = (
     "a @once_differentiable autograd.Function was asked for a second derivative. "
-    "Remove the decorator if its backward is made of differentiable operations."
+    "Remove the decorator if its backward consists of differentiable operations."
 )
 
 _SPARSE_ROWS = (
-    "the gradient of an embedding with sparse=True is a sparse tensor, which the operation that computed its table "
-    "cannot take. Use sparse=False."
+    "the gradient of an embedding with sparse=True is a sparse tensor, which the operation that "
+    "computed its table does not accept. Use sparse=False."
 )
 _OUTPUT_PADDING = (
     "PyTorch has no further derivative of a transposed convolution (conv_transpose) with output_padding. Leave it "
     "out, and pad the result (F.pad)."
 )
 _ODD_PLACE = (
-    "PyTorch takes a gradient for complex numbers, which begin at an even place of its memory, and this one is part of "
-    "a longer one and begins at an odd place. In place of torch.view_as_real(z) write torch.stack([z.real, z.imag], "
-    "-1), and in place of torch.view_as_complex(p) torch.complex(p[..., 0], p[..., 1])."
+    "PyTorch views a gradient as complex numbers, which must begin at an even offset in memory, "
+    "and this gradient is a slice of a longer one that begins at an odd offset. Instead of "
+    "torch.view_as_real(z) write torch.stack([z.real, z.imag], -1), and instead of "
+    "torch.view_as_complex(p) torch.complex(p[..., 0], p[..., 1])."
 )
 _UNUSED_RESULT = (
-    "PyTorch's derivative of an operation with several results fails where only some of them are used. Write it with "
-    "another one: torch.nn.functional.layer_norm for torch.native_layer_norm, and the like."
+    "PyTorch's derivative of an operation with several results fails if only some of them are "
+    "used. Use another operation: torch.nn.functional.layer_norm for torch.native_layer_norm, and "
+    "so on."
 )
 
 
@@ -334,7 +338,7 @@ def without_derivative(error: BaseException) -> str:
 
 
 def engine_error(error: Exception) -> GraphError | None:
-    """Our words for an error of PyTorch's autograd engine; None for one that we do not recognise, or that is ours."""
+    """Our words for an error of PyTorch's autograd engine; None for one that we do not recognize, or that is ours."""
     if isinstance(error, GraphError):
         return None
     name = without_derivative(error)
@@ -364,10 +368,10 @@ def note_memory(error: BaseException) -> None:
 
 
 LESS_MEMORY = (
-    'hodiff: to use less memory, pass checkpoint="layers.*" (hvp, cross_hvp, curvature operators), so '
-    "that these modules run again in each pass, or checkpoint=True for those that the model checkpoints "
-    "itself; memory_budget=0, so that an operator keeps no graph; or chunk_size=1 for several vectors. "
-    "H.cost().peak_bytes states the peak of an operator."
+    'hodiff: to use less memory, pass checkpoint="layers.*" (hvp, cross_hvp, curvature operators), '
+    "so that these modules run again in each pass, or checkpoint=True for those that the model "
+    "checkpoints itself; memory_budget=0, so that an operator keeps no graph; or chunk_size=1 for "
+    "several vectors. H.cost().peak_bytes is the peak of an operator."
 )
 
 
@@ -377,7 +381,7 @@ def advice_for_f(error: Exception) -> str | None:
     if kind in ("leaf changed", "leaf's view changed", "hooked view changed", "view changed"):
         return "hodiff: f changes its argument in place; begin it with x = x.clone(), or pass lambda x: f(x.clone())."
     if kind == "inference saved":
-        return "hodiff: a tensor that f closes over was made in inference_mode; clone it outside that mode first."
+        return "hodiff: f closes over a tensor created in inference_mode; clone it outside that mode first."
     return None
 
 

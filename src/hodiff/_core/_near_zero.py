@@ -41,9 +41,10 @@ def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
 def warn_of_near(order: int) -> None:
     """Say that a derivative of that order is lost there."""
     warnings.warn(
-        f"a derivative of order {order} through a norm or a square root that is near 0, as one is here, "
-        f"has few correct digits, or none, where f is smooth there: norm(x) ** 2, whose parts cancel. Write "
-        f"x.square().sum() for that. (Where f has a kink or a cusp, its derivatives are as they are.)",
+        f"f contains a norm or a square root that is near 0. A derivative of order {order} has "
+        f"few correct digits, or none, if f itself is smooth there, as norm(x) ** 2 is: large "
+        f"terms cancel. Write x.square().sum() for that. (If f has a kink or a cusp there, ignore "
+        f"this warning.)",
         HodiffWarning,
         stacklevel=outside(),
     )

@@ -23,23 +23,23 @@ def independent(module_slice: bool, unused: list[str], has_graph: bool) -> Graph
     names = listed(unused)
     if has_graph:
         return GraphError(
-            f"the result does not depend on {names}: it was computed from other tensors. "
+            f"the result does not depend on {names}; it was computed from other tensors. "
             + (
-                "Let f compute with the argument that it is given."
+                "Use the argument that f is given."
                 if module_slice
-                else "Give the tensors that it was computed from, not copies, views or detached ones of them."
+                else "Give the tensors it was computed from, not copies, views or detached versions of them."
             )
         )
     source = "the output of f" if module_slice else "f"
     return GraphError.about(
-        f"{source} carries no graph: between {names} and the result everything was cut.", advice=USUAL_CAUSES
+        f"{source} carries no graph: every path from {names} to the result is cut.", advice=USUAL_CAUSES
     )
 
 
 USUAL_CAUSES = (
-    "Usual causes: .detach(), .data or .item(), a torch.no_grad() block, NumPy, an integer or boolean step "
-    "(argmax, a comparison), a function that PyTorch takes for constant (torch.special.airy_ai), or torch.tensor(...) "
-    "of a result."
+    "Usual causes: .detach(), .data or .item(), a torch.no_grad() block, NumPy, an integer or "
+    "boolean step (argmax, a comparison), a function that PyTorch treats as constant "
+    "(torch.special.airy_ai), or torch.tensor(...) of a result."
 )
 
 
@@ -51,10 +51,10 @@ def listed(names: list[str]) -> str:
 def bypass(name: str) -> GraphError:
     """The error for an `f` that does not use what it was given."""
     return GraphError(
-        f"f reaches {name} other than through its argument, so that path would be missing from the "
-        f"derivative. Compute with what f is given; for the parameters of a model pass the model itself: "
-        f"hodiff.grad(lambda model: loss(model(x)), model). If f means a constant, close over "
-        f"{name}.detach() instead."
+        f"f reaches {name} other than through its argument, and that path would be missing from "
+        f"the derivative. Use the argument that f is given; for the parameters of a model, pass "
+        f"the model itself: hodiff.grad(lambda model: loss(model(x)), model). If it is meant as a "
+        f"constant, close over {name}.detach() instead."
     )
 
 
@@ -116,9 +116,10 @@ def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], 
     _refuse_without_backward(function)
     if _versions.is_once_differentiable(function):
         raise GraphError.about(
-            f"autograd.Function {function.__name__} is @once_differentiable: its part of a second derivative "
-            f"would be missing, silently. Remove the decorator if its backward is made of differentiable "
-            f"operations, or accept what is there with allow={function.__name__!r}.",
+            f"autograd.Function {function.__name__} is @once_differentiable: its part of a second "
+            f"derivative would be silently missing. Remove the decorator if its backward consists "
+            f"of differentiable operations, or accept the missing part with "
+            f"allow={function.__name__!r}.",
             functions=[function.__name__],
         )
     _warn_once(function)
@@ -144,8 +145,8 @@ def refuse_without_backward(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> N
 def _refuse_without_backward(function: type) -> None:
     if not _nodes.has_backward(function):
         raise GraphError.about(
-            f"autograd.Function {function.__name__} has no backward, so it has no derivative. Write one, in "
-            f"differentiable operations, or use torch operations in its place.",
+            f"autograd.Function {function.__name__} has no backward, so it has no derivative. "
+            f"Write one, in differentiable operations, or use torch operations instead.",
             functions=[function.__name__],
         )
 
@@ -156,9 +157,9 @@ def _refuse_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     if layer != "layer_norm" and not any(map(_versions.was_training, nodes)):  # by fixed statistics it is right
         return
     raise GraphError.about(
-        f"a third derivative through PyTorch's {layer} is wrong (by 3-81 %), silently, and this graph leads there. "
-        f"Give hodiff the function instead of its value: hodiff.hvp(f, x, v, create_graph=True) writes the norm "
-        f"out from its definition, and nested hodiff calls do so as well.",
+        f"a third derivative through PyTorch's {layer} is silently wrong (by 3-81 %), and this "
+        f"graph allows one. Give hodiff the function instead of its value: hodiff.hvp(f, x, v, "
+        f"create_graph=True) and nested hodiff calls compute the norm from its definition.",
         operations=["nativelayernorm" if layer == "layer_norm" else "nativebatchnorm"],
     )
 
@@ -167,21 +168,23 @@ def _refuse_sparse(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     if _nodes.reaches(nodes, leaves):
         csr = "Compressed" in type(nodes[0]).__name__
         if any(map(_nodes.is_result, nodes)):  # a sparse matrix of ours
-            what = "the sparse matrix that sparse_hessian or sparse_jacobian gave"
+            what = "the sparse matrix that sparse_hessian or sparse_jacobian returned"
             way_out = (
-                "Take its entries, hodiff.sparse.plan_hessian(f, x).values(x) or those of plan_jacobian, or the dense "
-                "matrix of hodiff.hessian or hodiff.jacobian with matrix=True, which have derivatives of any order"
+                "Use its entries, hodiff.sparse.plan_hessian(f, x).values(x) (or plan_jacobian), "
+                "or the dense matrix, hodiff.hessian or hodiff.jacobian with matrix=True; these "
+                "have derivatives of any order"
             )
         else:
             constructor = "sparse_csr_tensor (or csc, bsr)" if csr else "sparse_coo_tensor"
             what = f"torch.{constructor} of values that are differentiated"
             way_out = (
-                "Write the values into a dense tensor, x.new_zeros(shape).index_put(indices, values), or gather and "
-                "sum them (index_add); a sparse matrix that is constant, and dense.to_sparse(), are right as they are"
+                "Write the values into a dense tensor, x.new_zeros(shape).index_put(indices, "
+                "values), or gather and sum them (index_add); a constant sparse matrix and "
+                "dense.to_sparse() are right as they are"
             )
         raise GraphError.about(
-            f"a second derivative through {what} is wrong: PyTorch takes the backward of that constructor for a "
-            f"constant, silently. {way_out}.",
+            f"a second derivative through {what} is silently wrong: PyTorch treats the backward "
+            f"of that constructor as a constant. {way_out}.",
             operations=["sparsecompressedtensor" if csr else "sparsecootensor"],
         )
 
@@ -192,9 +195,10 @@ def _refuse_near_zero(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     if _nodes.reaches(near, leaves):
         name = _near_zero.NODES[type(near[0]).__name__][0]
         raise GraphError.about(
-            f"higher derivatives through PyTorch's {name} are wrong near 0 (its formula divides by x), and an entry of "
-            f"its argument is closer than {torch.finfo(points[near[0]].dtype).eps ** (1 / 6):.1g}. Give hodiff the "
-            f"function instead of its value, which writes {name} by its series there.",
+            f"higher derivatives through PyTorch's {name} are wrong near 0 (its formula divides "
+            f"by x), and an entry of its argument is closer to 0 than "
+            f"{torch.finfo(points[near[0]].dtype).eps ** (1 / 6):.1g}. Give hodiff the function "
+            f"instead of its value; it then uses the series of {name} there.",
             operations=[name.partition(".")[2] or name],
         )
 
@@ -225,10 +229,11 @@ def has_norm_weights(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> bool:
 def batched_norm() -> GraphError:
     """The error for a batched pass of `f`'s own through such a norm, where that is not written out."""
     return GraphError.about(
-        "f takes derivatives in a batched pass (torch.vmap, torch.func.jacrev) through a norm by PyTorch's kernel, "
-        "by its weights among others, and their derivative is silently wrong: PyTorch takes the statistics for "
-        "constants there. In place of torch.native_layer_norm or native_batch_norm call F.layer_norm or F.batch_norm, "
-        "which hodiff writes out, or take the derivatives by hodiff.jacobian.",
+        "f takes derivatives in a batched pass (torch.vmap, torch.func.jacrev) through PyTorch's "
+        "kernel of a norm, with respect to its weights among others. Their derivative is silently "
+        "wrong: PyTorch treats the statistics as constants there. Instead of "
+        "torch.native_layer_norm or native_batch_norm call F.layer_norm or F.batch_norm, which "
+        "hodiff computes from their definitions, or take the derivatives with hodiff.jacobian.",
         operations=["nativelayernorm", "nativebatchnorm"],
     )
 
@@ -236,20 +241,20 @@ def batched_norm() -> GraphError:
 def _refuse_rounded_attention(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     if not _nodes.reaches(nodes, leaves):
         return
-    kernel = "PyTorch's fused attention on the processor"
-    rows = "a row that is masked in full by a large finite number (finfo.min, -1e9)"
+    kernel = "PyTorch's fused attention on the CPU"
+    rows = "a row that is fully masked by a large finite number (finfo.min, -1e9)"
     way_out = (
-        "Compute it inside `with hodiff.twice_differentiable():`, or give such rows a mask that is "
-        "boolean or -inf; a function that is given to hodiff in place of its value is right."
+        "Compute it inside `with hodiff.twice_differentiable():`, use a boolean or -inf mask for "
+        "such rows, or give hodiff the function instead of its value."
     )
     if any(_versions.rounds_rows(node) for node in nodes):
         raise GraphError.about(
-            f"the gradient of {kernel} is wrong for {rows}, by 100 % and more, silently. {way_out}",
+            f"the gradient of {kernel} is silently wrong (by 100 % and more) for {rows}. {way_out}",
             operations=["scaleddotproduct"],
         )
     warnings.warn(
-        f"the gradient of {kernel} is wrong for {rows}, and an activation checkpoint (or a hook) hides whether there "
-        f"is one here. {way_out}",
+        f"the gradient of {kernel} is wrong for {rows}, and an activation checkpoint (or a hook) "
+        f"hides whether there is such a row here. {way_out}",
         HodiffWarning,
         stacklevel=outside(),
     )
@@ -291,9 +296,9 @@ def _refuse_product(
     if _nodes.reaches(small, leaves):
         name = _versions.PRODUCTS[type(small[0]).__name__]
         raise GraphError.about(
-            f"a derivative of order {order} through PyTorch's {name} is wrong where an entry is near 0 (it divides by "
-            f"the entries), and here one is. Give hodiff the function instead of its value, which multiplies them one "
-            f"by one.",
+            f"a derivative of order {order} through PyTorch's {name} is wrong where an entry is "
+            f"near 0 (it divides by the entries), as one is here. Give hodiff the function "
+            f"instead of its value; it then multiplies the entries one by one.",
             operations=[name],
         )
 
@@ -319,11 +324,11 @@ def _inverts(node: Any, order: int) -> bool:
 def _refuse_singular(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
     if _nodes.reaches([node for node in nodes if _inverts(node, order)], leaves):
         raise GraphError.about(
-            f"a derivative of order {order} through PyTorch's det has few correct digits, or none, at a "
-            f"matrix that is singular or nearly singular (it divides by pivots, or by differences of "
-            f"singular values), and here is one. Give hodiff the function instead of its value, which "
-            f"multiplies determinants of up to three rows out; or expand a larger one along a row: "
-            f"det = a * d - b * c of two rows.",
+            f"a derivative of order {order} through PyTorch's det has few correct digits, or "
+            f"none, at a singular or nearly singular matrix, as there is here (it divides by "
+            f"pivots, or by differences of singular values). Give hodiff the function instead of "
+            f"its value; it then multiplies out determinants of up to three rows. Expand a larger "
+            f"one along a row, as det = a * d - b * c for two rows.",
             operations=["linalgdet"],
         )
     # Without a graph the gradient of a determinant that is 0 is 0, whatever it should be.
@@ -374,11 +379,12 @@ class _Spectrum:
         if not self.used(gradients):
             return
         warnings.warn(
-            f"f depends on {SPECTRA[self.name]} that are equal, or nearly (or near 0, of a matrix that is not "
-            f"square): PyTorch divides by their differences, so that few digits of a second or higher "
-            f"derivative are right, or none. If f is smooth there, as a function of all of them is, write it "
-            f"with products, det, inv or matrix_exp of the matrix ((x * x).sum() for the squares of its "
-            f"singular values), or take another point.",
+            f"f depends on {SPECTRA[self.name]} that are equal or nearly equal (or near 0, if the "
+            f"matrix is not square): PyTorch divides by their differences, so a second or higher "
+            f"derivative has few correct digits, or none. If f is smooth there, as a symmetric "
+            f"function of all of them is, write it with products, det, inv or matrix_exp of the "
+            f"matrix ((x * x).sum() for the sum of the squared singular values), or choose "
+            f"another point.",
             HodiffWarning,
             stacklevel=outside(),
         )
@@ -397,9 +403,10 @@ def _refuse_even_norm(order: int, nodes: list[Any], leaves: Sequence[Tensor]) ->
     if _nodes.reaches(lost, leaves):
         p = _versions.norm_of(lost[0])[0]
         raise GraphError.about(
-            f"the derivative of order {p:g} of PyTorch's norm of that power is 0 where an entry is 0, whatever it "
-            f"should be, and here one is. Give hodiff the function instead of its value, with torch.linalg.vector_norm "
-            f"in it (which is written out), or write x.pow({p:g}).sum().pow(1 / {p:g}).",
+            f"the derivative of order {p:g} of PyTorch's {p:g}-norm is 0 where an entry is 0, as "
+            f"one is here, even where the true derivative is not. Give hodiff the function "
+            f"instead of its value, and use torch.linalg.vector_norm in it, or write "
+            f"x.pow({p:g}).sum().pow(1 / {p:g}).",
             operations=["norm"],
         )
     _warn_of_small_roots(order, [node for node, *_ in norms], leaves)
@@ -435,10 +442,10 @@ def _refuse_power(most: int, nodes: list[Any], leaves: Sequence[Tensor], least: 
     if _nodes.reaches([node for node in nodes if _loses_part(node, most, least)], leaves):
         orders = range(most - least + 1)
         raise GraphError.about(
-            f"a derivative of order {most - least + 2} of a ** b is wrong in PyTorch where b is "
-            f"{' or '.join(map(str, orders))} and differentiated: its rule takes a part of it for 0, silently. Give "
-            f"hodiff the function instead of its value, which writes the power out, or write torch.exp(b * a.log()); "
-            f"where one is written to a view (x[i].pow_(b)), make a new tensor of it.",
+            f"a derivative of order {most - least + 2} of a ** b is silently wrong in PyTorch "
+            f"where b is {' or '.join(map(str, orders))} and is differentiated: a part of it is "
+            f"taken as 0. Give hodiff the function instead of its value, or write torch.exp(b * "
+            f"a.log()); if the power is written into a view (x[i].pow_(b)), make it a new tensor.",
             operations=["pow"],
         )
 
@@ -467,10 +474,11 @@ def _warn_of_hidden(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> N
     """Warn where what is hidden is differentiated by dividing by numbers near 0."""
     if any(_divides(node, order) for node in nodes):
         warnings.warn(
-            f"a function was written to a view in place (y[i].cumprod_(0), y[i].sinc_()), which "
-            f"hides it, and its gradient divides by a number near 0: of products and of sinc few "
-            f"digits of a derivative of order {order} are right then, or none. Give hodiff the "
-            f"function instead of its value, or make a new tensor of it, without the underscore.",
+            f"an operation was written into a view in place (y[i].cumprod_(0), y[i].sinc_()), "
+            f"which hides it, and its gradient divides by a number near 0: if it is a product or "
+            f"sinc, a derivative of order {order} has few correct digits, or none. Give hodiff "
+            f"the function instead of its value, or use the version that makes a new tensor (no "
+            f"underscore).",
             HodiffWarning,
             stacklevel=outside(),
         )
@@ -528,8 +536,8 @@ def refuse_biased(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> None:
     """Raise for a norm with a bias and no weight that is not written out."""
     if _nodes.reaches(BIASED.among(graph), leaves):
         raise GraphError.about(
-            "a second derivative through a norm with a bias and no weight is wrong by the bias, "
-            "silently. Give hodiff the function instead of its value, or add the bias to the norm.",
+            "a second derivative with respect to the bias of a norm without a weight is silently "
+            "wrong. Give hodiff the function instead of its value, or add the bias after the norm.",
             operations=["norm"],
         )
 
@@ -622,27 +630,28 @@ def refuse_first(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> bool:
 def changed_in_place(name: str) -> GraphError:
     """The error for an `f` that writes into its argument."""
     return GraphError(
-        f"f changes its argument ({name}) in place, so its derivative by the original value is lost; "
-        f"begin f with x = x.clone()."
+        f"f changes its argument ({name}) in place, so its derivative with respect to the original "
+        f"value is lost; begin f with x = x.clone()."
     )
 
 
 def leftover(names: str) -> GraphError:
     """The error for a value of an evaluation that has ended, met again in another."""
     return GraphError(
-        f"f uses a value that it kept from an earlier hodiff call{names}: it was computed from that call's leaves, "
-        f"so it would count as a constant, and its part of the derivative would be missing. Clear what f keeps before "
-        f"each call (a cache, a global, a list, a hidden state), or compute it inside f each time; if a constant is "
-        f"meant, keep it detached."
+        f"f uses a value that it kept from an earlier hodiff call{names}: it was computed from "
+        f"that call's leaves, so here it would be a constant, and its part of the derivative would "
+        f"be missing. Clear what f keeps between calls (a cache, a global, a list, a hidden "
+        f"state), or compute it inside f each time; if a constant is meant, keep it detached."
     )
 
 
 def warn_of_hooks() -> None:
     """Say that a hook takes part in every pass."""
     warnings.warn(
-        "a tensor hook (or a module's backward hook) inside f changes gradients. It acts in each reverse pass, as in "
-        "plain PyTorch, so that a second derivative holds its change twice and is not the derivative of the first. "
-        "Remove it for this call, or write what it does into f.",
+        "a tensor hook (or a module's backward hook) inside f changes gradients. It acts in each "
+        "reverse pass, as in plain PyTorch, so a second derivative contains its change twice and "
+        "is not the derivative of the first. Remove the hook for this call, or write what it does "
+        "into f.",
         HodiffWarning,
         stacklevel=outside(),
     )
@@ -660,11 +669,11 @@ def warn_of_non_finite(kinds: Iterable[type]) -> None:
     said.times += 1
     known = sorted({words for kind in kinds for piece, words in _KINKS.items() if piece in kind.__name__})
     warnings.warn(
-        "the result is not finite, though x and f(x) are: the derivative does not exist there, or PyTorch's formula "
-        "for it overflows, or divides 0 by 0. "
+        "the result is not finite, although x and f(x) are: the derivative does not exist there, "
+        "or PyTorch's formula for it overflows or divides 0 by 0. "
         + (f"Operations in f with such points: {', '.join(known)}. " if known else "")
-        + "Write it as a function that is smooth there ((x.square().sum() + eps).sqrt() for a norm, torch.where with "
-        "a safe argument), or take another point.",
+        + "Write f so that it is smooth there ((x.square().sum() + eps).sqrt() for a norm, torch.where with a safe "
+        "argument), or choose another point.",
         HodiffWarning,
         stacklevel=outside(),
     )
@@ -727,9 +736,9 @@ def _warn_once(function: type) -> None:
             return
         _warned.add(function)
     warnings.warn(
-        f"{function.__name__} is a Python autograd.Function: a second derivative through it is whatever its backward "
-        f"makes it, which PyTorch cannot verify. Check it once: hodiff.check_derivatives(f, x). "
-        f"(This warning appears once per class.)",
+        f"{function.__name__} is a Python autograd.Function: its backward alone determines a "
+        f"second derivative through it, which PyTorch cannot verify. Check it once: "
+        f"hodiff.check_derivatives(f, x). (This warning appears once per class.)",
         CustomFunctionWarning,
         stacklevel=outside(),
     )

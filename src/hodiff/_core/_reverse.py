@@ -155,9 +155,10 @@ def transposed_product(graph: OutputGraph, outputs: list[Tensor], cotangents: li
     if abs(squared - expected) > 10 * torch.finfo(given[0].dtype).eps ** 0.5 * expected:
         names = ", ".join(sorted(kind.__name__.removesuffix("Backward") for kind in functions))
         raise GraphError(
-            f"J v is the derivative of J'u by u, and a Function on the way cuts J'u off from u: the backward of one of "
-            f"{names} detaches its argument, or leaves torch. Write that backward in differentiable operations. "
-            f"(J'u, by hodiff.vjp or hodiff.jacobian, does not need that.)"
+            f"J v is the derivative of J'u with respect to u, and an autograd.Function cuts J'u "
+            f"off from u: the backward of one of {names} detaches its argument, or leaves torch. "
+            f"Write that backward in differentiable operations. (hodiff.vjp and hodiff.jacobian "
+            f"work without that.)"
         )
     return pulled
 
@@ -609,8 +610,9 @@ def check_fits(outputs: Sequence[Tensor], inputs: Sequence[Tensor], batch_ndim: 
     size = batch * rows * columns * inputs[0].element_size()
     if size > SMALL and size > memory_on(inputs[0].device):
         raise InputError(
-            f"x: the result would hold {f'{batch:,} x ' if batch_ndim else ''}{rows:,} x {columns:,} numbers, "
-            f"{size / 1e9:,.0f} GB, and {inputs[0].device} has {memory_on(inputs[0].device) / 1e9:,.0f} GB. {way_out}"
+            f"x: the result would hold {f'{batch:,} x ' if batch_ndim else ''}{rows:,} x "
+            f"{columns:,} numbers, {size / 1e9:,.0f} GB, but {inputs[0].device} has "
+            f"{memory_on(inputs[0].device) / 1e9:,.0f} GB. {way_out}"
         )
 
 

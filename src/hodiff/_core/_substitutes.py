@@ -42,7 +42,7 @@ def layer_norm(
 ) -> Tensor:
     """`torch.nn.functional.layer_norm` from its definition."""
     dims = tuple(range(-len(normalized_shape), 0))
-    return _affine(_standardise(input, dims, eps), weight, bias)
+    return _affine(_standardize(input, dims, eps), weight, bias)
 
 
 def batch_norm(
@@ -62,7 +62,7 @@ def batch_norm(
         if training and input.numel() == input.shape[1]:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
         _update(input, dims, running_mean, running_var, momentum)
-        normal = _standardise(input, dims, eps)
+        normal = _standardize(input, dims, eps)
     else:
         normal = (input - _per_channel(running_mean, input)) * (_per_channel(running_var, input) + eps).rsqrt()
     return _affine(normal, _per_channel(weight, input), _per_channel(bias, input))
@@ -84,7 +84,7 @@ def instance_norm(
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     dims = tuple(range(2, input.ndim))
     _update(input, dims, running_mean, running_var, momentum)
-    return _affine(_standardise(input, dims, eps), _per_channel(weight, input), _per_channel(bias, input))
+    return _affine(_standardize(input, dims, eps), _per_channel(weight, input), _per_channel(bias, input))
 
 
 def group_norm(
@@ -102,10 +102,10 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.linalg.vector_norm(v, dim=dims, keepdim=True))
 
 
-def _standardise(input: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+def _standardize(input: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input  # as the kernels accumulate
-    centred = wide - wide.mean(dims, keepdim=True)
-    normal = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    centered = wide - wide.mean(dims, keepdim=True)
+    normal = centered * (centered.square().mean(dims, keepdim=True) + eps).rsqrt()
     return normal.to(input.dtype)
 
 
@@ -379,7 +379,7 @@ class ExactNorms(TorchFunctionMode):
     Attributes:
         order: Up to which order there are derivatives.
         mixes_samples: Whether a batch norm in training mode was met: written out, it leaves no node in the graph by
-            which to recognise it.
+            which to recognize it.
     """
 
     def __init__(self, order: int = 2) -> None:

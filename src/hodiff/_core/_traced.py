@@ -2,7 +2,7 @@
 
 `OutputGraph` and the passes are the same for all public functions, so these forms of them serve all.
 A graph is judged as outside, by what autograd records of the tracer's stand-ins for tensors: these
-have shapes, dtypes and graphs, and no numbers. Where a judgement needs numbers, the trace ends, in
+have shapes, dtypes and graphs, and no numbers. Where a judgment needs numbers, the trace ends, in
 words. Parameters of a module are not replaced: no pass of a traced region runs their hooks, or
 writes to them.
 """

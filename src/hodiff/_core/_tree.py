@@ -52,7 +52,7 @@ def _walk(value: Any, path: str, leaves: list[Any], names: list[str], depth: int
         return LEAF
     if depth > DEEPEST:
         raise InputError(
-            f"{path[: path.find('[')]}: containers are nested deeper than {DEEPEST}; is one inside itself?"
+            f"{path[: path.find('[')]}: containers are nested more than {DEEPEST} deep; does one contain itself?"
         )
     if isinstance(value, dict):
         keys = tuple(value)

@@ -69,7 +69,7 @@ class Vectors(NamedTuple):
     def stacked(self) -> Leaves:
         """The parts of several, a single one being a stack of one; raise where there is none."""
         if self.number == 0:
-            raise InputError("vectors: holds no vector, expected at least one.")
+            raise InputError("vectors: got none, expected at least one.")
         return [part.unsqueeze(0) for part in self.parts] if self.number is None else self.parts
 
 
@@ -107,7 +107,7 @@ class Space:
         devices = {str(like.device) for like in self.likes}
         if len(devices) > 1:
             listed = ", ".join(sorted(devices))
-            raise InputError(f"{self._meaning}: its tensors are on several devices ({listed}); a matrix needs one.")
+            raise InputError(f"{self._meaning}: the tensors are on several devices ({listed}); a matrix needs one.")
         hollow = [torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape) for like in self.likes]
         batch = hollow[0].shape[:batch_ndim]
         return Space(hollow, self.names, self.tree, self._meaning, operator=True, batch=batch)
@@ -167,7 +167,7 @@ class Space:
     # --- spellings
 
     def parse(self, value: Any, name: str = "v") -> Vectors:
-        """Recognise a spelling, check it, and take it apart."""
+        """Recognize a spelling, check it, and take it apart."""
         tree, like = self.tree, self.likes[0]
         if tree is _tree.LEAF and not self.operator and value.__class__ is Tensor and not value.is_nested:
             same = value.shape == like.shape and value.dtype is like.dtype and value.layout is torch.strided
@@ -208,16 +208,16 @@ class Space:
         if tree is not None and isinstance(value, Tensor):
             raise self._wrong_shape(value, name)
         if tree is not None and not _tree.is_container(value):
-            raise InputError(f"{name}: is a {type(value).__name__}, expected {_tree.describe(tree)}; {expected}")
+            raise InputError(f"{name}: got {_arguments.kind(value)}, expected {_tree.describe(tree)}; {expected}")
         different = _tree.difference(tree, _tree.flatten(value, name)[2], name)
         if different:
-            raise InputError(f"{name}: {different.removeprefix(f'{name} ')}; {expected}")
+            raise InputError(f"{different}; {expected}")
         leaves = _tree.leaves_like(tree, value)
         labels = _tree.paths(tree, name)
         counts = [_count(leaf, like, label) for leaf, like, label in zip(leaves, self.likes, labels, strict=True)]
         if any(count != counts[0] for count in counts):
             raise InputError(
-                f"{name}: its leaves hold different numbers of vectors: {counts}; give all of them the same."
+                f"{name}: the leaves hold different numbers of vectors, {counts}; give the same number in each."
             )
         return leaves, counts[0]
 
@@ -260,8 +260,8 @@ class Space:
             return Vectors("flat", self.split(value), None, self.tree)
         if stacked and columns:
             raise InputError(
-                f"{name}: has shape {tuple(value.shape)}, {len(value)} stacked vectors or columns, "
-                f"which here are of one shape. Say [{name}] for vectors stacked in front, and "
+                f"{name} has shape {tuple(value.shape)}, which could be {len(value)} stacked "
+                f"vectors or columns. Pass [{name}] for vectors stacked in front, or "
                 f"[{name}.movedim(-1, 0)] for columns."
             )
         if stacked:
@@ -269,8 +269,8 @@ class Space:
         if columns:
             return Vectors("columns", [value.movedim(-1, 0)], value.shape[-1], self.tree)
         raise InputError(
-            f"{name}: has shape {tuple(value.shape)}, expected {tuple(own)} for one vector in each "
-            f"of the systems, or {('K', *own)} for K of them".replace("'", "")
+            f"{name} has shape {tuple(value.shape)}, expected {tuple(own)} for one vector in each "
+            f"of the systems, or {('K', *own)} for K vectors".replace("'", "")
             + "."
         )
 
@@ -279,8 +279,8 @@ class Space:
         advice = f"; several vectors are columns: give {name}.T" if turned else ""
         structure = "" if self.flat else f", or a vector {self._meaning}"
         return InputError(
-            f"{name}: has shape {tuple(value.shape)}, expected ({self.size},), ({self.size}, K) for K vectors"
-            f"{structure}{advice}."
+            f"{name} has shape {tuple(value.shape)}, expected ({self.size},), or ({self.size}, K) "
+            f"for K vectors{structure}{advice}."
         )
 
     # --- parts and flat vectors
@@ -346,12 +346,12 @@ class Space:
         for pattern in patterns:
             if not isinstance(pattern, str):
                 raise InputError(
-                    f"block: got a {type(pattern).__name__}, expected names of leaves: {', '.join(self.names[:6])}."
+                    f"block: got {_arguments.kind(pattern)}, expected names of leaves: {', '.join(self.names[:6])}."
                 )
             result = {index for index, name in enumerate(self.names) if matches(name, pattern)}
             if not result:
                 near = difflib.get_close_matches(pattern.rstrip(".*"), self.names, n=3, cutoff=0.4) or self.names[:6]
-                raise InputError(f"block: {pattern!r} matches no leaf. Near: {', '.join(near)}.")
+                raise InputError(f"block: {pattern!r} matches no leaf. Near matches: {', '.join(near)}.")
             chosen |= result
         return sorted(chosen)
 
@@ -412,15 +412,16 @@ def promoted(tensors: Sequence[Tensor]) -> torch.dtype:
 
 def _rows_or_columns(value: Tensor, name: str) -> str:
     return (
-        f"{name}: has shape {tuple(value.shape)}, as many vectors as entries, so they may be its rows or its columns. "
-        f"Say [{name}] for rows, stacked in front (the list of the leaves), and [{name}.T] for columns; or multiply by "
-        f"an operator, for which several vectors are columns: H @ {name} with H = hodiff.HessianOperator(f, x)."
+        f"{name} has shape {tuple(value.shape)}, so the vectors could be its rows or its columns. "
+        f"Pass [{name}] for rows (a list of the leaves, vectors stacked in front) or [{name}.T] "
+        f"for columns; or use an operator, for which several vectors are always columns: H @ "
+        f"{name} with H = hodiff.HessianOperator(f, x)."
     )
 
 
 def _count(leaf: Any, like: Tensor, name: str) -> int | None:
     if not isinstance(leaf, Tensor):
-        raise InputError(f"{name}: is a {type(leaf).__name__}, expected a tensor.")
+        raise InputError(f"{name}: got {_arguments.kind(leaf)}, expected a tensor.")
     if leaf.dtype != like.dtype or leaf.device != like.device:
         raise _wrong_kind(leaf, name, like.dtype, like.device)
     if leaf.shape == like.shape:
@@ -430,14 +431,15 @@ def _count(leaf: Any, like: Tensor, name: str) -> int | None:
     shape = tuple(like.shape)
     turned = like.ndim == 1 and leaf.ndim == 2 and leaf.shape[0] == like.shape[0]
     raise InputError(
-        f"{name}: has shape {tuple(leaf.shape)}, expected {shape}, or (K, {', '.join(map(str, shape))}) for K vectors"
-        f"{', which are stacked in front here: give ' + name + '.T' if turned else ''}."
+        f"{name} has shape {tuple(leaf.shape)}, expected {shape}, or (K, "
+        f"{', '.join(map(str, shape))}) for K "
+        f"vectors{', stacked in front: give ' + name + '.T' if turned else ''}."
     )
 
 
 def _wrong_kind(value: Tensor, name: str, dtype: torch.dtype, device: torch.device) -> InputError:
     return InputError(
-        f"{name}: is {value.dtype} on {value.device}, expected {dtype} on {device}; "
+        f"{name} is {value.dtype} on {value.device}, expected {dtype} on {device}; "
         f"convert it: {name}.to({str(device)!r}, {dtype})."
     )
 
@@ -450,7 +452,7 @@ def check_generator(generator: object) -> None:
     """Raise unless this is a generator, or None."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise InputError(
-            f"generator: is a {type(generator).__name__}; expected torch.Generator().manual_seed(seed), or None."
+            f"generator: got {_arguments.kind(generator)}, expected torch.Generator().manual_seed(seed), or None."
         )
 
 

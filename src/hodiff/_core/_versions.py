@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import re
 import sys
 import threading
@@ -142,8 +143,9 @@ def check_release() -> None:
         )
     if newer():
         warnings.warn(
-            f"torch {torch.__version__} is {newer()}: what it changed in derivatives is not known here. "
-            f"`hodiff info` tries what is known of its operations, and hodiff.check_derivatives your function.",
+            f"torch {torch.__version__} is {newer()}, so its changes to derivatives are unknown "
+            f"to this version of hodiff. `hodiff info` tests its operations, and "
+            f"hodiff.check_derivatives tests your function.",
             HodiffWarning,
             stacklevel=4,  # who imports hodiff
         )
@@ -287,14 +289,21 @@ def _stop(frame: FrameType, event: str, argument: object) -> None:
         raise _Packed(FunctionType(code, frame.f_globals, None, None, tuple(cells)))
 
 
+_reading = threading.RLock()
+"""Held while the collector is off for `_read`: no thread takes another's "off" for what it is to put back."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
+
+
 def _read(node: Node, name: str) -> Any:
     """2.8 to 2.11: the hook that would be called is told by what a profiler sees, and stopped before it runs."""
-    profiled, collects = sys.getprofile() is not None, gc.isenabled()
+    profiled = sys.getprofile() is not None
     put: Any = sys.settrace if profiled else sys.setprofile
     theirs = sys.gettrace() if profiled else None
     public = name.removeprefix("_raw_" if isinstance(node, BackwardCFunction) else "_raw")
     fault = kept = None
-    with _disable_current_modes():  # which are Python code, too, and no hooks
+    with _disable_current_modes(), _reading:  # modes are Python code, too, and no hooks
+        collects = gc.isenabled()
         try:
             gc.disable()  # a collection calls finalizers, which are not to be stopped
             put(_stop)
@@ -855,7 +864,8 @@ def prove() -> None:
     if failed:
         cause = next((error for error in failed.values() if error is not None), None)
         raise HodiffError(
-            f"torch {torch.__version__} does not tell as others do: {'; '.join(failed)}. Derivatives that are wrong "
-            f"would pass unseen, so none is given. Use a release that hodiff supports "
-            f"({'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}), or a newer hodiff."
+            f"torch {torch.__version__} does not report what hodiff needs to detect wrong "
+            f"derivatives: {'; '.join(failed)}. So hodiff computes none. Use a supported release "
+            f"of PyTorch ({'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}), or a "
+            f"newer hodiff."
         ) from cause

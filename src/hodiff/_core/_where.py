@@ -61,8 +61,7 @@ class Where:
             self.tree = _tree.LEAF
             return
         if value is _arguments.MISSING:
-            call = _arguments.called()
-            raise InputError(f"{name}: missing. hodiff evaluates at a point: {call}.")
+            raise InputError(f"{name} is missing. hodiff evaluates at a point: {_arguments.called()}.")
         self.tensors = []
         self.names = []
         self.module_slices = []
@@ -101,7 +100,7 @@ class Where:
         module = item if isinstance(item, nn.Module) else item.module
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
-                f"{path}: is a TorchScript module, whose parameters cannot be replaced; pass the eager module."
+                f"{path} is a TorchScript module, whose parameters cannot be replaced; pass the eager module."
             )
         assembly = Assembly.of(module)
         if _arguments.LOADED_BY in sys.modules:
@@ -109,14 +108,14 @@ class Where:
         pairs = _chosen(item, assembly) if isinstance(item, Selection) else assembly.trainable()
         if not pairs:
             raise InputError(
-                f"{path}: {type(module).__name__} has no trainable parameter "
-                f"(none that is floating point with requires_grad=True). To differentiate in frozen ones, call "
-                f"requires_grad_(True) on them before."
+                f"{path}: {type(module).__name__} has no trainable parameter (floating-point, with "
+                f"requires_grad=True). To differentiate with respect to frozen ones, call "
+                f"requires_grad_(True) on them first."
             )
         check_real(pairs)
         names, parameters = zip(*pairs, strict=True)
         if nn.parameter.UninitializedParameter in map(type, parameters):
-            raise InputError(f"{path}: has uninitialised (lazy) parameters; run one forward pass first.")
+            raise InputError(f"{path} has uninitialized (lazy) parameters; run one forward pass first.")
         for parameter in filter(_is_meta, parameters):
             _arguments.check_real_tensor(parameter, path)
         self.module_slices.append(ModuleSlice(module, len(self.tensors), names, assembly))
@@ -132,7 +131,7 @@ class Where:
             for index in range(module_slice.start, module_slice.start + len(module_slice.names)):
                 key, name = id(self.tensors[index]), self.names[index]
                 if key in claimed:
-                    raise InputError(f"{self.name}: parameter {name!r} is given twice (also as {claimed[key]!r}).")
+                    raise InputError(f"{self.name}: the parameter {name!r} is given twice (also as {claimed[key]!r}).")
                 claimed[key] = name
 
     @classmethod
@@ -209,7 +208,7 @@ class Selection(Mapping[str, Tensor]):
     def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
         self.module = module
         if not isinstance(names, Iterable) or isinstance(names, Tensor):
-            raise InputError(f"names: is a {type(names).__name__}, expected names; hodiff.select makes a Selection.")
+            raise InputError(f"names: got {_arguments.kind(names)}, expected names; hodiff.select makes a Selection.")
         self._names = tuple(names)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -265,13 +264,13 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
         ['2.weight']
     """
     if not isinstance(module, nn.Module):
-        raise InputError(f"module: is a {type(module).__name__}, expected an nn.Module.")
+        raise InputError(f"module: got {_arguments.kind(module)}, expected an nn.Module.")
     exclude = (exclude,) if isinstance(exclude, str) else exclude
     for name, given in ("pattern", patterns), ("exclude", exclude):
         for each in given if isinstance(given, (tuple, list, set)) else (given,):
             if not isinstance(each, str):
                 raise InputError(
-                    f'{name}: is a {type(each).__name__}, expected words, one by one: "head.*", "*.weight".'
+                    f'{name}: got {_arguments.kind(each)}, expected strings, one by one: "head.*", "*.weight".'
                 )
     assembly = Assembly.of(module)
     first_names = _first_names(assembly)
@@ -284,8 +283,9 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
             raise InputError(_no_match(module, pattern, list(first_names)))
         if matched.isdisjoint(trainable):
             raise InputError(
-                f"pattern {pattern!r}: matches only frozen parameters ({', '.join(sorted(matched))}); "
-                f"set requires_grad_(True) on those to differentiate in."
+                f"pattern {pattern!r} matches only frozen parameters "
+                f"({', '.join(sorted(matched))}); call requires_grad_(True) on those you "
+                f"differentiate with respect to."
             )
         chosen |= matched
     dropped: set[str] = set()
@@ -296,7 +296,7 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
         dropped |= matched
     names = [name for name, _ in pairs if name in chosen - dropped]
     if not names:
-        raise InputError(f"exclude={exclude!r} leaves no parameter of those that {patterns!r} selects.")
+        raise InputError(f"exclude={exclude!r} excludes every parameter that {patterns!r} selects.")
     check_real([pair for pair in pairs if pair[0] in names])
     return Selection(module, names)
 
@@ -311,7 +311,7 @@ def _no_match(module: nn.Module, pattern: str, names: list[str]) -> str:
     known = names + [name for name, _ in plain(module).named_modules() if name]
     near = difflib.get_close_matches(pattern.rstrip(".*"), known, n=3, cutoff=0.4)
     advice = f"Near matches: {', '.join(near)}." if near else f"Its parameters: {', '.join(names[:8])}."
-    return f"pattern {pattern!r}: matches no parameter of {type(module).__name__}. {advice}"
+    return f"pattern {pattern!r} matches no parameter of {type(module).__name__}. {advice}"
 
 
 def check_real(pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -319,10 +319,10 @@ def check_real(pairs: Iterable[tuple[str, Tensor]]) -> None:
     for path, parameter in pairs:
         if not parameter.dtype.is_floating_point:
             raise InputError(
-                f"parameter {path!r}: is complex ({parameter.dtype}); derivatives here are those of real variables, "
-                f"and its part would be missing. Hold it as a pair of reals "
-                f"(nn.Parameter(torch.view_as_real(c)), with torch.view_as_complex(...) in forward), or choose the "
-                f"others: hodiff.select(model, exclude={path!r})."
+                f"parameter {path!r} is complex ({parameter.dtype}); hodiff differentiates with "
+                f"respect to real variables, so its part would be missing. Store it as a pair of "
+                f"reals (nn.Parameter(torch.view_as_real(c)), with torch.view_as_complex(...) in "
+                f"forward), or select the others: hodiff.select(model, exclude={path!r})."
             )
 
 
@@ -361,8 +361,8 @@ class Assembly(NamedTuple):
         own, below = module._parameters, module._modules
         if own.__class__ is not dict and isinstance(module, torch.jit.ScriptModule):
             raise InputError(
-                f"{prefix.removesuffix('.') or 'x'}: is a TorchScript module, whose parameters cannot be replaced; use "
-                f"the eager module in its place."
+                f"{prefix.removesuffix('.') or 'x'} is a TorchScript module, whose parameters "
+                f"cannot be replaced; use the eager module instead."
             )
         for name in own:
             parameter = own[name]

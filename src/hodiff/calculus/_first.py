@@ -310,7 +310,7 @@ def jacobian(
         tensor `(M, D)`, or `(*batch, M, D)`.
 
     Raises:
-        InputError: `f(x)` is not made of real floating point tensors, or lacks the batch dimensions.
+        InputError: `f(x)` is not made of real floating-point tensors, or lacks the batch dimensions.
         GraphError: `f` does not depend on *x*, or reaches it other than through its argument.
 
     Cost:
@@ -343,7 +343,7 @@ def jacobian(
 
 
 JACOBIAN_WAY_OUT = (
-    "Use what does not form it: hodiff.jvp and hodiff.vjp for its products, hodiff.JacobianOperator for many of them."
+    "Avoid forming it: hodiff.jvp and hodiff.vjp compute its products, hodiff.JacobianOperator many of them."
 )
 
 

@@ -187,16 +187,16 @@ def _check_elementwise(
     rounding errors, they differ, too; but along other multiples of w (by `again`) then by something else.
     """
     for order, (weighted_derivative, ones) in enumerate(zip(weighted[1:], plain[1:], strict=True), 1):
-        given, expected = weighted_derivative.detach(), weights**order * ones.detach()
+        given, expected = weighted_derivative.detach(), (weights**order if order > 1 else weights) * ones.detach()
         difference, bound = given - expected, torch.finfo(given.dtype).eps ** 0.5
         if _reverse.largest(difference) <= bound * _reverse.largest(given) < math.inf:  # as nearly always
             continue
         mixed = _largest(difference) > bound * max(_largest(given), _largest(expected))
         if mixed and all(_repeats(difference, order, weights, again, factor) for factor in MULTIPLES):
             raise InputError(
-                f"f: is not elementwise: entries of f(x) depend on other entries of x (seen at order {order}), so that "
-                f"no single number is the derivative of an entry. Use hodiff.hessian or hodiff.jacobian, with "
-                f"batch_ndim=1 for independent rows."
+                f"f is not elementwise: entries of f(x) depend on other entries of x (seen at "
+                f"order {order}), so the derivative of an entry is not a single number. Use "
+                f"hodiff.hessian or hodiff.jacobian, with batch_ndim=1 for independent rows."
             )
 
 
@@ -227,8 +227,9 @@ def _largest(values: Tensor) -> float:
 def _check_shape(value: Tensor, x: Tensor) -> Tensor:
     if value.shape != x.shape:
         raise InputError(
-            f"f: returned shape {tuple(value.shape)} for x of shape {tuple(x.shape)}; an elementwise function "
-            f"keeps the shape. For other functions use hodiff.grad, hodiff.hessian or hodiff.jacobian."
+            f"f returned shape {tuple(value.shape)} for x of shape {tuple(x.shape)}; an "
+            f"elementwise function keeps the shape. For other functions use hodiff.grad, "
+            f"hodiff.hessian or hodiff.jacobian."
         )
     return value
 

@@ -152,11 +152,12 @@ def multi_grad(
     strict = strict if strict is None else is_set(strict, "strict")
     options = _Options(_call.recorded(create_graph), strict, return_used, [])
     if shared is not None and not functions:
-        raise InputError("shared: is for losses that are functions of (where, shared(where)); these are tensors.")
+        raise InputError("shared: with it, losses are functions of (where, shared(where)), but these are tensors.")
     if release and options.create_graph:
         raise InputError(
-            "release: frees the graphs of the losses, which a differentiable result needs (create_graph=True, or a "
-            "call inside the f of another hodiff call). Leave it out; if a constant is meant, pass create_graph=False."
+            "release frees the graphs of the losses, which a differentiable result needs "
+            "(create_graph=True, or a call inside the f of another hodiff call). Leave it out; if "
+            "a constant is meant, pass create_graph=False."
         )
     point = Where(where, "where")
     named = dict(zip(names, items, strict=True))
@@ -207,7 +208,7 @@ class _Options(NamedTuple):
         if missing and self.strict is not False and (strict or len(missing) == count):
             raise GraphError(
                 f"{strict}losses[{name!r}] does not depend on {_refusals.listed(missing)}."
-                + ("" if strict else " Was it detached, or computed from others? If zeros are meant: strict=False.")
+                + ("" if strict else " Was it detached, or computed from others? For zeros, pass strict=False.")
             )
 
 
@@ -217,26 +218,26 @@ def _items(losses: Any) -> tuple[list[Any], list[Any]]:
     elif isinstance(losses, (list, tuple)):
         names, items = list(range(len(losses))), list(losses)
     else:
-        raise InputError(f"losses: is a {type(losses).__name__}; expected a list, tuple or dict of losses.")
+        raise InputError(f"losses: got {_arguments.kind(losses)}, expected a list, tuple or dict of losses.")
     if not items:
-        raise InputError("losses: is empty.")
+        raise InputError("losses: got none, expected at least one.")
     return names, items
 
 
 def _are_functions(items: list[Any]) -> bool:
     kinds = {isinstance(item, Tensor) for item in items}
     if len(kinds) > 1:
-        raise InputError("losses: tensors and functions are mixed; give one kind.")
+        raise InputError("losses: got both tensors and functions; give one kind.")
     wrong = next((item for item in items if not isinstance(item, Tensor) and not callable(item)), None)
     if wrong is not None:
-        raise InputError(f"losses: holds a {type(wrong).__name__}; expected scalar tensors, or functions of where.")
+        raise InputError(f"losses: one is {_arguments.kind(wrong)}; expected scalar tensors, or functions of where.")
     return kinds == {False}
 
 
 def _scalar(loss: Any, name: Any) -> Tensor:
     loss = _arguments.check_output(loss, f"losses[{name!r}]")
     if loss.numel() != 1:
-        raise InputError(f"losses[{name!r}]: has shape {tuple(loss.shape)}, expected one element.")
+        raise InputError(f"losses[{name!r}] has shape {tuple(loss.shape)}, expected one element.")
     return loss
 
 
@@ -292,7 +293,8 @@ def _released(graph: OutputGraph, named: Mapping[Any, Tensor], options: _Options
         rows[number] = options.filled(graph, gradients, losses[number], names[number])
         with _saved.without_modes():
             for node in nodes:
-                _saved.release(node)
+                if node.__class__ is not _nodes.ACCUMULATE:
+                    _saved.release(node)
     return [rows[index] for index in range(len(losses))]
 
 

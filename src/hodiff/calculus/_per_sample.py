@@ -103,12 +103,12 @@ def per_sample_grad(
     chunk = _arguments.check_chunk_size(chunk_size)
     if isinstance(f, Tensor) or not callable(f):
         raise InputError(
-            f"f: is a {type(f).__name__}; expected a function f(where, batch) of one loss for each sample. For losses "
-            f"already computed: hodiff.jacobian(losses, where)."
+            f"f: got {_arguments.kind(f)}, expected a function f(where, batch) that returns one "
+            f"loss per sample. For losses already computed, use hodiff.jacobian(losses, where)."
         )
     samples = Samples(f, batch)
     if not any(isinstance(leaf, Tensor) for leaf in _tree.flatten(batch)[0]):
-        raise InputError(f"batch: is a {type(batch).__name__}; expected a tensor, or a container of them.")
+        raise InputError(f"batch: got {_arguments.kind(batch)}, expected a tensor, or a container of them.")
     with OutputGraph(call(samples, where, 1, create_graph, strict, allow, args, kwargs)) as graph:
         losses = _losses(graph)
         check_not_crossed(graph, samples, losses, "f")
@@ -156,8 +156,9 @@ def _losses(graph: OutputGraph) -> Tensor:
         return losses.reshape(-1)
     if losses.ndim != 2:
         raise InputError(
-            f"f: returned shape {tuple(losses.shape)}, expected one loss for each sample, (N,), or some, (N, K): "
-            f'reduction="none", and a mean over all but the leading dimension.'
+            f"f returned shape {tuple(losses.shape)}, expected one loss per sample, (N,), or "
+            f'several, (N, K): pass reduction="none", and take the mean over all but the leading '
+            f"dimension."
         )
     return losses
 
@@ -184,9 +185,9 @@ def check_not_crossed(graph: OutputGraph, samples: Samples, output: Tensor, name
         samples.whole()
     if isinstance(some, Tensor) and some.shape == (fewer, fewer):
         raise InputError(
-            f"{name}: returned shape {(count, count)} of {count:,} samples, and {(fewer, fewer)} of {fewer}: each "
-            f"sample is crossed with each other one, as (N, 1) and (N,) are by broadcasting. Give both the shape "
-            f"(N,): model(x).squeeze(-1)."
+            f"{name} returned shape {(count, count)} for {count:,} samples and {(fewer, fewer)} "
+            f"for {fewer}: every sample is combined with every other, as (N, 1) and (N,) are by "
+            f"broadcasting. Give both the shape (N,): model(x).squeeze(-1)."
         )
 
 
@@ -194,10 +195,10 @@ def check_not_crossed(graph: OutputGraph, samples: Samples, output: Tensor, name
 def _uncrossed(graph: OutputGraph, samples: Samples, output: Tensor, name: str) -> None:
     """A traced region does not call `f` again, at fewer samples."""
     if output.shape == (len(output), len(output)) and len(output) > 1 and samples.tensors(len(output)):
-        raise InputError(f"{name}: returned shape {tuple(output.shape)}, maybe samples crossed with samples; {CROSSED}")
+        raise InputError(f"{name} returned shape {tuple(output.shape)}, perhaps samples combined by mistake; {CROSSED}")
 
 
-CROSSED = "whether they are is only seen outside of a compiled function, or without fullgraph=True."
+CROSSED = "this can only be checked outside a compiled function, or without fullgraph=True."
 
 
 def _by_samples(graph: OutputGraph, samples: Samples, losses: Tensor, chunk: int | None) -> list[Tensor] | None:
@@ -272,8 +273,9 @@ def each_sample(
     except Exception as error:  # no batching rule, Python that looks at values, a change in place, the batch's length
         if not is_fault(error):
             error.add_note(
-                "hodiff: f was given one sample at a time, under torch.vmap. The rows of hodiff.jacobian(lambda where: "
-                "f(where, batch), where) are the same gradients, of an f that only takes the whole batch."
+                "hodiff: f was given one sample at a time, under torch.vmap. If f only takes the "
+                "whole batch, the rows of hodiff.jacobian(lambda where: f(where, batch), where) "
+                "are the same gradients."
             )
             raise
         return False

@@ -341,8 +341,8 @@ Pair = tuple[Tensor, Tensor]
 Blocks = dict[str, dict[str, Tensor]]
 
 WAY_OUT = (
-    "Use what does not form it: hodiff.hvp for a product, hodiff.HessianOperator for many products, eigenvalues and "
-    "solves, hodiff.hessian_diagonal for its diagonal."
+    "Avoid forming it: hodiff.hvp computes a product, hodiff.HessianOperator many products, "
+    "eigenvalues and solves, hodiff.hessian_diagonal the diagonal."
 )
 
 

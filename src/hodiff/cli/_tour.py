@@ -187,7 +187,7 @@ PAGES = {
     "curvature without the matrix: eigenvalues, traces, solves, Newton": "api/curvature/",
     "fields and PINNs, by Taylor mode: Laplacian, divergence, u_xxy": "api/fields/",
     "sparse Hessians and Jacobians of very many variables": "api/sparse/",
-    "through solutions and through the steps of an optimiser": "api/implicit/",
+    "through solutions and through the steps of an optimizer": "api/implicit/",
     "backward a second time: why it failed, what a graph holds": "api/graph/",
     "second derivatives of attention and large vocabularies": "api/memory/",
     "training steps with derivatives in them, compiled": "api/steps/",

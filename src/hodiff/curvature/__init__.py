@@ -1,4 +1,4 @@
-"""Curvature without the matrix: linear operators, and what can be learnt from their products."""
+"""Curvature without the matrix: linear operators, and what can be learned from their products."""
 
 from hodiff._core import _compiled_callers
 from hodiff.curvature import _algebra as _algebra  # to import it is to register it: what `A + B` makes

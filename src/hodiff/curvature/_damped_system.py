@@ -167,8 +167,8 @@ class DampedSystem:
         """The system, once all rows are in."""
         if not bool(self.gradient.isfinite().all()):
             raise InputError(
-                "residuals: their derivative is not finite at the parameters as they are (a root of 0, "
-                "a norm of 0?); nothing was changed."
+                "residuals: the derivative is not finite at the current parameters (a square root "
+                "of 0, a norm of 0?). Nothing was changed."
             )
         if self._kept:
             self._matrix = _lower_product(self._J if self.in_samples else self._J.T)

@@ -71,7 +71,7 @@ class Batches:
                 kept.append(moved)
             yield moved
         if not count and not self.shared:
-            raise InputError("data: gave no batch. (An iterator that is used up? Give a list or a DataLoader.)")
+            raise InputError("data gave no batch. (Is it an exhausted iterator? Give a list or a DataLoader.)")
         self.count = count
         if self._keep:
             self._kept = kept
@@ -90,15 +90,16 @@ def check_data(data: Any) -> None:
         return
     of_tensors = isinstance(data, tuple) and data and all(isinstance(item, Tensor) for item in data)
     if of_tensors or isinstance(data, (Tensor, str, Mapping)):
-        what = f"a {type(data).__name__}" + (" of tensors" if of_tensors else "")
-        raise InputError(f"data: is {what}, which looks like one batch; expected an iterable of batches: data=[batch].")
+        what = _arguments.kind(data) + (" tensors" if of_tensors else "")
+        raise InputError(f"data: got {what}, which looks like one batch; expected several: data=[batch].")
     scalar = getattr(data, "ndim", None) == 0  # one of NumPy's has `__getitem__`
     if scalar or (not hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
-        raise InputError(f"data: is a {type(data).__name__}; expected an iterable of batches, a list or a DataLoader.")
+        raise InputError(f"data: got {_arguments.kind(data)}, expected batches: a list or a DataLoader.")
     if inspect.isgenerator(data) or iter(data) is data:
         raise InputError(
-            f"data: is a one-shot iterator ({type(data).__name__}): the second product would see no data and give "
-            f"zero. Give what makes the iterator: a list, a DataLoader."
+            f"data: got a one-shot iterator ({type(data).__name__}), so the second product would "
+            f"see no data and be zero. Give an iterable that can be iterated again: a list, a "
+            f"DataLoader."
         )
 
 
@@ -127,11 +128,11 @@ class Weighted:
             or (isinstance(batch_weight, str) and batch_weight == "equal")
         ):
             raise InputError(
-                f"batch_weight: got {batch_weight!r}; expected a function of the batch (its number of samples), or "
-                f'"equal".'
+                f"batch_weight: got {batch_weight!r}, expected a function of the batch (its number "
+                f'of samples), or "equal".'
             )
         if batch_weight is not None and not batches.given:
-            raise InputError("batch_weight: weighs batches, but no data= is given.")
+            raise InputError("batch_weight: got weights for batches, but no data=.")
         self._batches = batches
         self._weight = batch_weight
         self._name = name
@@ -148,34 +149,34 @@ class Weighted:
             return returned * weight, weight
         if not self._bare:
             raise InputError(
-                f"{self._name}: returned a bare value, which does not say of how many samples it is the mean, so each "
-                f"one's own gradient is not known. Return (sum, weight), or give batch_weight=lambda batch: "
-                f"len(batch[1])."
+                f"{self._name} returned one value, which does not say how many samples it "
+                f"averages, so each sample's own gradient is unknown. Return (sum, weight), or "
+                f"give batch_weight=lambda batch: len(batch[1])."
             )
         if self._weight == "equal" or not self._batches.given:
             return returned, 1.0
         if number or (self._batches.count or 1) > 1 or self._batches.shared:
             raise InputError(
-                f"{self._name}: returned a bare value, and there are several batches (or processes): "
-                f"a mean of means is not the mean where batches are ragged, masked or weighted. "
-                f"Return the sum and what it is divided by:\n"
+                f"{self._name} returned one value, but there are several batches (or processes): a mean of "
+                f"means is not the mean if batches are ragged, masked or weighted. Return the sum and the "
+                f"number to divide it by:\n"
                 f"    total = F.cross_entropy(model(inputs), targets, reduction='sum')\n"
                 f"    return total, len(targets)\n"
-                f"or say how much each batch counts: batch_weight=lambda batch: len(batch[1]), "
-                f"or batch_weight='equal'."
+                f"or give each batch's weight: batch_weight=lambda batch: len(batch[1]), or "
+                f"batch_weight='equal'."
             )
         return returned, 1.0
 
     def _pair(self, returned: Sequence[Any], batch: Any, number: int) -> tuple[Any, Any]:
-        kind = type(returned).__name__
+        kind = _arguments.kind(returned)
         if len(returned) != 2:
-            raise InputError(f"{self._name}: returned a {kind} of {len(returned)}, expected (sum, weight).")
+            raise InputError(f"{self._name} returned {kind}, expected (sum, weight).")
         if not self._batches.given:
             raise InputError(
-                f"{self._name}: returned a {kind}, expected one element; the pair (sum, weight) goes with data=[...]."
+                f"{self._name} returned {kind}, expected one element; the pair (sum, weight) goes with data=[...]."
             )
         if self._weight is not None:
-            raise InputError(f"batch_weight: is given, but {self._name} returns (sum, weight), which needs none.")
+            raise InputError(f"batch_weight: {self._name} already returns a weight, in (sum, weight); leave it out.")
         value, weight = returned[0], _checked(returned[1], f"{self._name}: the weight")
         if not self._warned and isinstance(value, Tensor):
             self._look(value, weight, batch, number)
@@ -186,9 +187,10 @@ class Weighted:
         how, shape = _versions.reduction(value)
         if how == "mean" and weight > 1:
             self._warn(
-                f"{self._name} returned a mean beside the weight {weight:g}, where the sum over the batch belongs, so "
-                f"the result is some {weight:g} times too small. Return the sum, reduction='sum', or the mean alone, "
-                f"with batch_weight=lambda batch: len(batch[1])."
+                f"{self._name} returned a mean with the weight {weight:g}, where the sum over the "
+                f"batch belongs, so the result is about {weight:g} times too small. Return the "
+                f"sum, reduction='sum', or the mean alone, with batch_weight=lambda batch: "
+                f"len(batch[1])."
             )
         slip = how == "sum" and weight == 1 and not self._summed
         samples = _samples(batch) if slip and number == self._units < 2 else 1
@@ -196,10 +198,11 @@ class Weighted:
             self._units += 1
             if self._units == 2:
                 self._warn(
-                    f"{self._name} returned a sum over {samples} samples beside the weight 1, of several batches: what "
-                    f"is taken is the sum over all data, divided by the number of batches. Return (sum, number of "
-                    f'samples) for the mean; say reduction="sum" for the sum over all data; and return the sum '
-                    f'alone, with batch_weight="equal", where each batch is one unit.'
+                    f"{self._name} returned a sum over {samples} samples with the weight 1 for "
+                    f"several batches, so the result is the sum over all data divided by the "
+                    f"number of batches. For the mean, return (sum, number of samples); for the "
+                    f'sum over all data, pass reduction="sum"; if each batch is one unit, return '
+                    f'the sum alone, with batch_weight="equal".'
                 )
 
     def _warn(self, text: str) -> None:
@@ -217,21 +220,22 @@ def _checked(weight: Any, name: str) -> Any:
     if isinstance(weight, Tensor):
         if weight.requires_grad:
             raise InputError(
-                f"{name} depends on the parameters, so the quotient sum / weight has further derivatives, which would "
-                f"be missing; detach it if it counts as a constant. The pair is (sum, weight), in this order."
+                f"{name} depends on the parameters, so sum / weight has further derivatives, which "
+                f"would be missing; detach it if it is a constant. The pair is (sum, weight), in "
+                f"this order."
             )
         if weight.numel() != 1:
-            raise InputError(f"{name} has shape {tuple(weight.shape)}, expected one number: how much the sum counts.")
+            raise InputError(f"{name} has shape {tuple(weight.shape)}, expected one number.")
         weight = float(weight)
     if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not 0 <= float(weight) < math.inf:
-        raise InputError(f"{name} is {weight!r}, expected a number that is not negative: how much the sum counts.")
+        raise InputError(f"{name} is {_arguments.shown(weight)}, expected a number of at least 0.")
     return float(weight)
 
 
 def check_total(weight: float) -> None:
     """Raise where there is nothing to divide by."""
     if not weight > 0:
-        raise GraphError(f"the weights of all batches add up to {weight}; there is nothing to average over.")
+        raise GraphError(f"the weights of all batches add up to {weight}, so there is nothing to average over.")
 
 
 # --- whether a user's function takes what it will be called with ------------------------------------------------------
@@ -252,7 +256,7 @@ def check_signature(
         given = "with data=, once for each batch" if "batch" in names else "without data="
         called = ", ".join([*names, *(type(arg).__name__ for arg in args)])
         raise InputError(
-            f"{name}: is called as {name}({called}) {given}, which {signature} does not take ({error})."
+            f"{name} is called as {name}({called}) {given}, which its signature {signature} does not allow ({error})."
         ) from error
 
 
@@ -263,12 +267,12 @@ def check_predict(predict: Any, has_data: bool) -> None:
     if isinstance(predict, nn.Module):
         inputs = "lambda model, batch: model(batch[0])" if has_data else "lambda model: model(inputs)"
         raise InputError(
-            f"predict: is the module {type(predict).__name__} itself; expected a function {called} that returns the "
-            f"outputs, and the module as where: {inputs}."
+            f"predict: got the module {type(predict).__name__} itself, expected a function "
+            f"{called} that returns the outputs; the module goes to where: {inputs}."
         )
     if not callable(predict) or isinstance(predict, type):
-        kind = predict.__name__ if isinstance(predict, type) else type(predict).__name__
-        raise InputError(f"predict: is {kind}; expected a function {called} that returns the outputs.")
+        got = _arguments.kind(predict)
+        raise InputError(f"predict: got {got}, expected a function {called} that returns the outputs.")
     check_signature(predict, "predict", names)
 
 
@@ -279,6 +283,6 @@ def told_what_it_got(name: str, batch: Any) -> Iterator[None]:
         yield
     except (AttributeError, TypeError) as error:
         if batch is not NONE:
-            kind = _tree.describe(_tree.flatten(batch)[2]) if _tree.is_container(batch) else type(batch).__name__
-            error.add_note(f"hodiff called {name}, with the batch as data= gave it: {kind}.")
+            got = _tree.describe(_tree.flatten(batch)[2]) if _tree.is_container(batch) else _arguments.kind(batch)
+            error.add_note(f"hodiff called {name} with a batch as data= gave it: {got}.")
         raise

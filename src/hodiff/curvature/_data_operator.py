@@ -157,9 +157,9 @@ class DataOperator(LinearOperator, Generic[G]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled, or copied in depth."""
         raise GraphError(
-            f"a {type(self).__name__} cannot be pickled or copied in depth (copy.deepcopy, torch.save, what is sent to "
-            f"a worker): it holds graphs, functions and claims of this process. Copy the model and build an operator "
-            f"on the copy; in a worker, build it anew there."
+            f"{_arguments.kind(self)} cannot be pickled or deep-copied (copy.deepcopy, torch.save, "
+            f"sending it to a worker): it holds graphs, functions and locks of this process. Copy "
+            f"the model and build an operator on the copy; in a worker, build the operator there."
         )
 
     def refresh(self) -> Self:
@@ -262,12 +262,14 @@ def check_stack(where: Where, data: Any, process_group: Any, batch_ndim: int) ->
     """Raise unless a point can be of samples, each with a matrix of its own."""
     if where.module_slices:
         raise InputError(
-            f"where: is a module, whose parameters are not samples; batch_ndim={batch_ndim} gives each "
-            f"sample a matrix of its own, at a point like (N, ...). Take batch_ndim=0 for the parameters."
+            f"where: got a module, whose parameters are not samples; batch_ndim={batch_ndim} is "
+            f"for a point of shape (N, ...), each sample with a matrix of its own. Use "
+            f"batch_ndim=0 for parameters."
         )
     if data is not None or process_group is not None:
         raise InputError(
-            f"batch_ndim={batch_ndim}: goes without data= and process_group=, since the point itself holds the samples."
+            f"batch_ndim={batch_ndim} cannot be combined with data= or process_group=: the point "
+            f"itself holds the samples."
         )
     _arguments.check_batch(where.tensors, where.names, batch_ndim)
 
@@ -314,9 +316,10 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
     def _recorded(self, parts: Leaves, count: int) -> Leaves:
         if self._group_sum is not None:
             raise InputError(
-                "create_graph: goes without process_group=, since the graph would be that of this rank's data alone. "
-                "Take an operator of them, without process_group=, on each rank, and add up gradients, each times its "
-                "share of the weights, by torch.distributed.all_reduce."
+                "create_graph cannot be combined with process_group=: the graph would be that of "
+                "this rank's data alone. On each rank, use an operator of its own data without "
+                "process_group=, multiply the gradient by the rank's share of the weights, and add "
+                "them up with torch.distributed.all_reduce."
             )
         self._count(count)
         graphs = self._graphs

@@ -14,7 +14,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Probes
 from hodiff._core._vectors import near, standard_error, sum_dtype
-from hodiff.curvature._krylov import orthogonalised
+from hodiff.curvature._krylov import orthogonalized
 from hodiff.curvature._links import told
 from hodiff.curvature._operator import LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
@@ -229,12 +229,12 @@ def logdet(
         Ubaru, S., Chen, J., Saad, Y. (2017). Fast estimation of tr(f(A)) via stochastic Lanczos quadrature. SIAM J.
         Matrix Anal. Appl. 38(4). doi:10.1137/16M1104974.
     """
-    instead = "the log-determinant of A.T @ A, halved"
+    instead = "half the log-determinant of A.T @ A"
     operator = check_square(operator, "logdet", symmetric=True, instead=instead, stacks=True)
     recorded = is_recorded("logdet", operator, create_graph, vectors=vectors, shift=shift)
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
     if recorded:
-        refuse_live("the derivative is not by them", vectors=vectors)
+        refuse_live("there is no derivative with respect to it", vectors=vectors)
         drawn.kept()
     check_rtol(rtol, drawn.number)
     _arguments.check_integer(steps, "steps", least=1)
@@ -348,10 +348,11 @@ def _logs(nodes: Tensor, weights: Tensor, shift: float, eps: float) -> Tensor:
     if bool(lost.any()):
         least, largest = float(seen.amin(-1)[lost][0]), float(nodes.abs().amax(-1)[lost][0])
         below = shift - least > 10 * eps * largest
-        other = " Of a Hessian, hodiff.GaussNewtonOperator is an approximation that is never negative." if below else ""
+        other = " hodiff.GaussNewtonOperator approximates a Hessian and is never negative." if below else ""
         raise InputError(
-            f"logdet: the operator has an eigenvalue of about {least - shift:.3g}, which with shift={shift:g} is not "
-            f"positive (up to rounding), so there is no log-determinant; give a larger shift=.{other}"
+            f"logdet: the operator has an eigenvalue of about {least - shift:.3g}, which with "
+            f"shift={shift:g} is not positive (up to rounding), so the log-determinant does not "
+            f"exist; give a larger shift=.{other}"
         )
     return (weights * torch.where(weights > 0, shifted, 1.0).log()).sum(-1)
 
@@ -542,7 +543,7 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str, shift
     overlaps = Overlaps(diagonal, offdiagonal, eps)
     lengths = rows.norm(dim=1, keepdim=True)
     if not bool(lengths.all()):
-        raise InputError("vectors: one of them is zero, and a Lanczos process cannot start from it.")
+        raise InputError("vectors: one of them is zero, and the Lanczos process cannot start from it.")
     torch.div(rows, lengths, out=basis[:, 0])
     norms = unit = rows.new_zeros(count)
     scale = torch.zeros(count, dtype=torch.float64, device="cpu")
@@ -563,9 +564,9 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str, shift
         norms = w.norm(dim=1)
         diagonal[:, j], offdiagonal[:, j] = part.double().cpu(), norms.double().cpu()
         scale = scale.maximum(largest(diagonal[:, j].abs())).maximum(largest(offdiagonal[:, j]))
-        apart = overlaps.to_orthogonalise(j, scale)
+        apart = overlaps.to_orthogonalize(j, scale)
         for some in [slice(None)] if len(apart) > FEW else [slice(row, row + 1) for row in apart]:
-            _, w[some], lengths = orthogonalised(w[some], [basis[some, : j + 1]], eps * scale[some])
+            _, w[some], lengths = orthogonalized(w[some], [basis[some, : j + 1]], eps * scale[some])
             norms[some] = lengths.to(norms)
         norms = norms.where(norms > (10 * eps * scale).to(norms), 0.0)
         offdiagonal[:, j] = norms.double().cpu()
@@ -643,7 +644,7 @@ class Overlaps:
         self._before = self._now[:, :0]
         self._again = torch.zeros(len(diagonal), dtype=torch.bool, device="cpu")
 
-    def to_orthogonalise(self, j: int, scale: Tensor) -> list[int]:
+    def to_orthogonalize(self, j: int, scale: Tensor) -> list[int]:
         """The processes whose vector j + 1 has to be made orthogonal to those before; that is taken to be done."""
         alpha = self._diagonal[:, : j + 1]
         beta = self._beside[:, : j + 1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _settings, _vectors
-from hodiff.curvature._krylov import Basis, norms, orthogonalised, spread
+from hodiff.curvature._krylov import Basis, norms, orthogonalized, spread
 from hodiff.curvature._links import told
 from hodiff.curvature._matrix import MatrixOperator
 from hodiff.curvature._operator import WAYS, LinearOperator, as_given, normal
@@ -117,7 +117,7 @@ def eigsh(
     if not is_recorded("eigsh", operator, create_graph):
         return _eigenpairs("eigsh", operator, k, which, rtol, products, basis, generator, callback, progress)
     if which == "magnitude":
-        raise InputError("create_graph: goes with which='largest' or 'smallest', whose order tells how far others are.")
+        raise InputError("create_graph needs which='largest' or which='smallest'.")
     with _settings.grad_mode(False):  # one pair more, to know the gap
         more = min(k + 1, operator.shape[0])
         record = _eigenpairs("eigsh", operator, more, which, rtol, products, basis, generator, callback, progress)
@@ -192,9 +192,9 @@ class _Twice(torch.autograd.Function):
     def backward(ctx: Any, *w: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise GraphError(
-                "eigsh: a third derivative of an eigenvalue needs the second one of its vector, "
-                f"which is not known here. For it: {WAYS['spectral_density']}; without it, no "
-                "create_graph=True in the second pass."
+                f"eigsh: a third derivative of an eigenvalue needs the second derivative of its "
+                f"vector, which is unknown here. If you need it, use {WAYS['spectral_density']}; "
+                f"if not, leave create_graph=True out of the second pass."
             )
         return w[0], None
 
@@ -207,9 +207,9 @@ def _relative_gap(values: Tensor, rtol: float, k: int) -> float:
         first = int(gaps.argmin())
         raise GraphError(
             f"eigsh: eigenvalues {first + 1} and {first + 2} are {float(values[first]):.8g} and "
-            f"{float(values[first + 1]):.8g}, {float(gaps[first]):.2g} apart: equal ones have no derivative of their "
-            f"own, and residuals of rtol={rtol:g} do not tell apart what is within {least:.2g}. Train with "
-            f"hodiff.trace, or give a smaller rtol."
+            f"{float(values[first + 1]):.8g}, {float(gaps[first]):.2g} apart. Equal eigenvalues "
+            f"have no derivatives of their own, and rtol={rtol:g} separates only those more than "
+            f"{least:.2g} apart. Train with hodiff.trace, or give a smaller rtol."
         )
     return float(gaps.min()) / size if len(gaps) else 1.0
 
@@ -411,7 +411,7 @@ def _radii(
         return record(watch.spent, met)
 
 
-FAR = " (of a matrix far from normal, say nilpotent, neither may help: its eigenvalues follow from no small residual)"
+FAR = " (if the matrix is far from normal, neither may help: a small residual does not imply accurate eigenvalues)"
 DENSE = 64
 """Up to this size all eigenvalues of a stack of matrices take less time than iterations."""
 
@@ -500,7 +500,7 @@ class Radii:
     def _next(self, basis: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The image of the last vector: its parts in the basis, how long the rest is, and that."""
         scale, eps = self.scale[numbers], torch.finfo(self._operator.dtype).eps
-        column, w, norm = orthogonalised(self._images(basis[:, -1], numbers), [basis], eps * scale)
+        column, w, norm = orthogonalized(self._images(basis[:, -1], numbers), [basis], eps * scale)
         self.scale[numbers] = scale = scale.maximum(column.abs().amax(1)).maximum(norm)
         norm = torch.where(norm > 10 * eps * scale, norm, 0.0)
         return column, norm, w * spread(torch.where(norm > 0, 1 / norm, 0.0), w)
@@ -534,7 +534,7 @@ def _eigenpairs(
     _arguments.check_option(which, Which, "which")
     size = operator.shape[0]
     if k > size:
-        raise InputError(f"k: got {k}, and the operator has {size} columns.")
+        raise InputError(f"k: got {k}, but the operator has {_arguments.plural(size, 'column')}.")
     max_basis = _room(size, k, symmetric) if basis is None else _arguments.check_integer(basis, "basis", least=k + 2)
     budget = 50 * k + 1000 if products is None else _arguments.check_integer(products, "products", least=2 * k + 2)
     if rtol is None:

@@ -32,11 +32,11 @@ from hodiff.curvature._losses import (
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum
 from hodiff.errors import InputError
 
-# --- the outputs of one batch, linearised: what Jacobian, Gauss-Newton and Fisher products run through ----------------
+# --- the outputs of one batch, linearized: what Jacobian, Gauss-Newton and Fisher products run through ----------------
 
 
 @dataclass(frozen=True, eq=False)
-class Linearised(BatchGraph):
+class Linearized(BatchGraph):
     """J v and J' u by one pass each.
 
     Attributes:
@@ -77,7 +77,7 @@ def predicted(
     ))  # fmt: skip
 
 
-def linearise(graph: OutputGraph, outputs: Leaves, at: list[Tensor]) -> tuple[Leaves, Leaves]:
+def linearize(graph: OutputGraph, outputs: Leaves, at: list[Tensor]) -> tuple[Leaves, Leaves]:
     """J' u as a function of u, at a u: `(u, J' u)`. It is linear, so that any u will do."""
     cotangents = [part.detach().requires_grad_() for part in at]
     return cotangents, _reverse.transposed_product(graph, outputs, cotangents)
@@ -87,7 +87,7 @@ def linearise(graph: OutputGraph, outputs: Leaves, at: list[Tensor]) -> tuple[Le
 
 
 @dataclass(frozen=True, eq=False)
-class CurvedOutputs(Linearised):
+class CurvedOutputs(Linearized):
     """A batch's outputs, linearized, and the matrix B over them."""
 
     curvature: Curvature
@@ -169,7 +169,7 @@ class PullbackBuilder(Builder[CurvedOutputs]):
                 ends = (outputs, at_outputs.gradient)
                 made = BlockOutputs(graph, *traits, *ends, curvature, tangents)
                 return made if self.lazily else replace(made, gradient=made.slope(keep=True))
-            cotangents, pulled = linearise(graph, outputs, at_outputs.gradient)
+            cotangents, pulled = linearize(graph, outputs, at_outputs.gradient)
         gradient = [part.detach() for part in pulled]
         traits = (at_outputs.value, at_outputs.weight, gradient, pulled, random, calls_back)
         return CurvedOutputs(graph, *traits, outputs, cotangents, curvature)
@@ -194,12 +194,11 @@ class PullbackBuilder(Builder[CurvedOutputs]):
             at_outputs = loss_at_outputs(self.loss, self.weigh, graph, batch, number, self.allow)
             if self.curvature(at_outputs, outputs, number) is not at_outputs.curvature:
                 raise InputError(
-                    "create_graph: a Fisher matrix that is no Hessian of the loss cannot be "
-                    "differentiated (labels that are drawn, outer products); "
-                    "hodiff.GaussNewtonOperator, or kind='exact' of cross-entropy or squared "
-                    "error, can."
+                    "create_graph: a Fisher matrix made of drawn labels or outer products "
+                    "cannot be differentiated. Use hodiff.GaussNewtonOperator, or "
+                    "kind='exact' with cross-entropy or squared error."
                 )
-            cotangents, pulled = linearise(graph, outputs, at_outputs.gradient)
+            cotangents, pulled = linearize(graph, outputs, at_outputs.gradient)
             own, leaves = ([part[i] for i in chosen] for part in (pulled, graph.leaves))
             tangents = _reverse.products(
                 graph, own, vectors, count, chunk_size=chunk, inputs=cotangents
@@ -238,9 +237,9 @@ class PullbackOperator(SummedOperator[CurvedOutputs]):
 def check_operands(predict: Any, loss: Any, where: Any, data: Any) -> None:
     """Raise unless `predict`, `loss`, `where` and `data` are what they should be, and in this order."""
     if _is_loss(predict) or _is_loss(where):
-        raise InputError("predict, loss, where: in this order; a loss was given in another place.")
+        raise InputError("the order is predict, loss, where; the loss was given in another place.")
     if data is None:
-        raise InputError("data: is None; expected an iterable of batches, for one batch data=[batch].")
+        raise InputError("data: got None, expected an iterable of batches; for one batch, data=[batch].")
     check_predict(predict, True)
 
 
@@ -354,7 +353,7 @@ class GaussNewtonOperator(PullbackOperator):
         if checkpoint is not False:
             self._check_blocks(predict, checkpoint)
         form = "closed-form" if type(loss) in LIKELIHOODS else "differentiated"
-        self._route = f"linearised outputs, {form} loss"
+        self._route = f"linearized outputs, {form} loss"
 
 
 # --- `FisherOperator`: the Fisher information, exact, sampled, or "empirical" -----------------------------------------
@@ -527,7 +526,7 @@ class FisherOperator(PullbackOperator):
         )  # fmt: skip
         if checkpoint is not False:
             self._check_blocks(predict, checkpoint)
-        self.kind, self._route = kind, f"{kind}, linearised outputs"
+        self.kind, self._route = kind, f"{kind}, linearized outputs"
 
     def _own_diagonal(self) -> Tensor | None:
         """Of outer products: the sum of the squares of J' s, one pass for each score s where there are few of them."""
@@ -563,8 +562,9 @@ class FisherOperator(PullbackOperator):
 def _check_kind(kind: Any, loss: Any) -> None:
     if kind is None:
         raise InputError(
-            'kind: is missing. kind="exact": the expectation over labels of the model\'s own distribution; "mc": the '
-            'same, by samples= labels drawn; "empirical": the labels of the data, which is not the Fisher information.'
+            'kind is missing. "exact" is the expectation over labels of the model\'s own '
+            'distribution; "mc" estimates it from samples= drawn labels; "empirical" uses the '
+            "labels of the data, which is not the Fisher information."
         )
     if not isinstance(kind, str) or kind not in get_args(Kind):
         raise InputError(f"kind: got {kind!r}, expected one of {', '.join(map(repr, get_args(Kind)))}.")
@@ -573,15 +573,17 @@ def _check_kind(kind: Any, loss: Any) -> None:
     if callable(loss) and not isinstance(loss, type) and type(loss) not in LIKELIHOODS:
         what = type(loss).__name__ if isinstance(loss, nn.Module) else "a function"
         raise InputError(
-            f"loss: {what} does not say what distribution it is the likelihood of, so kind={kind!r} needs "
-            f"one of {likelihood_names()}. For any other loss write a function "
-            f"loss(outputs, batch) -> (sum, weight), and take kind='empirical' or hodiff.GaussNewtonOperator."
+            f"loss: {what} does not name a distribution to draw labels from, so kind={kind!r} "
+            f"needs one of {likelihood_names()}. For any other loss, write a function "
+            f"loss(outputs, batch) -> (sum, weight) and use kind='empirical' or "
+            f"hodiff.GaussNewtonOperator."
         )
     weighted = getattr(loss, "weight", None) is not None or getattr(loss, "pos_weight", None) is not None
     if weighted or getattr(loss, "label_smoothing", 0.0):
         raise InputError(
-            f"loss: with class weights or label smoothing it is not a likelihood, so its Fisher information is not "
-            f"defined (kind={kind!r}). Use hodiff.GaussNewtonOperator, which accounts for them."
+            f"loss: with class weights or label smoothing, the loss is not a likelihood, so it has "
+            f"no Fisher information (kind={kind!r}). Use hodiff.GaussNewtonOperator, which "
+            f"accounts for them."
         )
 
 
@@ -590,6 +592,6 @@ def _check_samples(outputs: Leaves, classes: tuple[int, ...]) -> None:
     lengths = {output.shape[0] if output.ndim and -output.ndim not in classes else None for output in outputs}
     if None in lengths or len(lengths) != 1:
         raise InputError(
-            f"predict: kind='empirical' needs samples in the leading dimension of every output; got shapes "
-            f"{[tuple(output.shape) for output in outputs]}."
+            f"predict returned shapes {[tuple(output.shape) for output in outputs]}; "
+            f"kind='empirical' needs the samples in the leading dimension of every output."
         )

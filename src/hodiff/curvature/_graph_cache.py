@@ -192,7 +192,7 @@ class GraphCache(Generic[G, B]):
 
     def _evaluate(self, take: Callable[[G, int], object] | None = None) -> FirstPass:
         if self._closed:
-            raise GraphError("the operator is closed; H.refresh() opens it again, at the point as it is now.")
+            raise GraphError("the operator is closed; H.refresh() opens it again at the current point.")
         self._modules.check()
         builder = self.builder.fresh(begins=True)
         graphs: dict[int, G] = {}
@@ -371,10 +371,10 @@ class GraphCache(Generic[G, B]):
         eps = torch.finfo(self.where.tensors[0].dtype).eps
         if abs(weight - of) > 1e-6 * of or abs(value - before) > 1e3 * eps * scale:
             raise GraphError(
-                f"two passes over data disagree: the sum was {before:.8g} (weight {of:g}) and is now "
-                f"{value:.8g} (weight {weight:g}), so products would belong to different operators."
-                f"{culprits(self.where)} Use model.eval(), data without random augmentation, a list of fixed batches, "
-                f"or a memory_budget= that keeps all graphs."
+                f"two passes over data disagree: the sum was {before:.8g} (weight {of:g}) and is "
+                f"now {value:.8g} (weight {weight:g}), so two products would be of different "
+                f"operators.{culprits(self.where)} Use model.eval(), data without random "
+                f"augmentation, a list of fixed batches, or a memory_budget= that keeps all graphs."
             )
 
     # --- what a product needs
@@ -433,8 +433,8 @@ class GraphCache(Generic[G, B]):
         tensors, now = self.where.tensors, copied.where
         if now.names != self.where.names or [t.shape for t in now.tensors] != [t.shape for t in tensors]:
             raise InputError(
-                "refresh: the point has other leaves than when the operator was made (parameters were frozen, "
-                "added or resized); make a new operator."
+                "refresh: the leaves of the point have changed since the operator was made "
+                "(parameters were frozen, added or resized); make a new operator."
             )
         return copied
 

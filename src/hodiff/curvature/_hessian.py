@@ -219,8 +219,10 @@ def _check_function(f: Any, data: Any, args: Sequence[Any], kwargs: Mapping[str,
     """Raise unless `f` can be evaluated with the data."""
     if isinstance(f, Tensor):
         if data is not None:
-            raise InputError("data: is passed to a function, but f is a tensor already computed.")
+            raise InputError("data: batches are passed to a function, but f is a tensor already computed.")
     elif callable(f):
         check_signature(f, "f", ("where",) if data is None else ("where", "batch"), args, kwargs)
     else:
-        raise InputError(f"f: is a {type(f).__name__}; expected a function of the point, or a tensor computed from it.")
+        raise InputError(
+            f"f: got {_arguments.kind(f)}, expected a function of the point, or a tensor computed from it."
+        )

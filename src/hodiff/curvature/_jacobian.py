@@ -16,14 +16,14 @@ from hodiff._core._where import Where
 from hodiff.curvature._algebra import TransposedOperator, TwoSpaces
 from hodiff.curvature._data import check_predict
 from hodiff.curvature._data_operator import ChunkSize, DataOperator
-from hodiff.curvature._gauss_newton import Linearised, linearise, predicted
+from hodiff.curvature._gauss_newton import Linearized, linearize, predicted
 from hodiff.curvature._graph_cache import Builder, GraphCache, accumulate
 from hodiff.curvature._operator import LinearOperator, say_detached
 from hodiff.errors import InputError
 
 
 @final
-class JacobianOperator(DataOperator[Linearised], TwoSpaces):
+class JacobianOperator(DataOperator[Linearized], TwoSpaces):
     r"""The Jacobian J = ∂f/∂x of a network's outputs as an operator; `J.T` is its transpose.
 
     With several batches, the outputs of all batches are concatenated along their leading dimension.
@@ -91,7 +91,7 @@ class JacobianOperator(DataOperator[Linearised], TwoSpaces):
         @property
         def T(self) -> TransposedOperator: ...
 
-    _route = "linearised outputs"
+    _route = "linearized outputs"
 
     @property
     def _range(self) -> Space:
@@ -125,7 +125,7 @@ class JacobianOperator(DataOperator[Linearised], TwoSpaces):
         graphs, total, place = self._graphs, list[Tensor](), [0]
         lengths = _outputs(graphs).lengths
 
-        def add(graph: Linearised, number: int) -> None:
+        def add(graph: Linearized, number: int) -> None:
             start, length = place[0], lengths[number]
             own = parts if len(lengths) == 1 else [part.narrow(lead, start, length) for part in parts]
             products = graph.vjp(own, count, self._chosen, chunk)
@@ -163,10 +163,10 @@ class JacobianOperator(DataOperator[Linearised], TwoSpaces):
         return [torch.cat(column, 1) for column in columns]
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
-        raise InputError("block: a Jacobian's rows and columns differ; differentiate at hodiff.select(model, ...).")
+        raise InputError("block: a Jacobian's rows and columns differ; give hodiff.select(model, ...) as where.")
 
 
-def _outputs(graphs: GraphCache[Linearised, JacobianBuilder]) -> Outputs:
+def _outputs(graphs: GraphCache[Linearized, JacobianBuilder]) -> Outputs:
     """The outputs that an evaluation has noted; it is made where it has not been."""
     if graphs.first is None:
         graphs.evaluate()
@@ -194,7 +194,7 @@ class Outputs:
             self._tree = tree
         different = _tree.difference(self._tree, tree, "f(x)")
         if different:
-            raise InputError(f"predict: its outputs are put together, but {different}, as for the first batch.")
+            raise InputError(f"predict: outputs of all batches are joined, but {different}, as for the first batch.")
         outputs = _tree.reordered(outputs, tree, self._tree)
         if number not in self._values:
             if self._values:
@@ -223,8 +223,8 @@ def _check_alike(first: Leaves, outputs: Leaves) -> None:
     )
     if not alike or len({part.shape[0] for part in outputs}) != 1:
         raise InputError(
-            f"predict: the outputs of several batches are put together along their leading dimension, which shapes "
-            f"{[tuple(part.shape) for part in first]} and {shapes} do not allow."
+            f"predict: outputs of several batches are joined along their leading dimension, which "
+            f"shapes {[tuple(part.shape) for part in first]} and {shapes} do not allow."
         )
 
 
@@ -232,14 +232,14 @@ def _check_samples(outputs: Leaves, batch: torch.Size) -> None:
     for output in outputs:
         if output.shape[: len(batch)] != batch:
             raise InputError(
-                f"predict: returned shape {tuple(output.shape)}; for batch_ndim={len(batch)} its leading "
-                f"dimensions are those of the samples, {tuple(batch)}."
+                f"predict returned shape {tuple(output.shape)}; with batch_ndim={len(batch)} the "
+                f"shape must begin with {tuple(batch)}, one row per sample."
             )
 
 
 @final
 @dataclass(frozen=True)
-class JacobianBuilder(Builder[Linearised]):
+class JacobianBuilder(Builder[Linearized]):
     """Evaluates and linearizes one batch, and notes its outputs.
 
     Attributes:
@@ -253,19 +253,19 @@ class JacobianBuilder(Builder[Linearised]):
     outputs: Outputs = field(default_factory=Outputs)
     batch_ndim: int = 0
 
-    def build(self, where: Where, batch: Any, number: int) -> Linearised:
+    def build(self, where: Where, batch: Any, number: int) -> Linearized:
         """The graph of one batch; its value, by which passes are compared, is the sum of its outputs."""
         with predicted(self.predict, where, batch, self.allow, self.batch_ndim) as graph:
             random, outputs = graph.context.random.moved(), self.outputs.noted(number, graph.tensors(), graph.outputs)
             _check_samples(outputs, graph.call.batch)
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
-            cotangents, pulled = linearise(graph, outputs, [torch.ones_like(output) for output in outputs])
+            cotangents, pulled = linearize(graph, outputs, [torch.ones_like(output) for output in outputs])
         value = sum(
             (part.detach().sum(dtype=sum_dtype(part.dtype)) for part in outputs),
             torch.zeros((), device=where.tensors[0].device),
         )
         gradient = [part.detach() for part in pulled]
-        return Linearised(graph, value, None, gradient, pulled, random, calls_back, outputs, cotangents)
+        return Linearized(graph, value, None, gradient, pulled, random, calls_back, outputs, cotangents)
 
     def recorded(
         self,
@@ -289,7 +289,7 @@ class JacobianBuilder(Builder[Linearised]):
                 roots, inputs = outputs, [graph.leaves[index] for index in chosen]
             else:
                 ones = [torch.ones_like(output) for output in outputs]
-                inputs, pulled = linearise(graph, outputs, ones)
+                inputs, pulled = linearize(graph, outputs, ones)
                 roots = [pulled[index] for index in chosen]
             return _reverse.products(graph, roots, vectors, count, chunk_size=chunk, inputs=inputs)
 

@@ -189,8 +189,9 @@ class Block(ABC):
         forms, eps = dots(r, z), self._systems.eps
         if anywhere(forms <= 0) and anywhere((forms <= -10 * eps * norms(r) * norms(z)) & (norms(r) > 0)):
             raise InputError(
-                "preconditioner: is not positive definite (r'Mr <= 0 for a residual r). Give one that is, as "
-                "hodiff.nystrom or a positive diagonal, or take method='gmres', which allows any."
+                "preconditioner is not positive definite (r'Mr <= 0 for a residual r). Give one "
+                "that is, such as hodiff.nystrom or a positive diagonal, or use method='gmres', "
+                "which allows any."
             )
         return forms
 
@@ -339,7 +340,7 @@ class GMRES(Block):
         """One more vector of the basis, and nothing else that keeps it; a new basis, where that is full."""
         eps, before = self._systems.eps, self._before
         self._count += 1
-        parts, w, norm = orthogonalised(
+        parts, w, norm = orthogonalized(
             self._systems.product(self._inverse(self._basis[..., self._count - 1, :]), self.numbers),
             [self._basis[..., : self._count, :]],
             eps * self._scale,
@@ -418,7 +419,7 @@ class LeastSquares:
         return y, rest
 
 
-def orthogonalised(w: Tensor, bases: Sequence[Tensor], negligible: Number) -> tuple[Tensor, Tensor, Number]:
+def orthogonalized(w: Tensor, bases: Sequence[Tensor], negligible: Number) -> tuple[Tensor, Tensor, Number]:
     """Vectors without their parts in orthonormal bases, again where much cancels.
 
     First their parts in the first of the bases, last their lengths.
@@ -510,7 +511,7 @@ def anywhere(where: Number) -> bool:
     return where if where is True or where is False else bool(where.any())
 
 
-# --- an orthonormal basis of a Krylov space with full reorthogonalisation; the engine of `eigsh` and `eigs` ----
+# --- an orthonormal basis of a Krylov space with full reorthogonalization; the engine of `eigsh` and `eigs` ----
 
 
 class Basis:
@@ -567,7 +568,7 @@ class Basis:
         """One product; its remainder is the next vector."""
         j = self.size
         image = self._multiply(self.vectors[j])
-        column, w, norm = self._orthogonalised(image, j + 1)
+        column, w, norm = self._orthogonalized(image, j + 1)
         if not math.isfinite(norm):
             self._check(image)
         if self._symmetric:
@@ -582,10 +583,10 @@ class Basis:
         else:
             self._fresh(j + 1)
 
-    def _orthogonalised(self, w: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
+    def _orthogonalized(self, w: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
         """`w` without its parts in the basis and the locked vectors."""
         bases = [self.vectors[:count], self._locked] if len(self._locked) else [self.vectors[:count]]
-        return orthogonalised(w, bases, self._eps * self.scale)
+        return orthogonalized(w, bases, self._eps * self.scale)
 
     def _fresh(self, count: int) -> None:
         """Put a random vector orthogonal to all others at `count`, if there is one left."""
@@ -597,7 +598,7 @@ class Basis:
 
     def _put(self, count: int, w: Tensor) -> bool:
         """Put what the others leave of a vector at `count`; False where that is nothing."""
-        _, w, norm = self._orthogonalised(w / w.norm(), count)
+        _, w, norm = self._orthogonalized(w / w.norm(), count)
         if norm > 0:
             torch.div(w, norm, out=self.vectors[count])
         return norm > 0

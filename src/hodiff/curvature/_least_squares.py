@@ -55,7 +55,7 @@ _State = dict[str, float]
 
 
 class LevenbergMarquardt(Rateless):
-    r"""Levenberg's and Marquardt's method: nonlinear least squares, as an optimiser on residuals.
+    r"""Levenberg's and Marquardt's method: nonlinear least squares, as an optimizer on residuals.
 
     The loss is **half the sum of the squares** of all that the functions return,
     \(\tfrac12 \lVert r(\theta) \rVert^2\). For a mean divide by the root of the number of samples,
@@ -173,7 +173,7 @@ class LevenbergMarquardt(Rateless):
         self._functions: list[Callable[..., Any]] = [*residuals] if several else [residuals]  # pyright: ignore[reportGeneralTypeIssues, reportAttributeAccessIssue]
         good = [callable(f) and not isinstance(f, Tensor) for f in self._functions]
         if not good or not all(good):
-            raise InputError("residuals: expected a function of where and a batch, or a list of such.")
+            raise InputError("residuals: expected a function of where and a batch, or a list of such functions.")
         _arguments.check_positive(damping, "damping")
         _arguments.check_number(0 if min_damping is None else min_damping, "min_damping", least=0)
         _arguments.check_number(momentum, "momentum", least=0, below=1.0)
@@ -189,12 +189,12 @@ class LevenbergMarquardt(Rateless):
         try:
             super().__init__(tensors, {})
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"where: {error}; expected leaves, to be changed.") from error
+            raise InputError(f"where: {error}; expected leaves, which the steps change.") from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a second group: *where* is one point."""
         if self.param_groups:
-            raise InputError("param_group: LevenbergMarquardt has one, its where; make another.")
+            raise InputError("param_group: LevenbergMarquardt has one group, its where; make another optimizer.")
         super().add_param_group(param_group)
 
     def step(self, *batches: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -217,8 +217,9 @@ class LevenbergMarquardt(Rateless):
             )
         if len(batches) != len(self._functions):
             raise InputError(
-                f"step: got {len(batches)} batches for {len(self._functions)} functions of residuals; "
-                f"give each one (a batch of several tensors as a tuple), or None."
+                f"step: got {len(batches)} batch{'es' * (len(batches) != 1)}, expected "
+                f"{len(self._functions)}: one for each function of residuals (a batch of several tensors "
+                f"as a tuple), or None."
             )
         with _locks.ThreadClaim(self):  # of several threads one steps
             known, self._known = self._known, None
@@ -277,8 +278,8 @@ class LevenbergMarquardt(Rateless):
         if not math.isfinite(system.loss) or (first and not system.loss and system.r.any()):
             largest = float(system.r.abs().max())
             raise InputError(
-                f"residuals: the largest is {largest:.1e}, and half the sum of the squares "
-                f"is {system.loss} in float64; scale them. Nothing was changed."
+                f"residuals: the largest is {largest:.1e}, so half their sum of squares is "
+                f"{system.loss} in float64; scale them. Nothing was changed."
             )
         if system.by_products:
             system.products(graph, outputs)
@@ -309,8 +310,8 @@ class LevenbergMarquardt(Rateless):
         wrong = int((~output.detach().isfinite()).sum())
         if wrong:
             raise InputError(
-                f"{name}: {wrong:,} of {output.numel():,} are not finite at the parameters as they are; "
-                f"nothing was changed."
+                f"{name}: {wrong:,} of {output.numel():,} are not finite at the current "
+                f"parameters. Nothing was changed."
             )
         if output.ndim == 2 and output.shape[0] == output.shape[1] > 1:
             if isinstance(samples, Samples):
@@ -344,9 +345,9 @@ class LevenbergMarquardt(Rateless):
             return False
         if output.ndim not in (1, 2):
             raise InputError(
-                f"residuals[{number}]: returned shape {tuple(output.shape)}, expected one residual for "
-                f"each sample of its batch, (N,), or some, (N, K): residuals, not the sum of their "
-                f"squares."
+                f"residuals[{number}] returned shape {tuple(output.shape)}, expected one residual "
+                f"per sample, (N,), or several, (N, K): the residuals, not the sum of their "
+                f"squares. (For a mean loss, return what it squares.)"
             )
         state, name = self.state[self.param_groups[0]["params"][0]], f"size {number}"
         usual = state.get(name, 0.0)
@@ -364,11 +365,12 @@ class LevenbergMarquardt(Rateless):
         if number not in self._warned and output.numel():
             self._warned.add(number)
             warnings.warn(
-                f"residuals[{number}]: cannot be taken sample by sample: under torch.vmap it fails, or "
-                f"gives other residuals or derivatives than the whole batch (len(x) is 1 there: divide "
-                f"by a number from outside, and put data of the samples into the batch, as (x, y); "
-                f"BatchNorm mixes samples, dropout draws; for torch.autograd.grad and "
-                f"hodiff.grad take hodiff's fields: partials). The Jacobian costs a pass for each residual{at}.",
+                f"residuals[{number}] cannot be evaluated sample by sample, so the Jacobian costs "
+                f"a pass for each residual{at}: under torch.vmap the function fails, or its "
+                f"residuals or derivatives differ from those of the whole batch. (There, len(x) "
+                f"is 1: divide by a number from outside. Put data of the samples into the batch, "
+                f"as (x, y). BatchNorm mixes samples, and dropout draws. In place of "
+                f"torch.autograd.grad and hodiff.grad use hodiff.partials.)",
                 HodiffWarning,
                 stacklevel=_arguments.outside() + 1,  # PyTorch puts a function around `step`
             )
@@ -609,8 +611,8 @@ def _check_apart(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         if start < end or span < x.numel():
             other = last if start < end else "itself"
             raise InputError(
-                f"where: {name} shares memory with {other}, and a step of each would change both. Use "
-                f"one parameter in both places (m.b = m.a; f may transpose it), or give each its own "
-                f"(.clone())."
+                f"where: {name} shares memory with {other}, so a step of one would change both. "
+                f"Use one parameter in both places (m.b = m.a; f may transpose it), or give each "
+                f"its own memory (.clone())."
             )
         last, end = name, start + span * x.element_size()

@@ -69,8 +69,8 @@ def _xnystrace(h: Tensor, r: Tensor, gram: Tensor | None, size: int) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex((h + h.T) / 2, upper=True)
     if int(failed):
         raise InputError(
-            "method='xnystrace': is for positive semidefinite operators, and this one has a direction of negative "
-            "curvature; use method='xtrace'."
+            "method='xnystrace' is for positive semidefinite operators, but this one has a "
+            "direction of negative curvature; use method='xtrace'."
         )
     inverse = torch.linalg.solve_triangular(factor, torch.eye(len(h), dtype=h.dtype, device=h.device), upper=True)
     b = r @ inverse
@@ -127,7 +127,7 @@ def _without_two(p: Tensor, m: Tensor, scaled: Tensor, mine: Tensor, cosines: Te
 
     The range of Y without i and j is orthogonal in Q to s_i and to t, the part of s_j outside s_i.
     Both parts are written out and summed over j, so that no vector is left out by another
-    factorisation.
+    factorization.
     """
     eye = torch.eye(len(cosines), dtype=p.dtype, device=p.device)
     c = cosines - cosines.diagonal() * eye

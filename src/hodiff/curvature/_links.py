@@ -24,8 +24,8 @@ Solver = Callable[..., tuple[SolveRecord[Tensor], "str | None"]]
 
 
 GROWS = (
-    "the terms of the Neumann series grow, so that the series diverges: an eigenvalue of J / scale is not within "
-    "the unit circle around 1. Give a larger scale=, damping=, or method='gmres'."
+    "the Neumann series diverges: an eigenvalue of J / scale is not within the unit circle around "
+    "1. Give a larger scale=, damping=, or method='gmres'."
 )
 
 
@@ -149,16 +149,17 @@ class ImplicitSystem:
                 raise GraphError(f"{place}: {why} {spent}.")
             self.line.warn(
                 f"{place}: {why} {spent}{told(lost.reshape(batch))}, whose derivatives are nan; "
-                f"those of the others stand."
+                f"those of the other samples are right."
             )
         met = False if record.converged is None else record.converged
         rest = ~(lost | torch.as_tensor(met, device="cpu"))
         if bool(rest.any()) and not (fatal and self._steps):
             self.line.warn(
                 f"{place}: after {record.products} products the linear system of the derivative "
-                f"has a relative residual of {float(residual[rest].max()):.2g} (rtol={self._rtol:g})"
-                f"{told(rest.reshape(batch or -1))}, and derivatives are off by about that times "
-                f"its condition. Allow more by products=, give a preconditioner=, or add damping=."
+                f"has a relative residual of {float(residual[rest].max()):.2g} "
+                f"(rtol={self._rtol:g}){told(rest.reshape(batch or -1))}, and derivatives are off "
+                f"by about that times its condition number. Allow more products=, give a "
+                f"preconditioner=, or add damping=."
             )
         return lost[..., None]
 
@@ -245,8 +246,9 @@ class _Link(torch.autograd.Function):
         chain, residual = ctx.chain, ctx.saved_tensors
         if any(map(torch._C._functorch.is_batchedtensor, v)):  # pyright: ignore[reportAttributeAccessIssue]
             raise InputError(
-                f"{chain.system.name}: its backward pass solves a linear system, which torch.vmap cannot batch. Use "
-                f"hodiff.jacobian or hodiff.hessian, which then take one vector at a time."
+                f"{chain.system.name}: the backward pass solves a linear system, which torch.vmap "
+                f"cannot batch. Use hodiff.jacobian or hodiff.hessian, which then take one vector "
+                f"at a time."
             )
         if not torch.is_grad_enabled():
             # All links have the same first derivative: the innermost solves once for what they all are given.
@@ -313,6 +315,7 @@ class _OrderExceeded(torch.autograd.Function):
     def backward(ctx: Any, *w: Tensor) -> Any:
         system = ctx.system
         raise GraphError(
-            f"{system.name}, called at {system.line.file}:{system.line.number}: was attached for derivatives up to "
-            f"order {system.order}, and this is one more, which would be wrong. Pass order={system.order + 1}."
+            f"{system.name}, called at {system.line.file}:{system.line.number}, allows derivatives "
+            f"up to order {system.order}, and this one is higher and would be wrong. Pass "
+            f"order={system.order + 1}."
         )

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hodiff._core import _kernels, _nodes, _reverse, _tree
+from hodiff._core import _arguments, _kernels, _nodes, _reverse, _tree
 from hodiff._core._call import Allowed, call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, draw, sum_dtype
@@ -157,14 +157,14 @@ Curvature = OutputCurvature | OuterProducts
 def check_loss(loss: Any, batch_weight: Any) -> None:
     """Raise unless the loss is a function, or one of the modules whose Hessian is known."""
     if isinstance(loss, type):
-        raise InputError(f"loss: is the class {loss.__name__}; give an instance of it.")
+        raise InputError(f"loss: got the class {loss.__name__}; give an instance of it.")
     if isinstance(loss, nn.modules.loss._Loss):
         if type(loss) not in LIKELIHOODS:  # a subclass computes what it likes
             takes = list(inspect.signature(loss.forward).parameters)
             more = ["outputs", "batch[1]"] if len(takes) == 2 else [*takes[:1], *(f"... {name}" for name in takes[1:])]
             raise InputError(
-                f"loss: {type(loss).__name__} is not one whose sums and weights are known "
-                f"({likelihood_names()}). Give a function that returns (sum, weight):\n"
+                f"loss: hodiff knows the sums and weights of {likelihood_names()}, not of "
+                f"{type(loss).__name__}. Give a function that returns (sum, weight):\n"
                 f"    def loss(outputs, batch):\n"
                 f"        return {type(loss).__name__}(reduction='sum')({', '.join(more)}), len(outputs)"
             )
@@ -172,18 +172,18 @@ def check_loss(loss: Any, batch_weight: Any) -> None:
             raise InputError('loss: reduction="none" gives no scalar; use "mean" or "sum".')
         if loss._forward_hooks or loss._forward_pre_hooks:
             raise InputError(
-                f"loss: this {type(loss).__name__} has forward hooks, which its written-out Hessian would bypass; give "
-                f"a function loss(outputs, batch) -> (sum, weight)."
+                f"loss: this {type(loss).__name__} has forward hooks, which its closed-form "
+                f"Hessian would bypass; give a function loss(outputs, batch) -> (sum, weight)."
             )
         if batch_weight is not None:
             raise InputError(
-                f"batch_weight: is given, but {type(loss).__name__} says itself how much a batch counts; give a "
-                f"function loss(outputs, batch) for other weights."
+                f"batch_weight: {type(loss).__name__} determines the weight of a batch itself; "
+                f"leave it out, or give a function loss(outputs, batch)."
             )
     elif not callable(loss):
         raise InputError(
-            f"loss: is a {type(loss).__name__}; expected loss(outputs, batch) -> (sum, weight), or an instance of one "
-            f"of {likelihood_names()}."
+            f"loss: got {_arguments.kind(loss)}, expected loss(outputs, batch) -> (sum, weight), "
+            f"or an instance of one of {likelihood_names()}."
         )
     else:
         check_signature(loss, "loss", ("outputs", "batch"))
@@ -194,8 +194,8 @@ def target_of(batch: Any) -> Tensor:
     if isinstance(batch, (tuple, list)) and len(batch) >= 2 and isinstance(batch[1], Tensor):
         return batch[1]
     raise InputError(
-        "loss: a loss module takes its targets from batch[1], and this batch is not a pair (inputs, targets); give a "
-        "function loss(outputs, batch) -> (sum, weight)."
+        "loss: a loss module takes its targets from batch[1], but this batch is not a pair "
+        "(inputs, targets); give a function loss(outputs, batch) -> (sum, weight)."
     )
 
 
@@ -261,7 +261,7 @@ def _refuse_functional(loss: Any, batch: Any) -> None:
     """Raise for `F.mse_loss`: it would get the whole batch for its targets."""
     if getattr(loss, "__module__", "") == "torch.nn.functional" and _tree.is_container(batch):
         raise InputError(
-            f"loss: F.{loss.__name__} takes targets, and loss(outputs, batch) is called with the whole batch, "
+            f"loss: F.{loss.__name__} takes targets, but loss(outputs, batch) is called with the whole batch, "
             f"{_tree.describe(_tree.flatten(batch)[2])}. Give nn.CrossEntropyLoss(), nn.MSELoss() or "
             f"nn.BCEWithLogitsLoss(), which take batch[1], or a function that returns (sum, weight):\n"
             f"    def loss(outputs, batch):\n"
@@ -275,8 +275,9 @@ def _refuse_shortcut(graph: OutputGraph, value: Tensor) -> None:
     for leaf, name in zip(graph.leaves, graph.call.where.names, strict=True):
         if _nodes.node_of(leaf) in reached:
             raise GraphError(
-                f"loss reaches {name} other than through the outputs, and that part would be missing from J' H J. "
-                f"Leave a regulariser out of the loss and add its Hessian to the operator: G + 0.1 for 0.05 |w|^2."
+                f"loss reaches {name} other than through the outputs, and that part would be "
+                f"missing from J' H J. Leave a regularizer out of the loss and add its Hessian to "
+                f"the operator: G + 0.1 for 0.05 |w|^2."
             )
 
 
@@ -286,7 +287,7 @@ def _refuse_shortcut(graph: OutputGraph, value: Tensor) -> None:
 def _single(loss: nn.Module, outputs: Leaves, target: Tensor | None = None) -> Tensor:
     """The one output, of the shape of the targets where these are given."""
     if len(outputs) != 1:
-        raise InputError(f"loss: {type(loss).__name__} takes one tensor, and predict returned {len(outputs)}.")
+        raise InputError(f"loss: {type(loss).__name__} takes one tensor, but predict returned {len(outputs)}.")
     if target is not None:
         check_shapes(outputs[0], target)
     return outputs[0]
@@ -384,8 +385,8 @@ def gaussian(loss: nn.GaussianNLLLoss, outputs: Leaves, target: Tensor) -> LossA
     """
     if len(outputs) != 2 or outputs[0].shape != outputs[1].shape:
         raise InputError(
-            f"loss: {type(loss).__name__} takes a mean and a variance of one shape, (mean, var), and predict returned "
-            f"{[tuple(output.shape) for output in outputs]}."
+            f"loss: {type(loss).__name__} takes a mean and a variance of the same shape, (mean, "
+            f"var), but predict returned shapes {[tuple(output.shape) for output in outputs]}."
         )
     m, v = outputs
     check_shapes(m, target)

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hodiff._core import _call, _reverse, _vectors
+from hodiff._core import _arguments, _call, _reverse, _vectors
 from hodiff._core._arguments import check_integer, check_positive, check_real_tensor, is_set
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given
@@ -60,22 +60,18 @@ class MatrixOperator(LinearOperator):
         check_integer(batch_ndim, "batch_ndim", least=0)
         fits = isinstance(A, Tensor) and A.layout is torch.strided and A.is_floating_point()
         if fits and (A.is_nested or A.is_meta):
-            raise InputError(
-                f"A: is {'nested' if A.is_nested else 'on the meta device'}; expected a dense real matrix."
-            )
+            raise InputError(f"A is {'nested' if A.is_nested else 'on the meta device'}; expected a dense real matrix.")
         if not fits or A.ndim - batch_ndim not in (1, 2) or not A.shape[batch_ndim:].numel():
-            kind = f"{A.layout}, {A.dtype} of shape {tuple(A.shape)}" if isinstance(A, Tensor) else type(A).__name__
+            what = f"{A.layout}, {A.dtype} of shape {tuple(A.shape)}" if isinstance(A, Tensor) else _arguments.kind(A)
             if fits and not A.numel():
-                raise InputError(f"A: has shape {tuple(A.shape)}, without entries; expected one of a row at least.")
+                raise InputError(f"A has shape {tuple(A.shape)}, expected at least one row and column.")
             stack = f", each with {batch_ndim} leading dimensions of a batch" if batch_ndim else ""
             way = ""
             if not isinstance(A, Tensor):
                 way = " Make it a tensor: torch.as_tensor(A)."
             elif fits and A.ndim > 2 and not batch_ndim:
                 way = " For one matrix in each of several systems: batch_ndim=1."
-            raise InputError(
-                f"A: is {kind}; expected a dense real matrix (M, D), or the (D,) of a diagonal{stack}.{way}"
-            )
+            raise InputError(f"A: got {what}; expected a dense real matrix (M, D), or a diagonal (D,){stack}.{way}")
         check_real_tensor(A, "A")
         if A.requires_grad:
             _call.refuse_transforms()
@@ -83,8 +79,9 @@ class MatrixOperator(LinearOperator):
         written = A.numel() * A.element_size()
         if written > max(LARGEST_VIEW, A.untyped_storage().nbytes()):
             raise InputError(
-                f"A: is an expanded view of shape {tuple(A.shape)}, {written / 2**30:,.0f} GiB when written out, and "
-                "each product reads all of it; give hodiff.JacobianOperator a function that computes the product."
+                f"A is an expanded view of shape {tuple(A.shape)}, {written / 2**30:,.0f} GiB when "
+                f"written out, and each product reads all of it; give hodiff.JacobianOperator a "
+                f"function that computes the product."
             )
         super().__init__()
         self._own = "the matrix requires grad" if A.requires_grad else ""
@@ -229,7 +226,7 @@ def nystrom(
     operator = check_square(operator, "nystrom", symmetric=True, instead="a preconditioner of your own")
     size = operator.shape[0]
     if check_integer(rank, "rank", least=1) > size:
-        raise InputError(f"rank: got {rank}, and the operator has {size} columns.")
+        raise InputError(f"rank: got {rank}, but the operator has {_arguments.plural(size, 'column')}.")
     check_positive(shift, "shift", ": the damping of the system")
     _vectors.check_generator(generator)
     like = operator._domain.zeros_flat(0).to(sum_dtype(operator.dtype))
@@ -255,8 +252,9 @@ def nystrom_eigenpairs(omega: Tensor, images: Tensor, dtype: torch.dtype) -> tup
             break
     else:
         raise InputError(
-            "nystrom: is for positive semidefinite operators, and this one has a direction of negative curvature; take "
-            "hodiff.GaussNewtonOperator, or method='minres' without a preconditioner."
+            "nystrom is for positive semidefinite operators, but this one has a direction of "
+            "negative curvature; use hodiff.GaussNewtonOperator, or method='minres' without a "
+            "preconditioner."
         )
     half = torch.linalg.solve_triangular(factor, y, upper=True, left=False)
     vectors, roots, _ = torch.linalg.svd(half, full_matrices=False)

@@ -32,7 +32,7 @@ GOOD = 0.75
 class Rateless(torch.optim.Optimizer):
     """An optimizer that chooses the length of its steps: who schedules a learning rate is told."""
 
-    # What a copy, or a pickle, has: PyTorch's own optimisers keep all their options in the groups.
+    # What a copy, or a pickle, has: PyTorch's own optimizers keep all their options in the groups.
     _own: tuple[str, ...]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -51,8 +51,7 @@ class _Group(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise InputError(
-            f"{key}: this optimiser has no learning rate, for it chooses the length of each step "
-            f"itself; there is nothing to schedule."
+            f"{key}: this optimizer has no learning rate to schedule; it chooses the length of each step itself."
         )
 
 
@@ -153,8 +152,8 @@ class NewtonCG(Rateless):
         """
         if not callable(closure):
             raise InputError(
-                f"closure: {'is missing' if closure is None else f'is a {type(closure).__name__}'}; "
-                f"NewtonCG evaluates the loss: optimizer.step(lambda: loss(model(x), y))."
+                f"closure: got {_arguments.kind(closure)}, expected a function that computes the "
+                f"loss: optimizer.step(lambda: loss(model(x), y))."
             )
         with _locks.ThreadClaim(self):  # of several threads one steps
             return self._stepped(closure)
@@ -256,8 +255,8 @@ def _operator(loss: Tensor, tensors: list[Tensor]) -> HessianOperator:
     except GraphError as error:
         if error._facts.kind == "freed":
             raise GraphError(
-                "closure: the graph of its loss has been freed; NewtonCG's closure returns the loss and does not call "
-                "backward()."
+                "closure: the graph of the loss has been freed; NewtonCG's closure returns the "
+                "loss and does not call backward()."
             ) from error
         raise
     return H
@@ -266,15 +265,14 @@ def _operator(loss: Tensor, tensors: list[Tensor]) -> HessianOperator:
 def _finite(loss: Any) -> float:
     if not isinstance(loss, Tensor):
         raise InputError(
-            f"closure: returned a {type(loss).__name__}, expected the loss, a tensor. NewtonCG's closure returns the "
-            f"loss and does not call backward()."
+            f"closure returned {_arguments.kind(loss)}, expected the loss, a tensor. NewtonCG's "
+            f"closure returns the loss and does not call backward()."
         )
     _arguments.check_scalars(_arguments.check_output(loss, "closure()"), 0, torch.Size())
     value = float(loss.detach())
     if not math.isfinite(value):
         raise InputError(
-            f"closure: the loss is {value} at the parameters as they are, so there is nothing to model; nothing was "
-            f"changed."
+            f"closure: the loss is {value} at the current parameters, so there is no step to take. Nothing was changed."
         )
     return value
 

@@ -156,9 +156,9 @@ class LinearOperator(ABC):
     def _recorded(self, parts: Leaves, count: int) -> Leaves:
         """The products with `count` stacked vectors, differentiable in them and in what the operator is made of."""
         raise InputError(
-            f"create_graph: the products of a {type(self).__name__} cannot be differentiated; those "
-            f"of a hodiff.HessianOperator, GaussNewtonOperator, JacobianOperator or MatrixOperator, "
-            f"of their blocks, sums, products, multiples and transposes can."
+            f"create_graph: products of {_arguments.kind(self)} cannot be differentiated; those of "
+            f"hodiff.HessianOperator, GaussNewtonOperator, JacobianOperator and MatrixOperator "
+            f"can, and of their blocks, sums, products, multiples and transposes."
         )
 
     def _recorded_pull(self, parts: Leaves, count: int) -> Leaves:
@@ -265,8 +265,8 @@ class LinearOperator(ABC):
             return (self.T @ u.T).T
         if isinstance(u, Tensor) and u.ndim == 2 and u.shape[0] == self.shape[0] and [u.shape] != self._range.shapes:
             raise InputError(
-                f"u: has shape {tuple(u.shape)}, expected ({len(u)},), or (K, {len(u)}) for K vectors; several vectors "
-                f"on the left are rows: give u.T."
+                f"u has shape {tuple(u.shape)}, expected ({len(u)},), or (K, {len(u)}) for K "
+                f"vectors; several vectors on the left are rows: give u.T."
             )
         return self.T @ u
 
@@ -410,7 +410,7 @@ class LinearOperator(ABC):
             InputError: A pattern that matches nothing, or an operator that is not square.
         """
         if self.shape[-2] != self.shape[-1] or not self._domain.like(self._range):
-            raise InputError(f"block: needs rows and columns of the same kind; {self!r} has not.")
+            raise InputError(f"block: {self!r} has rows and columns of different kinds; a block needs the same.")
         return self._block(self._domain.numbers_of(patterns or ("*",)))
 
     def _block(self, chosen: list[int]) -> LinearOperator:
@@ -454,8 +454,8 @@ class LinearOperator(ABC):
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         """NumPy would make an array without dimensions that holds the operator, and fail later and elsewhere."""
         raise TypeError(
-            f"{self!r} is not an array: it does not store its entries. Its matrix is H.dense().numpy(); for SciPy's "
-            f"routines, which take products, H.to_scipy()."
+            f"{self!r} is not an array: it does not store its entries. Give SciPy's routines "
+            f"H.to_scipy(), which computes products; the whole matrix is H.dense().numpy()."
         )
 
     if not TYPE_CHECKING:  # a checker of types says it before anything runs
@@ -463,8 +463,9 @@ class LinearOperator(ABC):
         def __getitem__(self, index: object) -> NoReturn:
             """Entries are not known; and a loop over rows would ask for them one by one."""
             raise InputError(
-                f"{self!r} has no entries to look up: its matrix is H.dense(), its diagonal "
-                f"hodiff.diagonal(H), and the part of some leaves H.block(pattern)."
+                f"{self!r} cannot be indexed: it does not store its entries. Its matrix is "
+                f"H.dense(), its diagonal is hodiff.diagonal(H), and H.block(pattern) is the block "
+                f"of some leaves."
             )
 
     def dense(self) -> Tensor:
@@ -488,9 +489,9 @@ class LinearOperator(ABC):
         needed = self.shape.numel() * self._domain.dtype.itemsize
         if needed > 2**23 and needed > (free := free_bytes(self.device)):  # which reads a file
             raise InputError(
-                f"dense: a {rows} x {columns} matrix of {self.dtype} takes {readable(needed)}, and "
-                f"{readable(free)} are free. Use products (A @ v), hodiff.eigsh, hodiff.trace, hodiff.diagonal, or "
-                f"a block of it: A.block('...')."
+                f"dense: a {rows} x {columns} matrix of {self.dtype} takes {readable(needed)}, but "
+                f"only {readable(free)} are free. Use products (A @ v), hodiff.eigsh, "
+                f"hodiff.trace, hodiff.diagonal, or a block: A.block('...')."
             )
         A = self.T if rows < columns else self
         domain, size = A._domain, A._chunk(A._domain.size)
@@ -512,7 +513,7 @@ class LinearOperator(ABC):
         """
         say_detached("A.to_scipy()", self._live)
         if self._domain.batch:
-            raise InputError("to_scipy: is of one matrix at a time; make one of each, without batch_ndim=.")
+            raise InputError("to_scipy takes one matrix at a time; make an operator of each, without batch_ndim=.")
         try:
             from scipy.sparse.linalg import LinearOperator as ScipyOperator
         except ImportError as error:
@@ -555,26 +556,27 @@ def as_number(value: object, sign: str) -> float:
     elif isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)
     else:
-        what = f"a {type(value).__name__}"
+        what = _arguments.kind(value)
     raise InputError(
-        f"operator {sign} {what}: expected a number or an operator; for a matrix write hodiff.MatrixOperator(A)."
+        f"operator {sign} {what}: expected a number or an operator; wrap a matrix: hodiff.MatrixOperator(A)."
     )
 
 
 def check_sizes(left: Space, right: Space, what: str) -> None:
     if left.batch != right.batch:
         raise InputError(
-            f"{what}: stacks of {tuple(left.batch)} and {tuple(right.batch)} matrices; give both the same batch."
+            f"{what}: got stacks of {tuple(left.batch)} and {tuple(right.batch)} matrices; give both the same batch."
         )
     compatible = left.size == right.size and (left.like(right) or left.flat or right.flat)
     if not compatible:
         raise InputError(
-            f"{what}: the sizes {left.size} and {right.size}, or the structures (the order of keys too), differ; "
-            f"operators combine over the same point, or with a flat MatrixOperator of the same size."
+            f"{what}: the sizes {left.size} and {right.size}, or the structures (including the "
+            f"order of keys), differ; combine operators over the same point, or with a flat "
+            f"MatrixOperator of the same size."
         )
     if left.dtype != right.dtype or left.device != right.device:
         raise InputError(
-            f"{what}: {left.dtype} on {left.device} and {right.dtype} on {right.device}; make both the same."
+            f"{what}: got {left.dtype} on {left.device} and {right.dtype} on {right.device}; make both the same."
         )
 
 
@@ -596,15 +598,15 @@ def as_given(tensor: Tensor) -> _settings.Context:
 
 
 WAYS = {
-    "A @ v": "hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True; of a matrix, PyTorch's own product",
-    "A.dense()": "hodiff.hessian(..., matrix=True) or hodiff.jacobian, with create_graph=True; of a matrix, the matrix",
-    "A.to_scipy()": "none by NumPy's arrays; hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True",
+    "A @ v": "hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True; for a matrix, PyTorch's own product",
+    "A.dense()": "hodiff.hessian(..., matrix=True) or hodiff.jacobian with create_graph=True; for a matrix, itself",
+    "A.to_scipy()": "hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True (NumPy arrays carry no derivative)",
     "A.value": "the function itself, or hodiff.value_and_grad with create_graph=True",
     "A.gradient": "hodiff.grad with create_graph=True",
     **dict.fromkeys(
         ("trace", "eigsh", "diagonal", "solve", "logdet"),
-        "create_graph=True, of a hodiff.HessianOperator, GaussNewtonOperator, JacobianOperator or "
-        "MatrixOperator, of their blocks, sums, products and multiples",
+        "create_graph=True, for hodiff.HessianOperator, GaussNewtonOperator, JacobianOperator, "
+        "MatrixOperator, and their blocks, sums, products and multiples",
     ),
     "eigs": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",
     "spectral_radius": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",
@@ -628,17 +630,18 @@ def say_detached(name: str, live: str) -> None:
         return
     if _call.inside():
         raise GraphError(
-            "an operator's products are detached, so inside the function of another hodiff call they would count as "
-            "constants, silently. Use hodiff.hvp(f, x, v) there, or compute the product outside; if a constant is "
-            "meant, write `with torch.no_grad():` around it, or create_graph=False where there is one."
+            "an operator's products are detached, so inside the function of another hodiff call "
+            "they would silently count as constants. Use hodiff.hvp(f, x, v) there, or compute the "
+            "product outside; if a constant is meant, wrap it in `with torch.no_grad():`, or pass "
+            "create_graph=False if the call takes it."
         )
     if live:
         _call.refuse_transforms()
         said = "" if "." in name or "@" in name else "create_graph=False, "
         warnings.warn(
-            f"{name}: the result is detached, although {live}: it counts as a constant in what is computed from it. "
-            f"For its derivative: {WAYS[name]}. If a constant is meant, say so: {said}.detach() on what requires grad, "
-            f"or torch.no_grad().",
+            f"{name}: the result is detached, although {live}, so it counts as a constant in what "
+            f"is computed from it. For its derivative, use {WAYS[name]}. If a constant is meant, "
+            f"say so: {said}.detach() on what requires grad, or torch.no_grad().",
             HodiffWarning,
             stacklevel=_arguments.outside(),
         )

@@ -91,7 +91,7 @@ def _rows(domain: _vectors.Space, vectors: Any, *, live: bool) -> Tensor:
             return _rows(domain, vectors, live=True)
     kind, parts, number, _ = domain.parse(vectors, "vectors")
     if number == 0 or not all(bool(part.isfinite().all()) for part in parts):
-        raise InputError(f"vectors: {'holds none' if number == 0 else 'has entries that are not finite'}.")
+        raise InputError(f"vectors: {'got none' if number == 0 else 'some entries are not finite'}.")
     parts = parts if live else [part.detach() for part in parts]
     if number is None:
         return domain.join(parts, None)[None]
@@ -114,8 +114,8 @@ def _distinct(rows: Tensor) -> Tensor:
         repeated = sum(_same(rows[order[i]], rows[order[i + 1]]) for i in near.tolist())
         if repeated:
             warnings.warn(
-                f"vectors: {repeated} of {number} repeat others, up to sign, so they are not independent, and the "
-                f"standard error is too small; give each of them once.",
+                f"vectors: {repeated} of {number} repeat others (up to sign), so they are not "
+                f"independent and the standard error is too small; give each of them once.",
                 HodiffWarning,
                 stacklevel=_arguments.outside(),
             )
@@ -134,26 +134,26 @@ def check_square(
     One of a stack of matrices is refused, unless `stacks` are taken.
     """
     if isinstance(operator, torch.Tensor):
-        raise InputError(f"{name}: got a tensor; write hodiff.MatrixOperator(A).")
+        raise InputError(f"{name}: got a tensor, expected an operator; wrap it: hodiff.MatrixOperator(A).")
     if not isinstance(operator, LinearOperator):
         raise InputError(
-            f"{name}: got a {type(operator).__name__}, expected an operator (hodiff.HessianOperator, ...)."
+            f"{name}: got {_arguments.kind(operator)}, expected an operator (hodiff.HessianOperator, ...)."
         )
     *batch, rows, columns = operator.shape
     if batch and not stacks:
         raise InputError(
-            f"{name}: takes one matrix at a time, and the operator is a stack of {tuple(batch)} "
-            f"(batch_ndim=). For stacks: hodiff.solve, hodiff.trace, hodiff.diagonal, hodiff.logdet, "
-            f"hodiff.spectral_radius."
+            f"{name} takes one matrix at a time, but the operator is a stack of {tuple(batch)} "
+            f"(batch_ndim=). These take stacks: hodiff.solve, hodiff.trace, hodiff.diagonal, "
+            f"hodiff.logdet, hodiff.spectral_radius."
         )
     if rows != columns:
-        raise InputError(f"{name}: the operator is {rows} x {columns}; expected a square one (J.T @ J?).")
+        raise InputError(f"{name}: the operator is {rows} x {columns}, expected a square one (J.T @ J?).")
     if not rows:
         raise InputError(f"{name}: the operator has no columns; is it the block of an empty leaf?")
     if symmetric and not operator.symmetric:
         raise InputError(
-            f"{name}: {type(operator).__name__} is not known to be symmetric; use {instead}, or, if the matrix is "
-            f"meant to be so, hodiff.MatrixOperator((A + A.T) / 2)."
+            f"{name}: this {type(operator).__name__} is not known to be symmetric; use {instead}, "
+            f"or, if the matrix is meant to be symmetric, hodiff.MatrixOperator((A + A.T) / 2)."
         )
     return operator._fixed()
 
@@ -162,7 +162,7 @@ def check_detached(name: str, operator: object, create_graph: bool | None, **giv
     """Say that a result is detached, unless the caller has; `given` are the vectors that it is computed from."""
     if create_graph is not None:
         if _arguments.is_set(create_graph, "create_graph"):
-            raise InputError(f"create_graph: {name} cannot be differentiated. For its derivative: {WAYS[name]}.")
+            raise InputError(f"create_graph: {name} cannot be differentiated. For its derivative, use {WAYS[name]}.")
     elif isinstance(operator, LinearOperator):
         live = [f"{argument} requires grad" for argument, value in given.items() if _requires_grad(value, argument)]
         say_detached(name, operator._live or "".join(live[:1]))
@@ -180,7 +180,7 @@ def refuse_live(why: str, **given: Any) -> None:
     """Raise where a differentiable result would count as a constant by one of these arguments."""
     for name, value in given.items():
         if _requires_grad(value, name):
-            raise InputError(f"{name}: requires grad, and with create_graph=True {why}; give it detached.")
+            raise InputError(f"{name} requires grad, but with create_graph=True {why}; detach it.")
 
 
 def _requires_grad(value: Any, name: str) -> bool:
@@ -199,7 +199,7 @@ def check_rtol(rtol: object, number: int | None = None) -> None:
         return
     _arguments.check_positive(rtol, "rtol", ", or None")
     if number == 1:
-        raise InputError("rtol: one random vector does not tell its error; give several, or no rtol.")
+        raise InputError("rtol: the error of one random vector is unknown; give several, or no rtol.")
 
 
 def reached(value: Tensor, error: Tensor | None, rtol: float | None, batch_ndim: int = 0) -> bool | Tensor | None:
@@ -305,9 +305,7 @@ class EstimatorProgress:
         self, name: str, operator: LinearOperator, total: int | None, callback: Callback | None, progress: bool | None
     ) -> None:
         if callback is not None and not callable(callback):
-            raise InputError(
-                f"callback: is a {type(callback).__name__}; expected a function of the record as it stands."
-            )
+            raise InputError(f"callback: got {_arguments.kind(callback)}, expected a function of the record so far.")
         self._operator = operator
         self._before, self._said = operator.products, _refusals.said.times
         self._callback = callback

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _locks
+from hodiff._core import _arguments, _locks
 from hodiff._core._faults import interrupts
 from hodiff._core._vectors import Leaves, sum_dtype
 from hodiff._core._where import Where
@@ -134,15 +134,16 @@ class ProcessGroupSum:
             raise _told(
                 InputError(
                     f"process_group: the ranks use operators of different kinds at the same time; "
-                    f"rank {self.rank} has a {self._owner}."
+                    f"rank {self.rank} uses a {self._owner}."
                 )
             )
         if _differ(numbers):
             raise _told(
                 InputError(
-                    f"process_group: the ranks use different operators at the same time; counted in the order in which "
-                    f"each rank made those of this group, numbers {numbers}. Make the same operators on every rank, "
-                    f"and use them in the same order (one that is for a single rank goes without process_group=)."
+                    f"process_group: the ranks use different operators at the same time: numbers "
+                    f"{numbers}, counted in the order in which each rank made those of this group. "
+                    f"Make the same operators on every rank and use them in the same order (make "
+                    f"one for a single rank without process_group=)."
                 )
             )
         if _differ(structures):
@@ -157,7 +158,7 @@ class ProcessGroupSum:
                 )
             )
         if _differ(chunks):
-            raise _told(InputError(f"chunk_size: differs between the ranks: {chunks}; give all of them the same."))
+            raise _told(InputError(f"chunk_size differs between the ranks: {chunks}; give the same on all of them."))
         self._greeted = True
 
     def _exchange(self, buffer: Tensor, status: RankStatus) -> list[RankStatus]:
@@ -183,10 +184,11 @@ class ProcessGroupSum:
             if first != me and first in {thread.ident for thread in threading.enumerate()}:
                 raise _told(
                     GraphError(
-                        f"process_group: this {self._owner} is used in several threads, and no rank knows in what "
-                        f"order the threads of another come, so sums would be of different products. Use all operators "
-                        f"of a group of {self.world} processes in one thread, or give each thread a group of its own: "
-                        f"torch.distributed.new_group(), called in the same order on every rank."
+                        f"process_group: this {self._owner} is used in several threads, whose "
+                        f"order may differ between ranks, so sums would mix different products. "
+                        f"Use all operators of a group of {self.world} processes in one thread, or "
+                        f"give each thread a group of its own: torch.distributed.new_group(), "
+                        f"called in the same order on every rank."
                     )
                 )
             _threads[self._group] = me
@@ -205,10 +207,11 @@ class ProcessGroupSum:
                 raise
             raise _told(
                 GraphError(
-                    f"process_group: rank {self.rank} could not exchange sums with the others: one of them has ended, "
-                    f"or made no such product within the group's timeout. Every rank must make the same calls of this "
-                    f"operator in the same order (products, H.value and H.gradient at first use, estimators); after "
-                    f"this the group cannot be used any more. ({str(error).splitlines()[0]})"
+                    f"process_group: rank {self.rank} could not exchange sums with the others: one "
+                    f"of them has ended, or computed no such product within the group's timeout. "
+                    f"Every rank must make the same calls of this operator in the same order "
+                    f"(products, H.value and H.gradient at first use, estimators). The group can "
+                    f"no longer be used. ({str(error).splitlines()[0]})"
                 )
             ) from error
 
@@ -244,9 +247,9 @@ class ProcessGroupSum:
             steps = ", ".join(f"rank {rank} {status.step}" for rank, status in enumerate(said[:8]))
             raise _told(
                 InputError(
-                    f"process_group: the ranks are at different steps, operators or blocks ({steps}). Call the same "
-                    f"methods of the same operators in the same order on every rank, H.refresh() and generator= "
-                    f"among them."
+                    f"process_group: the ranks are at different steps, operators or blocks "
+                    f"({steps}). Call the same methods of the same operators in the same order on "
+                    f"every rank, including H.refresh(), with the same generator=."
                 )
             )
         counts = [status.number for status in said]
@@ -264,20 +267,22 @@ def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: 
     distributed = torch.distributed
     if not distributed.is_available() or not isinstance(process_group, distributed.ProcessGroup):
         raise InputError(
-            f"process_group: is a {type(process_group).__name__}; expected a group that this process belongs to, after "
-            f"torch.distributed.init_process_group(): torch.distributed.group.WORLD, or torch.distributed.new_group()."
+            f"process_group: got {_arguments.kind(process_group)}, expected a group that this "
+            f"process belongs to, after torch.distributed.init_process_group(): "
+            f"torch.distributed.group.WORLD, or torch.distributed.new_group()."
         )
     if data is None:
         raise InputError(
-            "process_group: shares data among processes, and there are none; give each rank its own batches: "
-            "data=[...], which may be empty."
+            "process_group: there are no data to share among processes; give each rank its own "
+            "batches: data=[...], which may be empty."
         )
     for module_slice in where.module_slices:
         for module in module_slice.module.modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 raise InputError(
-                    f"{where.name}: is wrapped in DistributedDataParallel, whose forward communicates by itself, so "
-                    f"that ranks with different numbers of batches would wait for each other; pass model.module."
+                    f"{where.name} is wrapped in DistributedDataParallel, whose forward "
+                    f"communicates by itself, so ranks with different numbers of batches would "
+                    f"wait for each other; pass model.module."
                 )
     if distributed.get_world_size(process_group) == 1:
         return None
@@ -311,16 +316,18 @@ def _different(step: Step, odd: list[int], threads: list[int]) -> str:
     ranks = _ranks(odd)
     if step == "evaluates":
         return (
-            f"process_group: the parameters of {ranks} differ from those of rank 0, so that there is no operator at "
-            f"one point. Broadcast them: torch.distributed.broadcast(p, 0) for each parameter and buffer."
+            f"process_group: the parameters of {ranks} differ from those of rank 0, so there is no "
+            f"common point. Broadcast them: torch.distributed.broadcast(p, 0) for each parameter "
+            f"and buffer."
         )
     rounding = ""
     if _differ(threads):
         rounding = f" (Ranks of {threads} threads round differently: torch.set_num_threads.)"
     return (
-        f"process_group: {ranks} {'multiplies' if len(odd) == 1 else 'multiply'} another vector than rank 0, so that "
-        f"the sum belongs to none. Draw it from generators with one seed, or broadcast it; estimators draw the same by "
-        f"themselves, unless generator= differs.{rounding}"
+        f"process_group: {ranks} {'multiplies' if len(odd) == 1 else 'multiply'} a different "
+        f"vector from rank 0, so the sum would be meaningless. Draw it from generators with the "
+        f"same seed, or broadcast it; estimators draw the same vectors on all ranks, unless "
+        f"generator= differs.{rounding}"
     )
 
 

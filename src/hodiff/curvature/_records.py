@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _tree
-from hodiff._core._arguments import NoNumber
+from hodiff._core._arguments import NoNumber, kind, plural
 from hodiff._core._messages import table
 from hodiff._core._vectors import standard_error
 from hodiff.errors import HodiffError, InputError
@@ -82,11 +82,6 @@ def flat(value: Any) -> Tensor:
     return torch.cat([leaf.detach().reshape(-1) for leaf in leaves])
 
 
-def after(products: int) -> str:
-    """A number of products, in words."""
-    return f"{products} product{'' if products == 1 else 's'}"
-
-
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
@@ -118,7 +113,7 @@ class _Estimate(Shown):
 
     def _taken(self) -> dict[str, str]:
         return {
-            "products": after(self.products),
+            "products": plural(self.products, "product"),
             "outcome": _outcome(self.converged, "no tolerance asked"),
         }
 
@@ -131,7 +126,7 @@ class _Estimate(Shown):
         asked = {True: "; the tolerance is met", False: "; the tolerance is not met: allow more samples", None: ""}
         relative = number(errors.norm() / flat(self.value).norm())
         met = None if self.converged is None else bool(torch.as_tensor(self.converged, device="cpu").all())
-        return f"{self._errors.format(relative)} after {after(self.products)}{asked[met]}."
+        return f"{self._errors.format(relative)} after {plural(self.products, 'product')}{asked[met]}."
 
 
 class _Iterated(Shown):
@@ -144,7 +139,7 @@ class _Iterated(Shown):
         return {
             "value": numbers(self.value.reshape(-1)),
             "residual": f"residual {number(largest(self.residual))}",
-            "products": after(self.products),
+            "products": plural(self.products, "product"),
             "outcome": _outcome(self.converged, "running"),
         }
 
@@ -209,7 +204,7 @@ class EigenRecord(_Iterated):
     @property
     def message(self) -> str:
         """How it went, in a sentence."""
-        text = f"{len(self.value)} eigenvalue{'s' if len(self.value) != 1 else ''}, {after(self.products)}"
+        text = f"{plural(len(self.value), 'eigenvalue')}, {plural(self.products, 'product')}"
         return f"{text}: the largest residual is {number(self.residual.max())}, {self._facts()['outcome']}."
 
     def plot(self, axes: Any = None) -> Any:
@@ -245,7 +240,7 @@ class RadiusRecord(_Iterated):
     def message(self) -> str:
         """How it went, in a sentence."""
         residual = number(largest(self.residual))
-        return f"The residual is {residual} after {after(self.products)}, {self._facts()['outcome']}."
+        return f"The residual is {residual} after {plural(self.products, 'product')}, {self._facts()['outcome']}."
 
 
 @dataclass(frozen=True, repr=False)
@@ -292,18 +287,18 @@ class DensityRecord(Shown):
         return {
             "nodes": f"{kind} in [{number(self.nodes.min())}, {number(self.nodes.max())}]",
             "width": f"width {number(self.width)}",
-            "products": after(self.products),
+            "products": plural(self.products, "product"),
         }
 
     @property
     def message(self) -> str:
         """How it went, in a sentence."""
         if self.exact:
-            return f"Exact: all {self.nodes.numel()} eigenvalues, by {after(self.products)}."
+            return f"Exact: all {self.nodes.numel()} eigenvalues, by {plural(self.products, 'product')}."
         if self.stderr is None:
             return _without_error(None, self.products)
         worst = number(self.stderr.max() / self.value.max())
-        return f"The standard error is at most {worst} of the peak, after {after(self.products)}."
+        return f"The standard error is at most {worst} of the peak, after {plural(self.products, 'product')}."
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the density, and a band of two standard errors; returns matplotlib's axes."""
@@ -350,7 +345,7 @@ class SolveRecord(Shown, Generic[V]):
         return {
             "value": shape(self.value),
             "residual": f"residual {number(largest(self.residual))}",
-            "products": after(self.products),
+            "products": plural(self.products, "product"),
             "outcome": self.status,
         }
 
@@ -361,11 +356,12 @@ class SolveRecord(Shown, Generic[V]):
             "converged": "within the tolerance",
             "negative curvature": "where negative curvature was met: the operator is not positive definite",
             "budget": "where the products ran out",
-            "stagnation": "and no longer falls: the system is singular, or rounding allows no better",
+            "stagnation": "and no longer falls: the system is singular, or rounding error limits it",
             "iterations": "after as many steps as were asked for",
             "running": "and it goes on",
         }[self.status]
-        return f"After {after(self.products)} the relative residual is {number(largest(self.residual))}, {why}."
+        spent = plural(self.products, "product")
+        return f"After {spent} the relative residual is {number(largest(self.residual))}, {why}."
 
 
 @dataclass(frozen=True, repr=False)
@@ -397,7 +393,7 @@ class NewtonRecord(Shown):
             "decrease": f"- {number(self.decrease)}" if self.accepted else "undone",
             "ratio": f"ratio {number(self.ratio)}",
             "radius": f"radius {number(self.radius)}",
-            "products": after(self.products),
+            "products": plural(self.products, "product"),
             "end": self.end,
         }
 
@@ -405,14 +401,14 @@ class NewtonRecord(Shown):
     def message(self) -> str:
         """How it went, in a sentence."""
         if not self.accepted:
-            return f"The loss did not fall enough: the step was undone; the radius is {number(self.radius)} now."
+            return f"The loss did not fall enough: the step was undone, and the radius is now {number(self.radius)}."
         how = {
             "interior": "a Newton step",
             "boundary": "a step to the radius",
             "negative curvature": "a step along negative curvature",
             "budget": "a step that ran out of products",
         }[self.end]
-        return f"The loss fell by {number(self.decrease)}, {number(self.ratio)} of what was promised, by {how}."
+        return f"The loss fell by {number(self.decrease)}, {number(self.ratio)} of the predicted decrease, by {how}."
 
 
 @dataclass(frozen=True, repr=False)
@@ -452,28 +448,28 @@ class LeastSquaresRecord(Shown):
             "decrease": f"- {number(self.decrease)}" if self.accepted else "undone",
             "damping": f"damping {number(self.damping)}",
             "length": f"length {number(self.length)}",
-            "evaluations": f"{self.evaluations} evaluations",
+            "evaluations": plural(self.evaluations, "evaluation"),
         }
 
     @property
     def message(self) -> str:
         """How it went, in a sentence."""
         if self.converged:
-            return f"The loss is {number(self.value)}, and rounding allows no better."
+            return f"Converged: the loss is {number(self.value)}, and no step lowers it by more than rounding error."
         if not self.accepted:
-            return "No length of the step lowered the loss: the parameters are as they were, and the damping grew."
-        return f"The loss fell by {number(self.decrease)}, by {number(self.length)} of the step."
+            return "No step length lowered the loss: the parameters are unchanged, and the damping was increased."
+        return f"The loss fell by {number(self.decrease)} with {number(self.length)} of the full step."
 
 
 def _without_error(error: Tensor | None, products: int) -> str:
     """What is said of an estimate of one vector (whose error is unknown), or of all."""
     if error is None:
-        return f"One vector, {after(products)}: nothing can be said about the error."
-    return f"Exact, by {after(products)}."
+        return f"One vector, {plural(products, 'product')}: the error is unknown."
+    return f"Exact, by {plural(products, 'product')}."
 
 
 # --- pictures, from plain numbers; matplotlib is imported when something is drawn -------------------------------------
-# Colours are those of the style in force, so that a picture is light or dark as the page around it.
+# Colors are those of the style in force, so that a picture is light or dark as the page around it.
 
 
 class MissingMatplotlib(HodiffError, ImportError):
@@ -484,7 +480,7 @@ def axes_or_new(axes: Any) -> Any:
     """The axes given, or those of a new figure."""
     if axes is not None:
         if not hasattr(axes, "set_xlabel"):
-            raise InputError(f"axes: is a {type(axes).__name__}, expected axes of Matplotlib, or None for new ones.")
+            raise InputError(f"axes: got {kind(axes)}, expected Matplotlib axes, or None for new ones.")
         return axes
     try:
         import matplotlib.pyplot as plt

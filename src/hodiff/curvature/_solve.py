@@ -192,7 +192,7 @@ def solve(
     inexact = {} if iterations is None else {"start": start, "preconditioner": preconditioner}
     recorded = is_recorded("solve", operator, create_graph, b=b, damping=damping, **inexact)
     if recorded:
-        refuse_live("a solution of so many iterations is not differentiated by it", **inexact)
+        refuse_live("a solution after a fixed number of iterations has no derivative with respect to it", **inexact)
     solver = functools.partial(
         attempt,
         method=method,
@@ -346,7 +346,9 @@ class Sides:
         """Where to begin, in the same units; at zero, where the right-hand side is."""
         rows, given, _ = _parsed(self._operator, start, "start")
         if given.number != self._given.number:
-            raise InputError(f"start: holds {given.number or 1} vectors, and b holds {self._given.number or 1}.")
+            raise InputError(
+                f"start: got {_arguments.plural(given.number or 1, 'vector')}, but b holds {self._given.number or 1}."
+            )
         return torch.where(self.rows.any(-1, keepdim=True), self._measured(rows), 0.0)
 
     def _measured(self, rows: Tensor) -> Tensor:
@@ -379,9 +381,9 @@ class Sides:
             lost = largest > 0 and not least <= about <= bounds.max
             if lost and meant and (unit != 1 or self._given.kind != "rows"):
                 raise InputError(
-                    f"solve: the solution's largest entry is about {about:.1g}, which {dtype} has "
-                    f"no place for; divide the operator by its size, and multiply the solution "
-                    f"yourself: hodiff.solve(A * s, b).value.double() * s."
+                    f"solve: the solution's largest entry is about {about:.1g}, which {dtype} "
+                    f"cannot represent. Scale the operator by a number s, and the solution in "
+                    f"double precision: hodiff.solve(A * s, b).value.double() * s."
                 )
 
     def _spelled(self, rows: Tensor) -> Any:
@@ -405,15 +407,16 @@ def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vector
     rows = flat_rows(operator, given).detach()
     if torch._C._functorch.is_batchedtensor(rows):  # pyright: ignore[reportAttributeAccessIssue]
         raise InputError(
-            f"{name}: is one of a batch of torch.vmap, and solve looks at numbers. Call it once, outside: K right-hand "
-            f"sides are columns (D, K), and one system for each of a batch is an operator with batch_ndim=1."
+            f"{name} is batched by torch.vmap, but solve looks at values. Call it once, outside: K "
+            f"right-hand sides are columns (D, K), and an operator with batch_ndim=1 holds one "
+            f"system per sample."
         )
     rows = rows.to(sum_dtype(rows.dtype))
     if rows.ndim == 2 and len(rows) == 1 and not operator._domain.batch:
         rows = rows[0]
     largest = listed(rows.abs().amax(-1))
     if not all(map(math.isfinite, largest)):
-        raise InputError(f"{name}: has entries that are not finite.")
+        raise InputError(f"{name} has entries that are not finite.")
     return rows, given, largest
 
 
@@ -446,18 +449,19 @@ def as_float(value: Any, name: str) -> float:
         value = value.detach().item()
     elif isinstance(value, Tensor):
         raise InputError(
-            f"{name}: got a tensor of shape {tuple(value.shape)}, {value.dtype}; expected a number, or a tensor of "
-            f"one real element. For a number for each entry, or for each system of a stack, add a diagonal of the "
-            f"operator's size: A + hodiff.MatrixOperator(d), of a stack with its batch_ndim=."
+            f"{name}: got a tensor of shape {tuple(value.shape)}, {value.dtype}; expected a "
+            f"number, or a tensor of one real element. For a number per entry, or per system of a "
+            f"stack, add a diagonal of the operator's size: A + hodiff.MatrixOperator(d), for a "
+            f"stack with its batch_ndim=."
         )
     _arguments.check_number(value, name)
     return float(value)
 
 
 _OF_TWO = (
-    "is not finite, so the operator or the preconditioner has NaN or infinite entries, or the preconditioner is so "
-    "far from the inverse of the operator that products overflow. Solve without it to see, and give one that is close "
-    "to that inverse, in size too."
+    "is not finite, so the operator or the preconditioner has NaN or infinite entries, or the "
+    "preconditioner is so far from the inverse of the operator that products overflow. Solve "
+    "without it to find out, and give one that approximates that inverse, including its scale."
 )
 
 
@@ -513,8 +517,9 @@ def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Meth
     )
     if preconditioner.shape != operator.shape or preconditioner.dtype != operator.dtype:
         raise InputError(
-            f"preconditioner: is {tuple(preconditioner.shape)}, {preconditioner.dtype}; the operator is "
-            f"{tuple(operator.shape)}, {operator.dtype}."
+            f"preconditioner has shape {tuple(preconditioner.shape)} and dtype "
+            f"{preconditioner.dtype}, but the operator has {tuple(operator.shape)} and "
+            f"{operator.dtype}."
         )
     return _rounded(preconditioner, _OF_TWO)
 
@@ -524,9 +529,9 @@ def _method(
 ) -> tuple[Callable[..., Block], int]:
     """The method, and how many vectors GMRES keeps."""
     if not _arguments.is_number(scale) or scale <= 0 or (scale != 1 and method != "neumann"):
-        raise InputError(f"scale: got {scale!r}; it is a positive number, an option of method='neumann'.")
+        raise InputError(f"scale: got {scale!r}, expected a positive number, with method='neumann' alone.")
     if restart is not None and method != "gmres":
-        raise InputError(f"restart: is an option of method='gmres', not of {method!r}.")
+        raise InputError(f"restart is an option of method='gmres', not of {method!r}.")
     size = operator.shape[-1]
     room = kept_vectors(size, least=30) if restart is None else _arguments.check_integer(restart, "restart", least=1)
     return METHODS[method], min(room, size)
@@ -572,12 +577,12 @@ def _limit(operator: LinearOperator, method: Method, rtol: Any, products: Any, i
     """How many products, or steps, there may be."""
     if iterations is None:
         if method == "neumann":
-            raise InputError("method='neumann': sums a fixed number of terms; give that number as iterations=.")
+            raise InputError("method='neumann' sums a fixed number of terms; give that number as iterations=.")
         default = min(10 * operator.shape[-1] + 10, 1000)
         return default if products is None else _arguments.check_integer(products, "products", least=2)
     if rtol is not None or products is not None:
         other = "products" if rtol is None else "rtol"
-        raise InputError(f"iterations: exactly so many are taken, so there is no {other} with it; give one of the two.")
+        raise InputError(f"iterations: exactly so many are taken, whatever {other} says; give one of the two.")
     return _arguments.check_integer(iterations, "iterations", least=0 if method == "neumann" else 1)
 
 
@@ -669,17 +674,19 @@ def solved(
 def _explanation(record: SolveRecord[Any], wanted: str) -> str:
     advice = {
         "negative curvature": (
-            "conjugate gradients met a direction of negative or zero curvature: the operator is not positive definite. "
-            "Add damping, use method='minres', or take hodiff.GaussNewtonOperator"
+            "conjugate gradients met a direction of negative or zero curvature: the operator is "
+            "not positive definite. Add damping, or use method='minres' or "
+            "hodiff.GaussNewtonOperator"
         ),
         "divergence": (
-            "the terms of the Neumann series grow: an eigenvalue of A / scale is not within the unit circle around 1. "
-            "Give a larger scale=, or damping"
+            "the Neumann series diverges: an eigenvalue of A / scale is not within the unit circle "
+            "around 1. Give a larger scale=, or add damping"
         ),
-        "budget": "the products ran out. Allow more, add damping, or give a preconditioner",
+        "budget": "the budget of products is spent. Allow more, add damping, or give a preconditioner",
         "stagnation": (
-            "the residual no longer falls: the system is singular (b lies partly outside its range), rounding allows "
-            "no better, or GMRES keeps too few vectors (restart=). Add damping, or use double precision"
+            "the residual no longer falls: the system is singular (b lies partly outside its "
+            "range), rounding error limits it, or GMRES keeps too few vectors (restart=). Add "
+            "damping, or use double precision"
         ),
     }[record.status]
     residual, which = torch.as_tensor(record.residual, device="cpu"), "the"

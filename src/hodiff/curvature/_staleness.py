@@ -35,8 +35,8 @@ class Modules:
             else:
                 return
         raise GraphError(
-            "the model was changed since the operator was made: a parameter or a submodule was replaced, or train() "
-            "and eval() switched; H.refresh() evaluates it as it is now."
+            "the model has changed since the operator was made: a parameter or a submodule was "
+            "replaced, or train() or eval() was called. H.refresh() evaluates it again."
         )
 
 
@@ -92,8 +92,8 @@ class Values:
 def _refuse(changed: list[str]) -> None:
     if changed:
         raise GraphError(
-            f"parameters changed since the operator was evaluated ({', '.join(changed[:4])}"
-            f"{', ...' if len(changed) > 4 else ''}); H.refresh() evaluates it at the new ones."
+            f"parameters have changed since the operator was evaluated ({', '.join(changed[:4])}"
+            f"{', ...' if len(changed) > 4 else ''}). H.refresh() evaluates it at the new ones."
         )
 
 
@@ -103,8 +103,8 @@ def _refuse(changed: list[str]) -> None:
 def warn_random(where: Where) -> None:
     """Say that a function was seen to draw."""
     warnings.warn(
-        f"the function draws random numbers, so this is the operator of one draw, held fixed until H.refresh()."
-        f"{culprits(where)} For the deterministic one use model.eval().",
+        f"the function draws random numbers, so this operator is that of one draw, held fixed "
+        f"until H.refresh().{culprits(where)} For a deterministic one, use model.eval().",
         RandomnessWarning,
         stacklevel=_arguments.outside(),
     )
@@ -144,8 +144,9 @@ def warn_buffers(odd: Sequence[int]) -> None:
     """Say that these ranks have other buffers than rank 0."""
     ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
     warnings.warn(
-        f"process_group: buffers of {ranks} differ from those of rank 0 (running statistics?), so that their data are "
-        f"seen by another model. Broadcast them: torch.distributed.broadcast(b, 0) for each b in model.buffers().",
+        f"process_group: buffers of {ranks} differ from those of rank 0 (running statistics?), so "
+        f"the ranks evaluate different models. Broadcast them: torch.distributed.broadcast(b, 0) "
+        f"for each b in model.buffers().",
         HodiffWarning,
         stacklevel=_arguments.outside(),
     )

@@ -161,7 +161,7 @@ def _differentiable(
 ) -> TraceRecord:
     """The mean of z'Az with its graph, or the sum over unit vectors."""
     if method != "hutchinson" or blocks or rtol is not None:
-        raise InputError("create_graph: goes with method='hutchinson', without blocks= and rtol=.")
+        raise InputError("create_graph needs method='hutchinson', without blocks= and rtol=.")
     before, size = operator.products, operator.shape[-1]
     exact = drawn.exhaust(drawn.number)
     rows = operator._domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype)
@@ -177,7 +177,7 @@ def _leaves_of(operator: LinearOperator, blocks: Sequence[str], method: str) -> 
     if isinstance(blocks, str) or not isinstance(blocks, Sequence):
         raise InputError(f"blocks: got {blocks!r}, expected a list of patterns: ['layer1.*', 'head'].")
     if blocks and method != "hutchinson":
-        raise InputError(f"blocks: come from z * A z, that is method='hutchinson', not {method!r}.")
+        raise InputError(f"blocks: these come from z * A z, so they need method='hutchinson', not {method!r}.")
     return {pattern: operator._domain.numbers_of([pattern]) for pattern in blocks}
 
 
@@ -252,8 +252,8 @@ def _check_stack(operator: LinearOperator, method: str, *taken: str) -> None:
     """Raise where a method is not for stacks of matrices."""
     if operator._domain.batch and method not in taken:
         raise InputError(
-            f"method={method!r}: takes one matrix at a time, and the operator is a stack of "
-            f"{tuple(operator._domain.batch)}; for stacks: {', '.join(map(repr, taken))}."
+            f"method={method!r} takes one matrix at a time, but the operator is a stack of "
+            f"{tuple(operator._domain.batch)}; use {', '.join(map(repr, taken))}."
         )
 
 
@@ -348,8 +348,8 @@ def diagonal(
     exact = method == "exact" or drawn.exhaust(needed)
     if method == "xdiag" and not exact and (probes != "rademacher" or drawn.number < 2 or not drawn.signs):
         raise InputError(
-            "method='xdiag': takes at least two vectors whose entries are 1 and -1 (probes='rademacher'): each "
-            "square is to be 1, not only their mean."
+            "method='xdiag' needs at least two vectors with entries 1 and -1 "
+            "(probes='rademacher'): each square must be 1, not only their mean."
         )
     if recorded:
         return _differentiable_diagonal(operator, drawn, method, rtol, exact=exact)
@@ -385,7 +385,7 @@ def _differentiable_diagonal(
 ) -> DiagonalRecord:
     """The mean of z * Az with its graph, or that of the unit vectors, where it is exact."""
     if method == "xdiag" or rtol is not None:
-        raise InputError("create_graph: goes with method='estimate' or 'exact', without rtol=.")
+        raise InputError("create_graph needs method='estimate' or 'exact', without rtol=.")
     before, size = operator.products, operator.shape[-1]
     rows = operator._domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype)
     with _settings.recording():

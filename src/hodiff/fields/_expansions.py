@@ -63,8 +63,8 @@ def _factors(weight: Any, x: Any, size: int) -> Tensor:
         _arguments.check_real_tensor(weight, "weight")
     if tuple(weight.shape) != (size,):
         raise InputError(
-            f"weight: has shape {tuple(weight.shape)}; expected a factor for each of the {size} coordinates, "
-            f"({size},). For a matrix use hodiff.second_order_operator(f, x, C)."
+            f"weight has shape {tuple(weight.shape)}, expected ({size},): one factor per "
+            f"coordinate. For a matrix use hodiff.second_order_operator(f, x, C)."
         )
     return _like(weight, x, "weight")
 
@@ -81,8 +81,8 @@ def _matrix(C: Any, x: Any, batch_ndim: int, size: int) -> Tensor:
     )
     if not fits:
         raise InputError(
-            f"C: has shape {shape}; with {size} coordinates it must be a diagonal ({size},), a matrix ({size}, "
-            f"{size}), a factor ({size}, R), or one of the last two for each sample, "
+            f"C has shape {shape}; with {size} coordinates it must be a diagonal ({size},), a "
+            f"matrix ({size}, {size}), a factor ({size}, R), or one of the last two per sample, "
             f"({', '.join(map(str, (*batch, size)))}, R)."
         )
     return _like(C, x, "C")
@@ -91,7 +91,7 @@ def _matrix(C: Any, x: Any, batch_ndim: int, size: int) -> Tensor:
 def _like(weight: Any, x: Any, name: str) -> Any:
     if weight.dtype != x.dtype or weight.device != x.device:
         raise InputError(
-            f"{name}: is {weight.dtype} on {weight.device}, x is {x.dtype} on {x.device}; convert it: {name}.to(x)."
+            f"{name} is {weight.dtype} on {weight.device}, but x is {x.dtype} on {x.device}; convert it: {name}.to(x)."
         )
     return weight
 
@@ -177,7 +177,7 @@ def sampled(
         raise InputError(f'probes: got {probes!r}, expected "rademacher", "gaussian" or "coordinates".')
     check_generator(generator)
     if vectors is not None and samples is not None:
-        raise InputError(f"samples: got {samples} beside vectors=, which are the directions; give one of the two.")
+        raise InputError(f"samples: got {samples}, but vectors= already gives the directions; give one of the two.")
     samples = _arguments.check_integer(1 if samples is None else samples, "samples", least=1)
     if weight is not None:
         weight = _factors(weight, x, torch.Size(x.shape[batch_ndim:]).numel())
@@ -191,8 +191,8 @@ def sampled(
     if weight is not None:
         if _differentiable(weight) or (not torch.compiler.is_compiling() and bool((weight < 0).any())):
             raise InputError(
-                "weight: random directions carry its roots, so it must not be negative, nor differentiated by. "
-                'Use probes="coordinates".'
+                "weight: random directions are scaled by its square root, so it must not be "
+                'negative or require grad. Use probes="coordinates".'
             )
         drawn = drawn * weight.sqrt().reshape(x.shape[batch_ndim:])
     return Directions(drawn, None, len(drawn)), 1.0
@@ -210,7 +210,7 @@ def _coordinates(
     """Some coordinates, drawn without replacement, the same for every sample."""
     axes = _pushforward.units(x, batch_ndim)
     if samples > len(axes):
-        raise InputError(f"samples: got {samples}, more than the {len(axes)} coordinates there are.")
+        raise InputError(f"samples: got {samples}, but there are only {len(axes)} coordinates.")
     chosen = torch.randperm(len(axes), generator=generator, device=generator.device if generator else None)[
         :samples
     ].to(axes.device)
@@ -260,9 +260,9 @@ def _by_jets(call: FieldCall, directions: Directions, drift: Any, first: bool) -
         curves = _by_directions(call, directions, drift, size)
         if curves is None:
             raise GraphError(
-                "f returned a different value when it was evaluated again (does it keep a state, or draw random "
-                "numbers that are not PyTorch's?), so that its directions cannot be expanded in chunks. "
-                'Use chunk_size="auto".'
+                "f returned a different value when it was evaluated again (does it keep a state, "
+                "or draw random numbers that are not PyTorch's?), so its directions cannot be "
+                'expanded in chunks. Use chunk_size="auto".'
             )
         return curves
     if call.record or _jet.is_jet(call.x) or len(directions.vectors) < WORTHWHILE:

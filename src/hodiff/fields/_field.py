@@ -75,15 +75,15 @@ class FieldCall(NamedTuple):
         _arguments.check_batch([self.x], ["x"], self.batch_ndim)
         event = self.event
         if not torch.Size(event).numel():
-            raise InputError(f"x: has points of shape {event}, without coordinates to differentiate by.")
+            raise InputError(f"x: points of shape {event} have no coordinates to differentiate with respect to.")
         _arguments.check_arguments(self.args, self.kwargs)
         _arguments.check_chunk_size(self.chunk_size)
         check_option(self.method, Method, "method")
         if isinstance(self.f, Tensor) and self.method == "jets":
-            raise InputError('method: "jets" needs the function, and f is a tensor already computed.')
+            raise InputError('method: "jets" needs the function, but f is a tensor already computed.')
         if not callable(self.f) and not isinstance(self.f, Tensor):
             raise InputError(
-                f"f: is a {type(self.f).__name__}; expected a function of x, or a tensor computed from it."
+                f"f: got {_arguments.kind(self.f)}, expected a function of x, or a tensor computed from it."
             )
         if is_set(self.has_aux, "has_aux") and isinstance(self.f, Tensor):
             raise InputError(_call.COMPUTED)
@@ -174,9 +174,10 @@ def choose(
         if call.method == "jets" or _jet.is_jet(call.x) or torch.compiler.is_compiling():
             raise
         warnings.warn(
-            f"{call.name}: Taylor mode has no rule for {error.operation}{': ' + error.why if error.why else ''}. "
-            f"Nested reverse mode is used for the whole call: the same result, slower. Choose it by "
-            f'method="reverse".',
+            f"{call.name}: Taylor mode has no rule for "
+            f"{error.operation}{': ' + error.why if error.why else ''}. Nested reverse mode is "
+            f"used for the whole call; the result is the same, but slower. To silence this "
+            f'warning, pass method="reverse".',
             HodiffWarning,
             stacklevel=_arguments.outside(),
         )
@@ -227,10 +228,10 @@ def released(graph: OutputGraph, results: list[Tensor]) -> list[Tensor]:
 def refuse_columns(x: Any, name: str) -> NoReturn:
     """Raise for a container of coordinates: a field is a function of one tensor of them all."""
     raise InputError(
-        f"x: is a {type(x).__name__}; a field is a function of one tensor, which holds the "
-        f"coordinates as columns. Join them: hodiff.{name}(lambda z: net(z[:, :1], z[:, 1:]), "
-        "torch.cat([x, t], 1)); for derivatives by some columns alone, give the others through "
-        f"args=: hodiff.{name}(lambda x, t: net(x, t), x, args=(t,))."
+        f"x: got {_arguments.kind(x)}, expected one tensor that holds the coordinates as columns. "
+        f"Join them: hodiff.{name}(lambda z: net(z[:, :1], z[:, 1:]), torch.cat([x, t], 1)). For "
+        f"derivatives with respect to some columns alone, pass the others through args=: "
+        f"hodiff.{name}(lambda x, t: net(x, t), x, args=(t,))."
     )
 
 

@@ -86,7 +86,7 @@ def partial(
         tensor([24.])
     """
     if isinstance(index, (tuple, list)) and not index:
-        raise InputError("index: is empty; expected coordinates such as (0, 0, 1). The value itself is f(x).")
+        raise InputError("index: got an empty one, expected coordinates such as (0, 0, 1). The value itself is f(x).")
     derivatives = partials(
         f,
         x,
@@ -181,12 +181,12 @@ def partials(
         has_aux=has_aux,
     ).checked()
     if len(call.event) != 1:
-        raise InputError(f"x: has points of shape {call.event}; partial derivatives need vectors, (D,).")
+        raise InputError(f"x: points have shape {call.event}; partial derivatives need vectors, (D,).")
     if not isinstance(indices, (tuple, list)):
         raise InputError(f"indices: got {indices!r}, expected a list of derivatives such as [(0,), (0, 1)].")
     wanted = [parsed(each, call.event[0]) for each in indices]
     if not wanted:
-        raise InputError("indices: is empty; expected derivatives such as [(0,), (0, 1)].")
+        raise InputError("indices: got none, expected derivatives such as [(0,), (0, 1)].")
     with call.grad_mode():
         derivatives = _derivatives(call, wanted)
     return call.with_extra(Partials([derivatives[each] for each in wanted], wanted))
@@ -342,9 +342,9 @@ def jet(
         Griewank, A. and Walther, A. (2008). Evaluating Derivatives, chapter 13. doi:10.1137/1.9780898717761.
     """
     if not isinstance(primals, (Tensor, tuple, list)) and not _jet.is_jet(primals):
-        raise InputError(f"primals: is a {type(primals).__name__}; expected a tensor, or a tuple of tensors.")
+        raise InputError(f"primals: got {_arguments.kind(primals)}, expected a tensor, or a tuple of tensors.")
     if not isinstance(series, (tuple, list)):
-        raise InputError(f"series: is a {type(series).__name__}; expected a list of tensors for each primal.")
+        raise InputError(f"series: got {_arguments.kind(series)}, expected a list of tensors for each primal.")
     points, given = ((primals,), (series,)) if isinstance(primals, Tensor) else (tuple(primals), tuple(series))
     scaled = is_set(scaled, "scaled")
     order = _check_series(points, given)
@@ -376,18 +376,18 @@ def jet(
 def _check_series(points: Sequence[Any], given: Sequence[Any]) -> int:
     """The order, after a check that each path fits its primal."""
     if not points or len(points) != len(given):
-        raise InputError(f"series: has {len(given)} entries for {len(points)} primals; expected one list for each.")
+        raise InputError(f"series: got {len(given)} for {len(points)} primals, expected one list for each.")
     for point, each in zip(points, given, strict=True):
         if not _jet.is_jet(point):
             _arguments.check_real_tensor(point, "primals")
         if not isinstance(each, (list, tuple)) or not each or len(each) != len(given[0]):
-            raise InputError("series: expected a list of at least one tensor for each primal, all of one length.")
+            raise InputError("series: expected a list of at least one tensor for each primal, all of the same length.")
         for coefficient in each:
             tensor = isinstance(coefficient, Tensor)
             if not tensor or coefficient.shape != point.shape or coefficient.dtype != point.dtype:
                 got = (tuple(coefficient.shape), coefficient.dtype) if tensor else type(coefficient).__name__
                 raise InputError(
-                    f"series: holds {got}; expected tensors like the primal, {(tuple(point.shape), point.dtype)}."
+                    f"series: got {got}, expected tensors like the primal, {(tuple(point.shape), point.dtype)}."
                 )
     return len(given[0])
 
@@ -405,7 +405,7 @@ def parsed(index: Any, size: int) -> Index:
         raise InputError(f"index: got {index!r}, expected a tuple of coordinates such as (0, 0, 1).")
     for coordinate in index:
         if isinstance(coordinate, bool) or not isinstance(coordinate, int) or not 0 <= coordinate < size:
-            raise InputError(f"index: got {coordinate!r}; x has the coordinates 0 to {size - 1}.")
+            raise InputError(f"index: got {coordinate!r}, but x has coordinates 0 to {size - 1}.")
     return tuple(sorted(index))
 
 
@@ -431,12 +431,13 @@ class Partials(tuple[Tensor, ...]):
         """One of them, by its multi-index in any order: `[0, 1]` and `[1, 0]` are the same derivative."""
         if not isinstance(index, tuple):
             raise InputError(
-                f"index: got {index!r}, which could be a place or a coordinate. Unpack the derivatives in the order "
-                f"asked for, u_x, u_y = ..., or name one by its multi-index, [0,] or [0, 1]."
+                f"index: got {index!r}, which could be a position or a coordinate. Unpack the "
+                f"derivatives in the order requested, u_x, u_y = ..., or index by a multi-index, "
+                f"[0,] or [0, 1]."
             )
         wanted = tuple(sorted(index))
         if wanted not in self.indices:
-            raise InputError(f"index: {index!r} was not asked for; there are {', '.join(map(str, self.indices))}.")
+            raise InputError(f"index: {index!r} was not requested; there are {', '.join(map(str, self.indices))}.")
         return tuple.__getitem__(self, self.indices.index(wanted))
 
     def __getnewargs__(self) -> tuple[Any, ...]:
@@ -493,22 +494,21 @@ def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
     """
     if not isinstance(u, Tensor):
         raise InputError(
-            f"u: is a {type(u).__name__}; expected a tensor computed from x: u = f(x). For a function: "
-            f"hodiff.partials(f, x, [...])."
+            f"u: got {_arguments.kind(u)}, expected a tensor computed from x: u = f(x). For a "
+            f"function, use hodiff.partials(f, x, [...])."
         )
     _arguments.check_real_tensor(_arguments.check_output(u, "u"), "u")
     if isinstance(x, (tuple, list, dict)):
         raise InputError(
-            f"x: is a {type(x).__name__}; expected the one tensor that u was computed from. Join the columns before: "
-            "z = torch.cat([x, t], 1), u = net(z), d = hodiff.derivatives_of(u, z), with d[0] by x and d[1] by t; or "
-            "take each by itself: hodiff.derivatives_of(u, x) and hodiff.derivatives_of(u, t)."
+            f"x: got {_arguments.kind(x)}, expected the one tensor that u was computed from. Join "
+            f"the columns first: z = torch.cat([x, t], 1), u = net(z), d = "
+            f"hodiff.derivatives_of(u, z); then d[0] is u_x and d[1] is u_t. Or take them one by "
+            f"one: hodiff.derivatives_of(u, x) and hodiff.derivatives_of(u, t)."
         )
     _arguments.check_real_tensor(x, "x")
     batch = _arguments.check_batch([x], ["x"], batch_ndim)
     if x.ndim != batch_ndim + 1:
-        raise InputError(
-            f"x: has points of shape {tuple(x.shape[batch_ndim:])}; partial derivatives need vectors, (D,)."
-        )
+        raise InputError(f"x: points have shape {tuple(x.shape[batch_ndim:])}; partial derivatives need vectors, (D,).")
     _arguments.check_rows(u, batch, "u: has")
     return Derivatives(u, x, batch_ndim)
 
@@ -538,7 +538,7 @@ class Derivatives:
         return self._known[wanted] if recorded else detached(self._known[wanted])
 
     def __iter__(self) -> Any:
-        raise TypeError("derivatives of any order have no end to iterate to; ask for each: d[0], d[0, 1].")
+        raise TypeError("there are derivatives of every order, so iteration would not end; index each: d[0], d[0, 1].")
 
     def __repr__(self) -> str:
         known = ", ".join(map(str, sorted(index for index in self._known if index)))

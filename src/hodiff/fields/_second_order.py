@@ -437,8 +437,8 @@ def _factor(c: Any, shape: torch.Size) -> Any:
         _arguments.check_real_tensor(c, "c")
     if c.ndim > len(shape) or any(a not in (1, b) for a, b in zip(c.shape[::-1], shape[::-1], strict=False)):
         raise InputError(
-            f"c: has shape {tuple(c.shape)}, which does not broadcast to the shape of f(x), {tuple(shape)}; give a "
-            f"number, or a tensor that does."
+            f"c has shape {tuple(c.shape)}, which does not broadcast to the shape of f(x), "
+            f"{tuple(shape)}; give a number, or a tensor that does."
         )
     return c
 
@@ -450,7 +450,7 @@ def _drift(b: Any, call: FieldCall) -> Any:
     if tuple(b.shape) == (size,):
         return b.reshape(*[1] * call.batch_ndim, *call.event).expand(call.x.shape)
     if tuple(b.shape) != tuple(call.x.shape):
-        raise InputError(f"b: has shape {tuple(b.shape)}, expected ({size},) or that of x, {tuple(call.x.shape)}.")
+        raise InputError(f"b has shape {tuple(b.shape)}, expected ({size},) or the shape of x, {tuple(call.x.shape)}.")
     return b
 
 
@@ -525,7 +525,7 @@ def biharmonic(
         has_aux=has_aux,
     ).checked()
     if not callable(f):
-        raise InputError("f: is a tensor already computed; biharmonic needs the function.")
+        raise InputError("f: got a tensor already computed; biharmonic needs the function.")
     both = {"batch_ndim": batch_ndim, "has_aux": has_aux}
     inner = {**both, "args": args, "kwargs": kwargs}
 

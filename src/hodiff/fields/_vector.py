@@ -294,8 +294,8 @@ def _by_reverse(call: FieldCall, vectors: Any) -> Any:
 def _check_shape(value: Any, call: FieldCall) -> None:
     if value.shape != call.x.shape:
         raise InputError(
-            f"f: returned shape {tuple(value.shape)} for x of shape {tuple(call.x.shape)}; {call.name} needs a vector "
-            f"field, whose value has the shape of the point."
+            f"f returned shape {tuple(value.shape)} for x of shape {tuple(call.x.shape)}; "
+            f"{call.name} needs a vector field, whose value has the shape of the point."
         )
 
 
@@ -366,7 +366,7 @@ def curl(
         has_aux=has_aux,
     ).checked()
     if call.event not in ((2,), (3,)):
-        raise InputError(f"x: has points of shape {call.event}; a curl needs (2,) or (3,).")
+        raise InputError(f"x: points have shape {call.event}; a curl needs (2,) or (3,).")
     with call.grad_mode():
         _, J = jacobian_products(call, _expansions.of_laplacian(x, batch_ndim).vectors)  # J[i, ..., j] = ∂_i f_j
         return call.with_extra(_curl_of(J))

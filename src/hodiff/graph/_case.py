@@ -113,7 +113,7 @@ def _wrapped(text: str, columns: int) -> list[str]:
     return lines
 
 
-def labelled(label: str, what: object) -> str:
+def labeled(label: str, what: object) -> str:
     """A fact: what happened, and the line, the pass or the name; empty if that is not known."""
     if not what:
         return ""
@@ -211,7 +211,7 @@ class FailedPass:
             self.name,
             cause,
             failed=self.line,
-            text=tuple(line if isinstance(line, str) else f"  {labelled(*line)}" for line in lines if line and line[1]),
+            text=tuple(line if isinstance(line, str) else f"  {labeled(*line)}" for line in lines if line and line[1]),
             fixes=tuple(filter(None, fixes)),
             unknown=tuple(filter(None, unknown)),
             **{"certain": watched, "watched": watched, **parts},

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _messages
+from hodiff._core import _arguments, _messages
 from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError, InputError
 from hodiff.graph import _cut, _in_place, _saved, _second_time
@@ -126,7 +126,7 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
         exc = sys.exc_info()[1] or getattr(sys, "last_value", None)
     if not isinstance(exc, BaseException):
         raise InputError(
-            f"exc: {f'is a {type(exc).__name__}' if exc else 'missing, and no exception is being handled'}"
+            f"exc: got {_arguments.kind(exc)}{'' if exc else ', and no exception is being handled'}"
             f". Give the exception that backward() raised."
         )
     error: BaseException | None = exc

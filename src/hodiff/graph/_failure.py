@@ -23,7 +23,7 @@ from hodiff._core import _nodes, _settings
 from hodiff._core._messages import Failure
 from hodiff._core._nodes import Node
 from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
-from hodiff.graph._case import LIKELY, Explanation, FailedPass, body, labelled
+from hodiff.graph._case import LIKELY, Explanation, FailedPass, body, labeled
 from hodiff.graph._names import TensorNames, path_of, user_frames
 from hodiff.graph._record import GRADIENT, NOTHING, Listener, Lost, Pass, kind_of, tensors_in
 from hodiff.graph._source import Line, line_of
@@ -97,7 +97,7 @@ def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames
             return _from_engine(failure, cause, outputs, frames, watch.record)
         if any(tensor.requires_grad and graph.contains(tensor) for tensor in failure.theirs):
             lines = {clues.used[id(tensor)] for tensor in failure.theirs if id(tensor) in clues.used}
-            return body(labelled("used at", line) for line in sorted(lines)[:SHOWN])
+            return body(labeled("used at", line) for line in sorted(lines)[:SHOWN])
         missing = [leaf for leaf in failure.leaves if not graph.contains(leaf)]
         if len(missing) == len(failure.leaves) or (missing and failure.strict):
             return _lost(failure, outputs, missing, frames, watch.record, clues)
@@ -124,7 +124,7 @@ def _lost(
     cuts = sorted(clues.cuts, key=lambda lost: lost != last)[:SHOWN]
     if cuts:
         kind, line = cuts[0].kind, cuts[0].line
-        places = [labelled("cut at", lost.line) for lost in cuts]
+        places = [labeled("cut at", lost.line) for lost in cuts]
         return body(places, _cut.CUTS[kind].reason, [("fix", _way_out(kind, line, cuts[0].call))])
     steps = [line for line, concerned in clues.steps.items() if concerned]
     if clues.walks == WALKS:
@@ -132,7 +132,7 @@ def _lost(
     if steps:
         reason = "its result is integer or boolean, which has no derivative."
         fix = "use a smooth substitute (softmax, sigmoid, a soft mask) where a derivative is wanted."
-        return body([labelled("cut at", steps[-1])], reason, [("fix", fix)])
+        return body([labeled("cut at", steps[-1])], reason, [("fix", fix)])
     ids = {id(leaf) for leaf in missing}
     given = [name for leaf, name in zip(failure.leaves, failure.names, strict=True) if id(leaf) in ids]
     never = f"no operation in f was given {', '.join(given[:6])}: compute with f's argument"
@@ -238,7 +238,7 @@ def _freed_by_f(case: FailedPass) -> str:
         return ""
     reason = "f differentiates by itself, and frees what its result needs."
     fix = "leave that pass out of f, take it with hodiff.grad, or let it retain (retain_graph=True)."
-    return body([labelled("freed by", call.stack[0])], reason, [("fix", fix)])
+    return body([labeled("freed by", call.stack[0])], reason, [("fix", fix)])
 
 
 def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, record: WatchMode | None) -> str:
@@ -248,13 +248,13 @@ def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, rec
         line = (record or NOTHING).made(node)
         if _is_blamed(failure, node):
             if line is not None:
-                lines[labelled("recorded at", line)] = None
+                lines[labeled("recorded at", line)] = None
             elif node in names.nodes:
-                lines[labelled("recorded as", _inspect.label(node, names))] = None
+                lines[labeled("recorded as", _inspect.label(node, names))] = None
         # `Function.apply` is not a torch function, which a watch could see: but what is done with its
         # result is.
         elif line is not None and any(_saved.is_function(c) and _is_blamed(failure, c) for c in _saved.children(node)):
-            lines[labelled("its result is used at ", line)] = None
+            lines[labeled("its result is used at ", line)] = None
     return body(list(lines)[:SHOWN])
 
 

@@ -31,11 +31,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hodiff._core import _messages, _nodes
+from hodiff._core import _arguments, _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.graph import _inspect, _saved, _source
-from hodiff.graph._case import body, labelled
+from hodiff.graph._case import body, labeled
 from hodiff.graph._names import USERS, TensorNames, is_users, root, user_frames
 from hodiff.graph._record import Listener, Pass, Record
 from hodiff.graph._source import Line, line_of, lines_of
@@ -371,7 +371,9 @@ def _tensors(root: Any, name: str, depth: int = 0) -> list[Tensor]:
         return _tensors(root(), name, depth + 1)
     if root is None or isinstance(root, (int, float)):
         return []
-    raise InputError(f"{name}: is a {type(root).__name__}; expected tensors, a module, or a function that gives them.")
+    raise InputError(
+        f"{name}: got {_arguments.kind(root)}, expected tensors, a module, or a function that returns them."
+    )
 
 
 def monitor(**roots: Tensor | nn.Module | Callable[[], Any] | Any) -> Monitor:
@@ -607,7 +609,7 @@ class Grown:
         facts = {"variable": holder.variable, "count": holder.iterations, "bytes": f"{holder.bytes:,}"}
         what, reason, fix, unknown = [text.format(**facts) for text in kind]
         last = self.call.stack[0] if self.call is not None and self.call.path else None
-        places = [labelled("grows at", holder.line), labelled("pass", last)]
+        places = [labeled("grows at", holder.line), labeled("pass", last)]
         text = [what, *(f"  {place}" for place in places if place)]
         return body(text, reason, [("fix", fix) if fix else ("not known", unknown)])
 

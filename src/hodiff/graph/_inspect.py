@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hodiff._core import _messages, _nodes
+from hodiff._core import _arguments, _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import InputError
 from hodiff.graph import _saved
@@ -233,10 +233,10 @@ def inspect(*outputs: Tensor, names: Any = None) -> Graph:
 
 def _check(outputs: Sequence[Any]) -> None:
     if not outputs:
-        raise InputError("outputs: missing. Give the tensors whose graph to look at: hodiff.graph.inspect(loss).")
+        raise InputError("outputs is missing. Give the tensors whose graph to look at: hodiff.graph.inspect(loss).")
     for index, output in enumerate(outputs):
         if not isinstance(output, Tensor):
-            raise InputError(f"outputs[{index}]: is a {type(output).__name__}, expected a tensor.")
+            raise InputError(f"outputs[{index}]: got {_arguments.kind(output)}, expected a tensor.")
 
 
 def _roots(names: Any) -> dict[str, Any]:
@@ -392,8 +392,7 @@ def tensors(value: Any, name: str) -> list[Tensor]:
     items = list(value) if isinstance(value, (list, tuple)) else [value]
     if not items or not all(isinstance(item, Tensor) for item in items):
         raise InputError(
-            f"{name}: {'holds' if isinstance(value, (list, tuple)) else 'is'} "
-            f"{' and '.join(sorted({f'a {type(item).__name__}' for item in items})) or 'nothing'}; "
+            f"{name}: got {' and '.join(sorted(set(map(_arguments.kind, items)))) or 'nothing'}, "
             f"expected a tensor, or a list or tuple of tensors."
         )
     return items

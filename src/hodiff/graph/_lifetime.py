@@ -28,14 +28,14 @@ LETTERS = 58
 """Of the picture: a row's text stands above its bars, so that it can be narrow."""
 ALONE = 366
 """Its width as an image of its own, which notebooks make of it: that of a phone, as it then cannot shrink."""
-COLOURS = {"freed": "#3a7", "held": "#e90"}
+COLORS = {"freed": "#3a7", "held": "#e90"}
 
 
 def _legend() -> list[str]:
-    """What the colours say."""
+    """What the colors say."""
     parts = []
     for x, (state, text) in zip((MARGIN, 150), {"freed": "freed by a pass", "held": "kept by it"}.items(), strict=True):
-        parts.append(f'<rect x="{x}" y="6" width="10" height="8" fill="{COLOURS[state]}"/>')
+        parts.append(f'<rect x="{x}" y="6" width="10" height="8" fill="{COLORS[state]}"/>')
         parts.append(f'<text x="{x + 14}" y="14">{text}</text>')
     parts.append('<path d="M 256 5 l 10 10 m 0 -10 l -10 10" stroke="#d33" stroke-width="2"/>')
     return [*parts, '<text x="272" y="14">needed, but gone</text>']
@@ -138,7 +138,7 @@ class Lifetime(Watch):
         """The picture: a row for each line that saved something, a vertical line for each pass.
 
         Green: freed by the pass. Amber: kept by it. A red cross: needed by the pass, and freed
-        before. The text has the colour of the page around it (as an image of its own a grey that is
+        before. The text has the color of the page around it (as an image of its own a gray that is
         seen on light and dark), and can be read on a phone.
         """
         rows = self._rows()
@@ -198,7 +198,7 @@ class Lifetime(Watch):
                 kept[span.start] = stop
             yield (
                 f'<rect x="{start:.1f}" y="{y}" width="{max(x - start, 1):.1f}" height="8" '
-                f'fill="{COLOURS[span.state]}"><title>{span.nodes} nodes, {span.bytes:,} B</title></rect>'
+                f'fill="{COLORS[span.state]}"><title>{span.nodes} nodes, {span.bytes:,} B</title></rect>'
             )
 
     def _repr_svg_(self) -> str:

@@ -222,6 +222,14 @@ def _read_name(node: Node, name: str, raw_name: str, value_name: str) -> list[Sa
     return [SavedTensor(f"{name}[{index}]", *pair) for index, pair in enumerate(several)]
 
 
+def _is_alive(raw: Any) -> bool:
+    """Whether `state_of` would say so; of one that was freed it asks for what PyTorch says, and that takes longer."""
+    try:
+        return raw.unpack_hook is None and raw.data is not None
+    except RuntimeError:
+        return False
+
+
 def state_of(raw: Any) -> tuple[str, Tensor | None]:
     """The state of one saved tensor, but for staleness; and the tensor, while it is there."""
     hook = raw.unpack_hook
@@ -300,7 +308,7 @@ def drop(node: Node) -> int:
             continue
         raws = raws if isinstance(raws, tuple) else (raws,)
         for raw, state in zip(raws, told if isinstance(told, tuple) else [told] * len(raws), strict=True):
-            if raw is not None and state_of(state)[0] == ALIVE:  # a packed one has its hooks, and takes no second pair
+            if raw is not None and _is_alive(state):  # a packed one has its hooks, and takes no second pair
                 raw.register_hooks(_forget, _raise_released)
                 dropped += 1
     return dropped
@@ -522,7 +530,9 @@ def _states_are_told() -> bool:
 
 
 def _references() -> int:
-    product = (torch.ones(3, device="cpu").requires_grad_() * 2.0).exp().grad_fn
+    factor = torch.ones(3, device="cpu").requires_grad_() * 2.0  # no result: 2.10 and 2.11 make a new tensor of that
+    product = (factor * factor).grad_fn
+    del factor
     (name, raw_name, _), *_ = _LAYOUTS[type(product)].names
     slot = SavedTensor(name, *state_of(_nodes.saved(product, raw_name)))
     return sys.getrefcount(slot.value) - 1

@@ -411,7 +411,7 @@ def attached(
     _call.refuse_transforms(batched=True)
     where, line = Where(x_star, "x_star"), CallSite.now()
     if not callable(f) or isinstance(f, Tensor):
-        raise InputError(f"f: is a {type(f).__name__}; expected a function, which is evaluated at x_star.")
+        raise InputError(f"f: got {_arguments.kind(f)}, expected a function, which is evaluated at x_star.")
     _arguments.check_option(given.method, Method if kind == "argmin" else AnySystem, "method")
     order = _call.outer_order() if given.order is None else _arguments.check_integer(given.order, "order", least=1)
     _arguments.check_integer(given.polish, "polish", least=0)
@@ -422,7 +422,7 @@ def attached(
     limit = given.gradient_tol
     number = _arguments.is_number(limit) or (isinstance(limit, float) and limit == math.inf)
     if limit is not None and not (number and limit >= 0):
-        raise InputError(f"gradient_tol: got {limit!r}, expected a number of 0 or more, or None.")
+        raise InputError(f"gradient_tol: got {limit!r}, expected a number of at least 0, or None.")
     # The residual at the values alone; and in a differentiable result with as many derivatives as there are links.
     linked = _call.call(f, where, 1, True, args=args, kwargs=kwargs, batch_ndim=given.batch_ndim)
     linked = linked._replace(order=1 + order)
@@ -458,7 +458,7 @@ def _values(where: Where) -> Leaves:
     """Copies of the solution's tensors, checked to be numbers."""
     for name, tensor in zip(where.names, where.tensors, strict=True):
         if not bool(tensor.isfinite().all()):
-            raise InputError(f"{name}: has entries that are not finite, so it is not a solution.")
+            raise InputError(f"{name} has entries that are not finite, so it is not a solution.")
     return [tensor.detach().clone() for tensor in where.tensors]
 
 
@@ -500,11 +500,11 @@ class Problem:
         for leaf, output, where in zip(graph.leaves, outputs, graph.call.where.names, strict=False):
             if output.shape != leaf.shape or output.dtype != leaf.dtype:
                 got, expected = (f"{part.dtype}, {tuple(part.shape)}" for part in (output, leaf))
-                different = f"for {where} it is {got}, expected {expected}"
+                different = f"for {where}, f returned {got}, expected {expected}"
         if different:
             raise InputError(
-                f"f: must return what is like x_star (for a module, a dict by parameter name), with as many equations "
-                f"as unknowns: {different}."
+                f"f must return the structure and shapes of x_star (for a module, a dict by "
+                f"parameter name), one equation per unknown: {different}."
             )
         return outputs
 
@@ -567,10 +567,10 @@ class Problem:
         if bool(far.any()):
             off = max(size / scale if scale else math.inf for size, scale in pairs if size > limit * scale)
             self._line.warn(
-                f"{self.kind}: x_star is not the solution{told(far.reshape(space.batch))}: {WHAT[self.kind]} has "
-                f"{off:.2g} times its size at zero, and derivatives are off by about as much, "
-                f"relatively, or more. Solve further, take Newton steps by polish=1, or accept it "
-                f"by gradient_tol=."
+                f"{self.kind}: x_star is not the solution{told(far.reshape(space.batch))}: "
+                f"{WHAT[self.kind]} has {off:.2g} times its size at zero, and the relative error "
+                f"of derivatives is about that or larger. Solve more accurately, take a Newton "
+                f"step with polish=1, or accept the error with gradient_tol=."
             )
 
 

@@ -39,7 +39,7 @@ from hodiff.rules import (
 V = TypeVar("V")
 ByName = dict[str, Tensor]
 AnyRule = Rule | torch.optim.Optimizer | Callable[[Any, Any, Any, int], tuple[Any, Any]]
-"""A rule of `hodiff.rules`, a function with its signature, or a `torch.optim` optimiser as its description."""
+"""A rule of `hodiff.rules`, a function with its signature, or a `torch.optim` optimizer as its description."""
 Inner = Callable[..., Any]
 Count = int | Iterable[Any]
 Segments = int | Literal["auto"] | None
@@ -179,7 +179,7 @@ def unroll(
     first_order = _arguments.is_set(first_order, "first_order")
     parsed = Where(where, "where")
     if not callable(f) or isinstance(f, Tensor):
-        raise InputError(f"f: is a {type(f).__name__}; expected a function of the parameters, evaluated at each step.")
+        raise InputError(f"f: got {_arguments.kind(f)}, expected a function of the parameters, evaluated at each step.")
     batches = _batches(steps)
     rules = _rules(rule, parsed)
     inner = UnrolledSteps(f, parsed, _update(rule, rules, parsed), args, kwargs, first_order=first_order)
@@ -207,11 +207,11 @@ def _batches(steps: Any) -> list[Any]:
         return [()] * _arguments.check_integer(steps, "steps", least=1)
     if isinstance(steps, Tensor) or not isinstance(steps, Iterable):
         raise InputError(
-            f"steps: is a {type(steps).__name__}; expected how many, or an iterable with a batch for each step."
+            f"steps: got {_arguments.kind(steps)}, expected a number, or an iterable with a batch for each step."
         )
     batches = [(batch,) for batch in steps]
     if not batches:
-        raise InputError("steps: is empty; give a batch for each step.")
+        raise InputError("steps: got none; give a batch for each step.")
     return batches
 
 
@@ -239,10 +239,11 @@ def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
     if rules:
         return functools.partial(stepped, rules)
     if not callable(rule) or isinstance(rule, (type, nn.Module)):
-        what = f"the class {rule.__name__}, not an instance" if isinstance(rule, type) else f"a {type(rule).__name__}"
+        what = _arguments.kind(rule) + (", not an instance" if isinstance(rule, type) else "")
         raise InputError(
-            f"rule: is {what}; expected a rule such as hodiff.rules.SGD(lr=0.1), a torch.optim optimiser as its "
-            f"description, or a function (params, grads, state, step) -> (params, state)."
+            f"rule: got {what}; expected a rule such as hodiff.rules.SGD(lr=0.1), a torch.optim "
+            f"optimizer that describes one, or a function (params, grads, state, step) -> (params, "
+            f"state)."
         )
     tree, given = where.tree, rule
 
@@ -250,10 +251,10 @@ def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
         whole = [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
         updated = given(where.result(params), where.result(whole), state, step)
         if not isinstance(updated, tuple) or len(updated) != 2:
-            raise InputError(f"rule: returned a {type(updated).__name__}; expected (params, state).")
+            raise InputError(f"rule returned {_arguments.kind(updated)}, expected (params, state).")
         different = _tree.difference(tree, _tree.flatten(updated[0])[2], "params")
         if different:
-            raise InputError(f"rule: the parameters that it returned are not like where: {different}.")
+            raise InputError(f"rule returned parameters unlike where: {different}.")
         return _tree.leaves_like(tree, updated[0]), updated[1]
 
     return update
@@ -343,10 +344,10 @@ class Replay:
             off = float((output - end).abs().max())
             if off > torch.finfo(end.dtype).eps ** 0.5 * float(end.abs().max()):
                 raise GraphError(
-                    f"segments: the steps, taken again in the backward pass, ended elsewhere (by {off:.2g}): something "
-                    f"that f uses has changed since, or it draws random numbers that PyTorch's default generators "
-                    f"do not give. Call backward before anything is changed (data, buffers, train() and eval()), or "
-                    f"use segments=None."
+                    f"segments: recomputed in the backward pass, the steps ended elsewhere (by "
+                    f"{off:.2g}): something that f uses has changed since, or f draws random "
+                    f"numbers from other than PyTorch's default generators. Call backward before "
+                    f"anything changes (data, buffers, train() and eval()), or use segments=None."
                 )
 
     @staticmethod
@@ -355,9 +356,10 @@ class Replay:
         for leaf in _nodes.survey([o for o in outputs if o.requires_grad]).variables():
             if id(leaf) not in known and tag_of(leaf) is None and not mode.made(leaf):
                 raise GraphError(
-                    f"segments: f reaches a tensor of shape {tuple(leaf.shape)} that requires grad in a way that could "
-                    f"not be seen (by an autograd.Function, or past PyTorch's modes), so its part of the derivative "
-                    f"would be missing. Use segments=None."
+                    f"segments: f reaches a tensor of shape {tuple(leaf.shape)} that requires grad "
+                    f"in a way that hodiff cannot see (through an autograd.Function, or below "
+                    f"PyTorch's modes), so its part of the derivative would be missing. Use "
+                    f"segments=None."
                 )
 
 
@@ -376,8 +378,8 @@ class Segment(torch.autograd.Function):
         """Take the steps once more, and pull back through their graph."""
         if torch.is_grad_enabled():
             raise GraphError(
-                "unroll: with segments= only first derivatives are there, and this pass is to be differentiated "
-                "again. Use segments=None."
+                "unroll: segments= allows first derivatives only, but this pass is to be "
+                "differentiated again. Use segments=None."
             )
         return None, None, *ctx.replay.vjp(ctx.saved_tensors, cotangents)
 
@@ -390,8 +392,8 @@ def _tensors(state: Any) -> list[Tensor]:
             tensors.append(leaf)
         elif not (leaf is None or isinstance(leaf, (bool, int, float, str))):
             raise InputError(
-                f"rule: its state holds a {type(leaf).__name__}; with segments= it must be made of tensors and "
-                f"numbers, in tuples, lists and dicts, so that it can be kept."
+                f"rule: the state holds {_arguments.kind(leaf)}; with segments= it must consist of "
+                f"tensors and numbers, in tuples, lists and dicts, so that it can be kept."
             )
     return tensors
 
@@ -403,7 +405,7 @@ def _replaced(state: Any, tensors: Sequence[Tensor]) -> Any:
     return _tree.rebuild(tree, iter([next(new) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
 
 
-# --- the steps of an inner optimisation, on flat lists of tensors: a gradient by the road, and the rule ---------------
+# --- the steps of an inner optimization, on flat lists of tensors: a gradient by the road, and the rule ---------------
 
 
 Update = Callable[[list[Tensor], list[Tensor | None], Any, int], tuple[list[Tensor], Any]]
@@ -456,7 +458,7 @@ class UnrolledSteps:
         if state is None:
             return Progress(self.where.tensors, None, 0)
         if not (isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], int)):
-            raise InputError("state: expected what hodiff.unroll(..., return_state=True) returned beside the result.")
+            raise InputError("state: expected the state that hodiff.unroll(..., return_state=True) returned.")
         return Progress(self.where.tensors, state[1], state[0])
 
     def run(self, now: Progress, batches: Sequence[Any], *, record: bool) -> Progress:
@@ -499,10 +501,11 @@ class UnrolledSteps:
         new, state = self._update(params, reached, now.state, now.step + 1)
         for before, after, name in zip(params, new, self.where.names, strict=True):
             if not isinstance(after, Tensor) or after.shape != before.shape or after.dtype != before.dtype:
-                got = f"{after.dtype}, {tuple(after.shape)}" if isinstance(after, Tensor) else type(after).__name__
+                got = f"{after.dtype}, {tuple(after.shape)}" if isinstance(after, Tensor) else _arguments.kind(after)
                 raise InputError(
-                    f"rule: made {got} of {name}, which is {before.dtype}, {tuple(before.shape)}; hyperparameters "
-                    f"that are tensors have one element, or a leaf's shape, and no other dtype than it."
+                    f"rule returned {got} for {name}, which is {before.dtype}, "
+                    f"{tuple(before.shape)}; a tensor hyperparameter must have one element, or the "
+                    f"leaf's shape, and the leaf's dtype."
                 )
         return Progress(new, state, now.step + 1)
 
@@ -601,7 +604,7 @@ class SubstituteInputs(TorchFunctionMode):
         return reference is not None and reference() is tensor
 
 
-# --- a `torch.optim` optimiser read as a description of a rule: its class and its options, nothing else of it ---------
+# --- a `torch.optim` optimizer read as a description of a rule: its class and its options, nothing else of it ---------
 
 
 RULES: dict[str, type[Rule]] = {
@@ -614,9 +617,9 @@ def rules_of(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> lis
     rule = RULES.get(type(optimizer).__name__)
     if rule is None or type(optimizer).__module__.partition(".")[0] != "torch":
         raise InputError(
-            f"rule: is a {type(optimizer).__name__}, which has no rule here; there are "
-            f"{', '.join(sorted(RULES))} (hodiff.rules). Or write it: a function (params, grads, state, step) -> "
-            f"(params, state)."
+            f"rule: got {_arguments.kind(optimizer)}, which has no rule in hodiff.rules; there are "
+            f"{', '.join(sorted(RULES))}. Or write it as a function (params, grads, state, step) "
+            f"-> (params, state)."
         )
     names = [field.name for field in dataclasses.fields(rule)]
     made = [rule(**{name: group[name] for name in names if name in group}) for group in optimizer.param_groups]
@@ -627,7 +630,8 @@ def rules_of(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> lis
     }
     if not all(id(tensor) in owner for tensor in tensors):
         raise InputError(
-            f"rule: the {type(optimizer).__name__} has {len(made)} parameter groups, and not all of where is in "
-            f"them, so that it is unknown which options are meant. Make it of the parameters of where, or of one group."
+            f"rule: the {type(optimizer).__name__} has {len(made)} parameter groups, and some of "
+            f"where is in none of them, so its options are unknown. Make it from the parameters of "
+            f"where, or with one group."
         )
     return [owner[id(tensor)] for tensor in tensors]

@@ -69,8 +69,8 @@ RULES.dispatch = dispatch
 def _refuse_hidden() -> None:
     """Raise inside the forward of an `autograd.Function`, or the user's inference mode."""
     if torch.is_inference_mode_enabled():
-        raise NoRule("torch.inference_mode() inside f", "its tensors belong to no derivative", "Use torch.no_grad().")
-    raise NoRule("a Python autograd.Function", "its backward defines its derivative, which a jet cannot see")
+        raise NoRule("torch.inference_mode() inside f", "its tensors have no derivatives", "Use torch.no_grad().")
+    raise NoRule("a Python autograd.Function", "its backward defines its derivative, which Taylor mode cannot see")
 
 
 def _inlined() -> bool:
@@ -271,7 +271,7 @@ def _in_place(name: str, args: Any, kwargs: Any, func: Any = None) -> Any:
         raise NoRule(name, "write a new tensor instead")
     result = perform(ALIASES.get(name[:-1], name[:-1]), args, kwargs, func)
     if not isinstance(result, JETS) or result.expansion is not target.expansion or result.shape != target.shape:
-        raise NoRule(f"{name} that makes a variable of a constant, or the reverse", "write a = a + b instead of a += b")
+        raise NoRule(f"{name} that turns a constant into a variable, or back", "write a = a + b instead of a += b")
     if result.dtype != target.dtype:
         raise NoRule(f"{name} that changes the dtype")
     target.series = result.series

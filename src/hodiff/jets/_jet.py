@@ -317,7 +317,7 @@ class Jet(Tensor):
         return format(self.series[0], spec)
 
     def __deepcopy__(self, memo: Any) -> Jet:
-        raise NoRule("copy.deepcopy", "of a leaf it is a constant; use .clone(), or .detach() if a constant is meant")
+        raise NoRule("copy.deepcopy", "it makes a leaf constant; use .clone(), or .detach() if a constant is meant")
 
 
 class TracedJet:

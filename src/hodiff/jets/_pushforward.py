@@ -162,8 +162,9 @@ def coefficients(output: Any, expansion: Expansion, batch: Sequence[int] = ()) -
     _arguments.check_rows(value, batch)
     if not _jet.belongs(output, expansion) and not expansion.nests:
         raise GraphError(
-            "the result of f does not depend on x: it was computed from other tensors, or everything was cut on the "
-            "way (.detach(), .data, a no_grad block, a comparison). Let f compute with the argument that it is given."
+            "the result of f does not depend on x: it was computed from other tensors, or every "
+            "path was cut (.detach(), .data, a no_grad block, a comparison). Use the argument that "
+            "f is given."
         )
     return _jet.series_of(output, expansion)
 
@@ -172,8 +173,9 @@ def factorials(order: int, dtype: torch.dtype) -> list[float]:
     """What makes derivatives of coefficients: 0!, 1!, ... up to the order, as far as the dtype can hold both."""
     if math.log(torch.finfo(dtype).tiny) + math.lgamma(order + 1) > 0:
         raise InputError(
-            f"order {order} is too high for Taylor mode in {dtype}: coefficient n is the derivative over n!, "
-            f"which is too small a number. Orders up to 170 can be had in torch.float64, up to 33 in torch.float32."
+            f"order {order} is too high for Taylor mode in {dtype}: coefficient n is the "
+            f"derivative divided by n!, which underflows. Use orders up to 170 in torch.float64, "
+            f"up to 33 in torch.float32."
         )
     return [float(math.factorial(k)) for k in range(order + 1)]
 
@@ -286,7 +288,7 @@ def report(
         A record with one row for each operation; printed, it is a table.
 
     Raises:
-        InputError: *x* is not a real floating point tensor.
+        InputError: *x* is not a real floating-point tensor.
 
     Cost:
         One evaluation of `f` in Taylor mode, in as many directions as a sample of *x* has entries.

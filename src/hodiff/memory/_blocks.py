@@ -38,7 +38,7 @@ from hodiff._core import (
     _settings,
     _tree,
 )
-from hodiff._core._arguments import outside
+from hodiff._core._arguments import kind, outside
 from hodiff._core._graph import OutputGraph
 from hodiff._core._kernels import Chunked
 from hodiff._core._loans import memory_of
@@ -230,8 +230,8 @@ class BlockRun:
             value = self._function(*args, **kwargs)
         if check and [*map(id, _tree.flatten((args, kwargs))[0])] != [*map(id, items)]:
             raise GraphError(
-                "a block that runs again (checkpoint=) changes a list or a dict that it is given. Let "
-                "it return what it computes, or leave checkpoint= out."
+                "a block that runs again (checkpoint=) changes a list or a dict that it is given. "
+                "Return the result instead, or leave checkpoint= out."
             )
         return value
 
@@ -240,7 +240,7 @@ class BlockRun:
         if self._changed():
             raise GraphError(
                 "a block that runs again (checkpoint=) was given a tensor that has been changed in "
-                "place since. Change a copy of it in f."
+                "place since. In f, change a copy instead."
             )
         kind, dtype, enabled = self._autocast
         now, looks = RandomState(self._random.device), not self._looked and torch.is_grad_enabled()
@@ -258,9 +258,9 @@ class BlockRun:
             same = same and _nodes.made_since(begun, results, [*arguments, *self._inner])[1] is not None
         if not same or not all(map(_alike, results, self._prints)):
             raise GraphError(
-                "a block that runs again (checkpoint=) computes something different from its first run: it "
-                "reads what has changed since (a counter, a cache, a generator of its own, NumPy's "
-                "random numbers). Give it that as an argument, or leave checkpoint= out."
+                "a block that runs again (checkpoint=) computes something different from its first "
+                "run: it reads what has changed since (a counter, a cache, its own generator, "
+                "NumPy's random numbers). Pass that as an argument, or leave checkpoint= out."
             )
         return results
 
@@ -315,8 +315,8 @@ def _alike(x: Tensor, sums: Tensor) -> bool:
 
 
 CHANGES = "it changes an argument in place (write x = x + y for x += y)"
-READS = "it reads a tensor that is computed outside of it (give it that as an argument)"
-SHARES = "it returns a part of what it is given, or two tensors of one memory (return a copy)"
+READS = "it reads a tensor that is computed outside it (pass that as an argument)"
+SHARES = "it returns part of its input, or two tensors that share memory (return a copy)"
 
 
 def _varies(x: Any) -> bool:
@@ -421,11 +421,11 @@ class Blocks:
         if not self.met:
             names = ", ".join([*self.named.values()][:4])
             raise InputError(
-                f"checkpoint={self.checkpoint!r}: f calls none of the modules {names}. Name those "
-                "that it calls, one after the other."
+                f"checkpoint={self.checkpoint!r}: f calls none of the modules {names}. Name "
+                f"modules that f calls, one after the other."
                 if self.named
-                else "checkpoint=True: f meets no torch.utils.checkpoint.checkpoint (a model may "
-                "call it in train() alone). Name the modules that are its blocks: "
+                else "checkpoint=True: f calls torch.utils.checkpoint.checkpoint nowhere (a model may "
+                "call it in train() mode alone). Name the modules that are its blocks: "
                 'checkpoint="layers.*".'
             )
         return result
@@ -490,12 +490,11 @@ def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
     if checkpoint is False:
         return f
     if isinstance(f, Tensor):
-        raise InputError("checkpoint: f is a tensor, whose graph is there. Give the function.")
+        raise InputError("checkpoint: f is a tensor, whose graph already exists. Give the function.")
     if checkpoint is True:
         return Blocks(f, True, {})
     if not isinstance(checkpoint, str):
-        kind = type(checkpoint).__name__
-        raise InputError(f'checkpoint: is a {kind}, expected True, False, or names: "layers.*".')
+        raise InputError(f'checkpoint: got {kind(checkpoint)}, expected True, False, or names: "layers.*".')
     f = plain(f) if isinstance(f, nn.Module) else f
     roots = [each.module for each in where.module_slices]
     roots += [f] if isinstance(f, nn.Module) else []
@@ -510,7 +509,7 @@ def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
         way_out = "Give the model as the point, or checkpoint=True"
         if modules:
             way_out = f"Its modules: {', '.join(near or [*modules][:4])}"
-        raise InputError(f"checkpoint={checkpoint!r}: names no module of {where.name}. {way_out}.")
+        raise InputError(f"checkpoint={checkpoint!r} matches no module of {where.name}. {way_out}.")
     return Blocks(f, checkpoint, named)
 
 
@@ -602,8 +601,8 @@ class Tangents:
                 now.restore()
         if not all(map(_alike, (value for value, _ in pairs), map(_print, first))):
             raise GraphError(
-                "checkpoint=: f computes something else when it runs again: it reads what has changed "
-                "since (a buffer that is replaced, a counter, a cache). Leave checkpoint= out."
+                "checkpoint: f computes something different when it runs again: it reads what has "
+                "changed since (a replaced buffer, a counter, a cache). Leave checkpoint= out."
             )
         return [torch.zeros_like(x) if t is None else t for x, t in pairs]
 

@@ -79,7 +79,7 @@ class Critic(NamedTuple):
         check_option(self.patch_reduction, PatchReduction, "patch_reduction")
         _arguments.check_number(self.grad_scale, "grad_scale", least=0)
         if not self.grad_scale:
-            raise InputError("grad_scale: is 0, expected a positive number.")
+            raise InputError("grad_scale: got 0, expected a positive number.")
         if isinstance(self.f, Tensor):
             check_real_tensor(self.f, "f")
         check_critic(self.f)
@@ -95,8 +95,8 @@ class Critic(NamedTuple):
         """One number per sample; what is none, and no map of one channel, is left for the check that names it."""
         if not isinstance(outputs, Tensor):
             raise InputError(
-                f"f: returned a {type(outputs).__name__}, expected the tensor of a critic's outputs, one per sample; "
-                f"choose it: lambda x: critic(x)[0]."
+                f"f returned {_arguments.kind(outputs)}, expected the tensor of a critic's "
+                f"outputs, one per sample; select it: lambda x: critic(x)[0]."
             )
         scalars = outputs
         several = batch and outputs.numel() != batch.numel()
@@ -108,8 +108,8 @@ class Critic(NamedTuple):
         largest = torch.finfo(outputs.dtype).max
         if self.grad_scale > largest:
             raise InputError(
-                f"grad_scale: {self.grad_scale} is beyond the largest {outputs.dtype} number, {largest}, so the first "
-                f"pass would overflow; 4096 is a good value for float16."
+                f"grad_scale: {self.grad_scale} exceeds the largest {outputs.dtype} number, "
+                f"{largest}, so the first pass would overflow; 4096 is a good value for float16."
             )
         return wide(scalars) * self.grad_scale
 
@@ -218,11 +218,11 @@ def _pairs(
                 "shape first (resize or crop images, pad sequences)."
             )
             raise InputError(
-                f"{beside}: has shape {tuple(second.shape)}, but {name} has {tuple(first.shape)}. {way_out}"
+                f"{beside} has shape {tuple(second.shape)}, but {name} has {tuple(first.shape)}. {way_out}"
             )
         if first.dtype != second.dtype or first.device != second.device:
             raise InputError(
-                f"{beside}: is {second.dtype} on {second.device}, but {name} is {first.dtype} on {first.device}."
+                f"{beside} is {second.dtype} on {second.device}, but {name} is {first.dtype} on {first.device}."
             )
     return batch, firsts, seconds, tree
 
@@ -241,9 +241,10 @@ def detached_samples(samples: Any, detach: bool | None, name: str, recorded: boo
         attached = [name for name, leaf in pairs if leaf.requires_grad]
         if attached:
             warnings.warn(
-                f"{', '.join(attached)}: requires grad, and is detached here, so the penalty trains the critic alone: "
-                f"a generator or featurizer behind the samples gets no gradient from it. If that is what you want, "
-                f"say detach=True (or pass {name}.detach()); if not, detach=False.",
+                f"{' and '.join(attached)} require{'s' * (len(attached) == 1)} grad but will be "
+                f"detached, so the penalty trains the critic alone: a generator or feature "
+                f"extractor behind the samples gets no gradient from it. If you want that, pass "
+                f"detach=True (or {name}.detach()); if not, pass detach=False.",
                 HodiffWarning,
                 stacklevel=_arguments.outside(),
             )
@@ -402,7 +403,7 @@ _PASSES_ON = AllowedNames(("_DDPSink",))
 def check_critic(f: Any) -> None:
     """Raise unless `f` can be called or is a tensor, and for a wrapper that loses gradients."""
     if not callable(f) and not isinstance(f, Tensor):
-        raise InputError(f"f: is a {type(f).__name__}, expected a function, a module, or a tensor computed from x.")
+        raise InputError(f"f: got {_arguments.kind(f)}, expected a function, a module, or a tensor computed from x.")
     if isinstance(f, DistributedDataParallel) and f.static_graph:
         raise static_graph_error()
 
@@ -415,7 +416,7 @@ def uncompiled(f: Any) -> Any:
 def check_function(f: Any) -> None:
     """Raise unless `f` can be called; a tensor will not do."""
     if isinstance(f, Tensor) or not callable(f):
-        raise InputError(f"f: is a {type(f).__name__}, expected a function or a module.")
+        raise InputError(f"f: got {_arguments.kind(f)}, expected a function or a module.")
 
 
 def recorded(
@@ -470,9 +471,7 @@ def finished(loss: Tensor, f: Any, outputs: Tensor, leaves: Sequence[Tensor], re
 def refuse_empty(values: Tensor, reduction: ExtremeReduction) -> None:
     """Raise where there is no value to reduce; their sum is zero."""
     if reduction in ("mean", "max") and not values.numel():
-        raise InputError(
-            f'x: holds no sample, so there is no {reduction}; use reduction="sum", or skip the empty batch.'
-        )
+        raise InputError(f'x: the batch is empty and has no {reduction}; use reduction="sum", or skip empty batches.')
 
 
 def reduce(values: Tensor, reduction: ExtremeReduction, weight: float) -> Tensor:
@@ -493,9 +492,10 @@ def warn_if_constant(gradient: Sequence[Tensor]) -> None:
     """Warn when nothing that is trained can be reached from the gradient. `requires_grad` alone would not show it."""
     if gradient and not any(map(_is_trained, _nodes.leaves_below(gradient))):
         warnings.warn(
-            "no trainable tensor is reachable from the gradient, so this penalty is a constant to the optimiser. Usual "
-            "causes: all parameters are frozen, f detaches or leaves PyTorch somewhere, or the gradient does not "
-            "depend on them. If only the value is wanted: create_graph=False, or call it under torch.no_grad().",
+            "no trainable tensor is reachable from the gradient, so this penalty is a constant for the "
+            "optimizer. Usual causes: all parameters are frozen, f detaches or leaves PyTorch somewhere, "
+            "or the gradient does not depend on them. If you only want the value, pass "
+            "create_graph=False, or call it under torch.no_grad().",
             HodiffWarning,
             stacklevel=_arguments.outside(),
         )
@@ -515,9 +515,10 @@ def refuse_static_graph(outputs: Sequence[Tensor]) -> None:
 
 def static_graph_error() -> GraphError:
     return GraphError(
-        "f runs DistributedDataParallel(static_graph=True), which does not average the gradients of a penalty, "
-        "silently: the ranks would drift apart. Give the module inside (ddp.module) to the penalty, and add it to a "
-        "loss that goes through the wrapper, or build the wrapper without static_graph."
+        "f runs DistributedDataParallel(static_graph=True), which silently does not average the "
+        "gradients of a penalty: the ranks would drift apart. Give the penalty the inner module "
+        "(ddp.module) and add it to a loss that goes through the wrapper, or build the wrapper "
+        "without static_graph."
     )
 
 
@@ -533,8 +534,8 @@ def outputs_and_gradient(
     """What the critic returns, and the gradient's leaves, inside a compiled region."""
     if isinstance(x, nn.Module) or isinstance(critic.f, Tensor):
         raise InputError(
-            "torch.compile: a penalty inside a compiled region takes a function and tensors. Call it outside the "
-            "region for a module's parameters, and for a tensor that was already computed."
+            "torch.compile: inside a compiled region, a penalty takes a function and tensors. For "
+            "a module's parameters, or a tensor already computed, call it outside the region."
         )
     leaves, _, tree = _tree.flatten(x)
     _compiled_callers.check_point(leaves)
@@ -548,8 +549,8 @@ def outputs_and_gradient(
         _arguments.check_scalars(scalars, critic.batch_ndim, batch)
         if not scalars.requires_grad:  # of this transform, which knows nothing but the point
             raise GraphError(
-                "the result of f does not depend on x, or everything between the two was cut (.detach(), .data, a "
-                "torch.no_grad() block). Let f compute with the argument that it is given."
+                "the result of f does not depend on x, or every path between the two was cut "
+                "(.detach(), .data, a torch.no_grad() block). Use the argument that f is given."
             )
         return scalars.sum(), outputs
 

@@ -278,7 +278,7 @@ def dragan_penalty(
 # --- R1 and R2: the squared norm of a critic's gradient at the samples themselves, real or generated ------------------
 
 
-class Regularisation(Recipe, total=False):
+class Regularization(Recipe, total=False):
     """What `r1_penalty` and `r2_penalty` take."""
 
     gamma: float
@@ -287,13 +287,13 @@ class Regularisation(Recipe, total=False):
 
 @overload
 def r1_penalty(
-    critic: Function, real: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Regularisation]
+    critic: Function, real: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Regularization]
 ) -> Tensor: ...
 
 
 @overload
 def r1_penalty(
-    critic: Function, real: Any, *, return_outputs: Literal[True], **options: Unpack[Regularisation]
+    critic: Function, real: Any, *, return_outputs: Literal[True], **options: Unpack[Regularization]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -372,7 +372,7 @@ def r1_penalty(
         half (their 10 is a gamma of 20); StyleGAN2-ADA uses gamma = 0.0002 · resolution² / batch,
         every 16 steps times 16.
     """
-    return _zero_centred(
+    return _zero_centered(
         critic,
         real,
         "real",
@@ -393,13 +393,13 @@ def r1_penalty(
 
 @overload
 def r2_penalty(
-    critic: Function, fake: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Regularisation]
+    critic: Function, fake: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Regularization]
 ) -> Tensor: ...
 
 
 @overload
 def r2_penalty(
-    critic: Function, fake: Any, *, return_outputs: Literal[True], **options: Unpack[Regularisation]
+    critic: Function, fake: Any, *, return_outputs: Literal[True], **options: Unpack[Regularization]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -471,7 +471,7 @@ def r2_penalty(
         arXiv:2501.05441. Other code: GAN_stability leaves out the half; WGAN-div (PyTorch-GAN) does
         not detach the samples.
     """
-    return _zero_centred(
+    return _zero_centered(
         critic,
         fake,
         "fake",
@@ -490,7 +490,7 @@ def r2_penalty(
     )
 
 
-def _zero_centred(critic: Function, samples: Any, name: str, gamma: float, detach: bool | None, **options: Any) -> Any:
+def _zero_centered(critic: Function, samples: Any, name: str, gamma: float, detach: bool | None, **options: Any) -> Any:
     """Half of `gamma` times the squared norm of the gradient at samples, which errors call `name`."""
     _arguments.check_number(gamma, "gamma", least=0)
     recorded = _call.loss_recorded(options["create_graph"])

@@ -188,7 +188,7 @@ class PenaltyRule(NamedTuple):
         if not isinstance(self.target, Tensor):
             _arguments.check_number(self.target, "target", least=0)
         elif self.target.is_nested:
-            raise InputError("target: is a nested tensor, expected a number or one entry per sample.")
+            raise InputError("target: got a nested tensor, expected a number or one entry per sample.")
 
     def penalty(self, gradient: list[Tensor], batch_ndim: int) -> Tensor:
         """The penalty of each sample's gradient, reduced."""
@@ -196,8 +196,8 @@ class PenaltyRule(NamedTuple):
         if isinstance(self.target, Tensor):
             if self.target.ndim and self.target.shape != batch:
                 raise InputError(
-                    f"target: has shape {tuple(self.target.shape)}, expected a number or one entry per sample: "
-                    f"{tuple(batch)}."
+                    f"target has shape {tuple(self.target.shape)}, expected a number or one entry "
+                    f"per sample: {tuple(batch)}."
                 )
         elif self.target == 0 and self.ord == 2 and self.power % 2 == 0:
             # No root to take, so smooth also at zero.
@@ -354,8 +354,8 @@ def eikonal_penalty(
     _arguments.check_real_tensor(points, "points")
     if points.ndim < 2:
         raise InputError(
-            f"points: has shape {tuple(points.shape)}, expected (*batch, d) with the coordinates last; "
-            f"a single point is points[None]."
+            f"points has shape {tuple(points.shape)}, expected (*batch, d) with the coordinates "
+            f"last; for a single point, pass points[None]."
         )
     return gradient_penalty(
         f,

@@ -124,7 +124,7 @@ def hessian_penalty(
     _arguments.check_number(epsilon, "epsilon", least=0)
     check_option(method, SecondMethod, "method")
     if method == "differences" and not epsilon:
-        raise InputError("epsilon: got 0, expected a positive step of the differences.")
+        raise InputError("epsilon: got 0, expected a positive step for the differences.")
     _arguments.check_integer(samples, "samples", least=2)
     check_option(reduction, ExtremeReduction, "reduction")
     return_outputs = is_set(return_outputs, "return_outputs")
@@ -135,7 +135,7 @@ def hessian_penalty(
     _arguments.check_batch(where.tensors, where.names, batch_ndim)
     directions = _critic.vectors_like(where, vectors, samples, "rademacher", generator)
     if directions[0].shape[0] < 2:
-        raise InputError("vectors: holds one vector, expected at least two: a variance is taken over them.")
+        raise InputError("vectors: got one vector, expected at least two, to take their variance.")
     record = _critic.recorded(
         f, x, batch_ndim=batch_ndim, create_graph=create_graph,
         check_independence=check_independence, args=args, kwargs=kwargs,

@@ -121,8 +121,8 @@ def jacobian_penalty(
         output = _arguments.check_output(graph.outputs)
         if output.shape[:batch_ndim] != graph.call.batch:
             raise InputError(
-                f"f: returned shape {tuple(output.shape)}, expected {tuple(graph.call.batch)} in front, one row per "
-                f"sample (batch_ndim={batch_ndim})."
+                f"f returned shape {tuple(output.shape)}, expected {tuple(graph.call.batch)} in "
+                f"front, one row per sample (batch_ndim={batch_ndim})."
             )
         exact = samples is None and vectors is None
         if exact:

@@ -113,7 +113,7 @@ class PathLengthPenalty(nn.Module):
         return_outputs = is_set(return_outputs, "return_outputs")
         _arguments.check_real_tensor(w, "w")
         if w.ndim not in (2, 3) or not w.shape[0]:
-            raise InputError(f"w: has shape {tuple(w.shape)}, expected latents (N, D) or (N, L, D).")
+            raise InputError(f"w has shape {tuple(w.shape)}, expected latents (N, D) or (N, L, D).")
         _critic.check_function(f)
         record = _call.loss_recorded(create_graph)
         with _critic.evaluation(
@@ -121,11 +121,11 @@ class PathLengthPenalty(nn.Module):
         ) as graph:
             images = _arguments.check_output(graph.outputs)
             if images.ndim < 2 or images.shape[0] != w.shape[0]:
-                raise InputError(f"f: returned shape {tuple(images.shape)}, expected images ({w.shape[0]}, C, ...).")
+                raise InputError(f"f returned shape {tuple(images.shape)}, expected images ({w.shape[0]}, C, ...).")
             with _settings.grad_mode(False):
                 [noise] = _critic.vectors_like(Where(images.detach(), "f(w)"), vectors, 1, "gaussian", generator)
                 if noise.shape[0] != 1:
-                    raise InputError(f"vectors: holds {noise.shape[0]} vectors like the images, expected one.")
+                    raise InputError(f"vectors: got {noise.shape[0]} vectors like the images, expected one.")
                 noise = noise[0] / images.shape[2:].numel() ** 0.5
             outputs = graph.value()
             gradient = _reverse.vjp(graph, [images], [noise])

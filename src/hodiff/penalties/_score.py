@@ -149,5 +149,5 @@ def _score(graph: OutputGraph, where: Where) -> list[Tensor]:
     except InputError as error:
         raise InputError(f"{error} A log-density, with one output per sample, needs log_density=True.") from error
     if count is not None:
-        raise InputError(f"f: returned {count} vectors like x, expected one.")
+        raise InputError(f"f returned {count} vectors like x, expected one.")
     return score

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core._arguments import check_option
+from hodiff._core._arguments import check_option, kind
 from hodiff.errors import InputError
 from hodiff.sparse._pattern import Pattern, check_layout, check_symmetric, given
 
@@ -22,7 +22,7 @@ Kind = Literal["star", "columns", "rows"]
 Order = Literal["best", "largest", "natural"]
 
 PART = 4000
-"""Of more columns, those on which the ways to colour them are compared."""
+"""Of more columns, those on which the ways to color them are compared."""
 
 
 def color(pattern: Any, kind: Kind = "star", *, order: Order = "best") -> Tensor:
@@ -82,7 +82,7 @@ def _shape(pattern: Any) -> tuple[int, int]:
     shape = getattr(pattern, "shape", ())
     if len(shape) != 2:
         raise InputError(
-            f"pattern: is a {type(pattern).__name__}, expected one that knows its shape: a hodiff Pattern, a SciPy "
+            f"pattern: got {kind(pattern)}, expected one with a shape: a hodiff Pattern, a SciPy "
             f"sparse matrix, or a sparse tensor."
         )
     return int(shape[0]), int(shape[1])
@@ -148,7 +148,7 @@ def _star(pattern: Pattern, order: Order) -> Tensor:
     private = _crowded(degrees)
     crowd = int(private.sum())
     rest = pattern
-    if crowd:  # such a vertex lies on no path of two colours, so the others may forget it
+    if crowd:  # such a vertex lies on no path of two colors, so the others may forget it
         kept = ~(private[pattern.rows] | private[pattern.columns])
         rest = Pattern(pattern.rows[kept], pattern.columns[kept], pattern.shape)
     colors = _best(_STAR, rest, order, star=True)
@@ -167,7 +167,7 @@ def _by_stars(pattern: Pattern, order: Order, *, wary: bool) -> Tensor:
     return _greedy_star(_lists(heads, tails, count), _sequence(degrees, order), wary=wary)
 
 
-def _greedy_star(neighbours: list[list[int]], sequence: list[int], *, wary: bool) -> Tensor:
+def _greedy_star(neighbors: list[list[int]], sequence: list[int], *, wary: bool) -> Tensor:
     """The least color for each vertex that closes no path of four vertices in two colors.
 
     Such a path is closed by *v* in color c at its end, c-d-c-d, or as its second, d-c-d-c. So of a
@@ -178,13 +178,13 @@ def _greedy_star(neighbours: list[list[int]], sequence: list[int], *, wary: bool
     A neighbor without a color forbids nothing. To be wary of it, and not to take a color around
     it, leaves it more choice: that needs fewer colors on irregular graphs, and more on grids.
     """
-    count = len(neighbours)
-    bit = [0] * count  # of a vertex's colour; 0 while it has none
-    around = [0] * count  # the colours of its neighbours
-    twice = [0] * count  # those that two of its neighbours have
-    shut = [0] * count  # the colours of those neighbours around which its own colour occurs twice
+    count = len(neighbors)
+    bit = [0] * count  # of a vertex's color; 0 while it has none
+    around = [0] * count  # the colors of its neighbors
+    twice = [0] * count  # those that two of its neighbors have
+    shut = [0] * count  # the colors of those neighbors around which its own color occurs twice
     for v in sequence:
-        near = neighbours[v]
+        near = neighbors[v]
         repeated, taken = twice[v], around[v]
         for w in near:
             d = bit[w]
@@ -196,7 +196,7 @@ def _greedy_star(neighbours: list[list[int]], sequence: list[int], *, wary: bool
         bit[v] = free
         for w in near:
             d = bit[w]
-            if d & repeated:  # v has two neighbours in d: its colour is shut to the other neighbours of both
+            if d & repeated:  # v has two neighbors in d: its color is shut to the other neighbors of both
                 shut[w] |= free
             if not around[w] & free:
                 around[w] |= free
@@ -205,7 +205,7 @@ def _greedy_star(neighbours: list[list[int]], sequence: list[int], *, wary: bool
             else:
                 twice[w] |= free
                 if d:
-                    for x in neighbours[w]:
+                    for x in neighbors[w]:
                         if bit[x] == free:
                             shut[x] |= d
     return torch.tensor([b.bit_length() - 1 for b in bit], dtype=torch.int64, device="cpu")
@@ -221,7 +221,7 @@ def _by_rows(pattern: Pattern, order: Order) -> Tensor:
     rows_of = _lists(turned.rows, turned.columns, columns)
     lengths = torch.bincount(pattern.rows, minlength=rows)
     met = torch.zeros(columns, dtype=torch.int64, device="cpu").index_add(0, pattern.columns, lengths[pattern.rows])
-    around = [0] * rows  # the colours in each row
+    around = [0] * rows  # the colors in each row
     bits = [0] * columns
     for column in _sequence(met, order):
         taken = 0
@@ -290,9 +290,9 @@ def _alone(places: Tensor) -> Tensor:
     return torch.bincount(places)[places] == 1 if len(places) else places.bool()
 
 
-def _check(colours: Tensor, pattern: Pattern) -> None:
-    if not bool(colours.all()):
-        entry = int((~colours).nonzero()[0, 0])
+def _check(colors: Tensor, pattern: Pattern) -> None:
+    if not bool(colors.all()):
+        entry = int((~colors).nonzero()[0, 0])
         raise AssertionError(
-            f"the colouring does not tell entry ({int(pattern.rows[entry])}, {int(pattern.columns[entry])}) apart"
+            f"the coloring does not separate entry ({int(pattern.rows[entry])}, {int(pattern.columns[entry])})"
         )

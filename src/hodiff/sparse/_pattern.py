@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _reverse, _tree
-from hodiff._core._arguments import Allowed
+from hodiff._core._arguments import Allowed, kind
 from hodiff._core._call import Call, call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._settings import on
@@ -95,7 +95,7 @@ class Pattern:
     def picture(self) -> str:
         """The pattern in characters, for a small matrix."""
         if max(self.shape) > 100:
-            raise InputError(f"picture: {self.shape[0]} x {self.shape[1]} do not fit; use plt.spy(pattern.to_scipy()).")
+            raise InputError(f"picture: {self.shape} is too large; use plt.spy(pattern.to_scipy()).")
         held = self.to_torch().to_dense().tolist()
         return "\n".join("".join("x" if entry else "·" for entry in row) for row in held)
 
@@ -134,11 +134,12 @@ def given(value: Any, shape: tuple[int, int], *, symmetric: bool) -> Pattern:
     elif isinstance(value, (tuple, list)) and len(value) == 2:
         pattern = _of_pairs(value[0], value[1], shape)
     else:
-        raise InputError(f"pattern: is a {type(value).__name__}, expected {GIVEN}.")
+        raise InputError(f"pattern: got {kind(value)}, expected {GIVEN}.")
     if tuple(pattern.shape) != tuple(shape):
         raise InputError(
-            f"pattern: is {pattern.shape[0]} x {pattern.shape[1]}, expected {shape[0]} x {shape[1]}, "
-            + ("an entry for each pair of numbers in x." if symmetric else "a row for each output of f, a column for "
+            f"pattern is {pattern.shape[0]} x {pattern.shape[1]}, expected {shape[0]} x "
+            f"{shape[1]}: "
+            + ("a row and a column for each number in x." if symmetric else "a row for each output of f, a column for "
             "each number in x.")
         )  # fmt: skip
     if symmetric:
@@ -149,30 +150,31 @@ def given(value: Any, shape: tuple[int, int], *, symmetric: bool) -> Pattern:
 def check_symmetric(pattern: Pattern) -> None:
     """Raise for a pattern that a Hessian cannot have."""
     if pattern.shape[0] != pattern.shape[1]:
-        raise InputError(f"pattern: is {pattern.shape[0]} x {pattern.shape[1]}, expected a symmetric matrix.")
+        raise InputError(f"pattern is {pattern.shape[0]} x {pattern.shape[1]}, expected a symmetric matrix.")
     turned = pattern.transposed()
     if pattern.nnz == turned.nnz and torch.equal(pattern.keys, turned.keys):
         return
     alone = ~torch.isin(pattern.keys, turned.keys)
     i, j = int(pattern.rows[alone][0]), int(pattern.columns[alone][0])
     raise InputError(
-        f"pattern: holds ({i}, {j}) and not ({j}, {i}), but a Hessian is symmetric. Give both triangles "
-        f"(pattern + pattern.T for a SciPy matrix)."
+        f"pattern holds ({i}, {j}) but not ({j}, {i}), and a Hessian is symmetric. Give both "
+        f"triangles (pattern + pattern.T for a SciPy matrix)."
     )
 
 
 def check_layout(value: Tensor) -> None:
     """Raise for a tensor that PyTorch cannot make sparse, or ask for its shape."""
     if value.is_nested or value.is_mkldnn:
-        raise InputError(f"pattern: is a {'nested' if value.is_nested else 'mkldnn'} tensor, expected {GIVEN}.")
+        raise InputError(f"pattern: got a {'nested' if value.is_nested else 'mkldnn'} tensor, expected {GIVEN}.")
 
 
 def _of_tensor(value: Tensor) -> Pattern:
     check_layout(value)
     if value.layout is torch.strided or value.ndim != 2:
         raise InputError(
-            f"pattern: is a {'dense' if value.layout is torch.strided else 'sparse'} tensor of shape "
-            f"{tuple(value.shape)}, expected {GIVEN}; a dense matrix of two dimensions has .to_sparse()."
+            f"pattern: got a {'dense' if value.layout is torch.strided else 'sparse'} tensor of "
+            f"shape {tuple(value.shape)}, expected {GIVEN}; convert a dense two-dimensional matrix "
+            f"with .to_sparse()."
         )
     entries = value.detach().to_sparse_coo()
     indices = entries._indices().cpu()
@@ -185,21 +187,21 @@ def _of_pairs(rows: Any, columns: Any, shape: tuple[int, int]) -> Pattern:
         try:
             vector = torch.as_tensor(indices)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"pattern: its {name} are a {type(indices).__name__}, expected integers.") from error
+            raise InputError(f"pattern: the {name} are {kind(indices)}, expected integers.") from error
         other = vector.is_floating_point() or vector.is_complex() or vector.dtype is torch.bool
         if vector.ndim != 1 or (other and len(vector)):
             raise InputError(
-                f"pattern: its {name} have shape {tuple(vector.shape)} and dtype {vector.dtype}, expected a vector "
-                f"of integers."
+                f"pattern: the {name} have shape {tuple(vector.shape)} and dtype {vector.dtype}, "
+                f"expected a vector of integers."
             )
         vector = vector.detach().cpu()
         if len(vector) and not 0 <= int(vector.min()) <= int(vector.max()) < size:
             wrong = int(vector[(vector < 0) | (vector >= size)][0])
-            raise InputError(f"pattern: its {name} hold {wrong}, expected numbers from 0 to {size - 1}.")
+            raise InputError(f"pattern: the {name} hold {wrong}, expected numbers from 0 to {size - 1}.")
         entries.append(vector)
     if len(entries[0]) != len(entries[1]):
         raise InputError(
-            f"pattern: has {len(entries[0])} rows and {len(entries[1])} columns, expected as many of each."
+            f"pattern: got {len(entries[0])} row and {len(entries[1])} column indices, expected as many of each."
         )
     return Pattern(entries[0], entries[1], shape)
 
@@ -324,7 +326,7 @@ def _too_many(tracer: Tracer) -> InputError:
     named = [*([tracer.lost] if tracer.lost else []), *tracer.unknown]
     blamed = f" Without a sparsity rule, and taken to couple all inputs: {', '.join(named)}." if named else ""
     return InputError(
-        f"f: its matrix of derivatives is not sparse, or seems not to be: the pattern has too many entries to be "
-        f"written down.{blamed} Give a pattern that you know (pattern=), or use products: hodiff.hvp, "
-        f"hodiff.HessianOperator, hodiff.jvp."
+        f"f: the matrix of derivatives is not sparse, or does not appear to be: the pattern has "
+        f"too many entries to store.{blamed} Give the pattern if you know it (pattern=), or use "
+        f"products: hodiff.hvp, hodiff.HessianOperator, hodiff.jvp."
     )

@@ -19,7 +19,7 @@ from hodiff.sparse import _coloring
 from hodiff.sparse._pattern import Pattern, detect, given, scipy_sparse
 
 BREAK_EVEN = 600
-"""With fewer columns the dense matrix is computed sooner than a pattern and its colours."""
+"""With fewer columns the dense matrix is computed sooner than a pattern and its colors."""
 
 
 class Plan:
@@ -107,7 +107,7 @@ class Plan:
             The matrix, of shape `plan.shape`.
         """
         if more:
-            raise InputError("x: a plan knows its function; call it with the point alone: plan(x).")
+            raise InputError("x: a plan already has its function; call it with the point alone: plan(x).")
         form: SparseOutput = self._options["output"] if output is None else output
         check_option(form, SparseOutput, "output")
         library = scipy_sparse() if form == "scipy" else None  # before anything is computed
@@ -184,8 +184,8 @@ class Plan:
         count = sum(output.numel() for output in outputs)
         if count != self.shape[0]:
             raise InputError(
-                f"f: returned {count} numbers at this point, and {self.shape[0]} when the plan was made. Make a plan "
-                f"for each shape."
+                f"f returned {count} numbers at this point, but {self.shape[0]} when the plan was "
+                f"made. Make a plan for each shape."
             )
 
     def _compare(self, products: Tensor, vector: Tensor, eps: float) -> None:
@@ -208,10 +208,10 @@ class Plan:
             error = float(off.max() / scale)
             rounding = " So small a difference may also be rounding, where large terms cancel." if error < 1e-6 else ""
             raise DerivativeError(
-                f"the pattern does not hold at this point: {side} {shown} of the matrix have an entry that it misses "
-                f"(its product with a random vector is off by {error:.2g}). Where f branches on values, or closes over "
-                f"what has changed, plan anew at this point, or give a pattern= that holds for all.{self._read()}"
-                f"{rounding}"
+                f"the pattern does not hold at this point: {side} {shown} of the matrix have an "
+                f"entry that it misses (its product with a random vector is off by {error:.2g}). "
+                f"If f branches on values, or closes over what has changed, make a new plan at "
+                f"this point, or give a pattern= that always holds.{self._read()}{rounding}"
             )
 
     def _read(self) -> str:
@@ -225,7 +225,7 @@ class Plan:
 
     def __repr__(self) -> str:
         name = "Hessian" if self._order == 2 else "Jacobian"
-        by = {"star": "star colours", "rows": "colours of rows", "columns": "colours of columns"}[self.kind]
+        by = {"star": "star colors", "rows": "colors of rows", "columns": "colors of columns"}[self.kind]
         wide = f"; without a rule: {', '.join(self.pattern.without_rule)}" if self.pattern.without_rule else ""
         read = "; checked at each point, as f reads values of it" if self.pattern.values_read else ""
         small = "; computed once, the dense matrix is cheaper" if self.shape[1] < BREAK_EVEN else ""
@@ -283,8 +283,8 @@ class Point:
         got, shapes = where.space().shapes, self.space.shapes
         if got != shapes:
             raise InputError(
-                f"x: has tensors of shape {[*map(tuple, got)]}, expected {[*map(tuple, shapes)]}, as when the plan was "
-                f"made."
+                f"x holds tensors of shape {[*map(tuple, got)]}, expected {[*map(tuple, shapes)]}, "
+                f"as when the plan was made."
             )
         return where
 
@@ -296,7 +296,7 @@ class Point:
         where = Where(_tree.rebuild(self._given, iter(_tree.leaves_like(self._given, x))))
         if where.names != self.space.names:
             raise InputError(
-                f"x: has the parameters {where.names}, expected {self.space.names}, as when the plan was made."
+                f"x has the parameters {where.names}, expected {self.space.names}, as when the plan was made."
             )
         return where
 
@@ -310,9 +310,9 @@ class Point:
 
     def _unflattened(self, x: Tensor) -> Any:
         if self._owned:
-            raise InputError("x: is a vector, and the plan was made at a module; give the module.")
+            raise InputError("x: got a vector, but the plan was made at a module; give the module.")
         if x.numel() != self.space.size:
-            raise InputError(f"x: has {x.numel()} numbers, expected {self.space.size}, as when the plan was made.")
+            raise InputError(f"x has {x.numel()} numbers, expected {self.space.size}, as when the plan was made.")
         return self.space.result(self.space.split(x.reshape(-1).to(self.space.device)))
 
 
@@ -323,9 +323,9 @@ def _matrix(pattern: Pattern, values: Tensor, output: SparseOutput, library: Any
             raise InputError('output="scipy": NumPy has no bfloat16; compute in float32.')
         if values.requires_grad:
             raise InputError(
-                'output="scipy": NumPy keeps no graph, and these entries have one (create_graph=True, or a call inside '
-                'another hodiff call): their derivative would be missing. Use output="csr", or create_graph=False for '
-                "constants."
+                'output="scipy": NumPy keeps no graph, but these entries have one '
+                "(create_graph=True, or a call inside another hodiff call), so their derivative "
+                'would be missing. Use output="csr", or create_graph=False for constants.'
             )
         parts = (values.cpu().numpy(), pattern.columns.numpy(), pattern.starts().numpy())
         return library.csr_array(parts, shape=pattern.shape)
@@ -460,7 +460,7 @@ def _plan(f: Any, x: Any, order: int, pattern: Any, options: dict[str, Any]) -> 
         kwargs=options["kwargs"],
     )
     if not request.builds_graph:
-        raise InputError("f: is a tensor already computed; a plan is for many points, and needs the function.")
+        raise InputError("f: got a tensor already computed; a plan is for many points and needs the function.")
     return prepared(request, where, f, order, pattern, options)
 
 
@@ -490,7 +490,7 @@ def _outputs(request: Call, noted: list[Any]) -> int:
 
 def _of_jacobian(pattern: Pattern) -> tuple[Tensor, str]:
     """Rows or columns, whichever needs fewer colors."""
-    lengths = [_longest(pattern.rows), _longest(pattern.columns)]  # no fewer colours of columns, of rows
+    lengths = [_longest(pattern.rows), _longest(pattern.columns)]  # no fewer colors of columns, of rows
     kinds: list[Any] = ["rows", "columns"] if lengths[1] <= lengths[0] else ["columns", "rows"]
     first = _coloring.color(pattern, kinds[0])
     needed = int(first.max()) + 1 if len(first) else 0

@@ -204,7 +204,7 @@ READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _aten = torch.ops.aten
 READING = {
     _aten._pack_padded_sequence.default: "the lengths of sequences",
-    _aten._linalg_check_errors.default: "whether a matrix has a factorisation (which an `except` may ask)",
+    _aten._linalg_check_errors.default: "whether a matrix has a factorization (which an `except` may ask)",
     **dict.fromkeys(
         (_aten._to_sparse.default, _aten._to_sparse.sparse_dim, _aten._to_sparse_csr.default,
          _aten._to_sparse_csc.default, _aten._to_sparse_bsr.default, _aten._to_sparse_bsc.default),

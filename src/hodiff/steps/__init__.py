@@ -21,7 +21,7 @@ from torch.utils import _pytree
 from torch.utils._device import DeviceContext
 
 from hodiff._core import _settings, _tree, _versions
-from hodiff._core._arguments import outside
+from hodiff._core._arguments import kind, outside
 from hodiff._core._call import tangents
 from hodiff._core._compiled_callers import uncompiled
 from hodiff._core._graph import split
@@ -175,7 +175,7 @@ class CompiledStep:
                 gradients = [of.get(id(x)) for x in where.tensors]
                 call.forget()
         if all(gradient is None for gradient in gradients):
-            raise GraphError("loss: does not depend on where; its gradient would be zero everywhere.")
+            raise GraphError("loss does not depend on where, so its gradient would be zero everywhere.")
         filled = [torch.zeros_like(x) if g is None else g for x, g in zip(where.tensors, gradients, strict=True)]
         value = value.detach()
         return (value, aux) if self._has_aux else value, where.result(filled)
@@ -241,8 +241,8 @@ class CompiledStep:
         result = self._whole(*args, **kwargs)
         value = result[0] if self._has_aux else result
         if not isinstance(value, Tensor) or value.numel() != 1:
-            got = f"has the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
-            raise InputError(f"loss: what it returns {got}; a step needs one element.")
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind(value)
+            raise InputError(f"loss returned {got}, expected one element.")
         return result
 
     def _build(self, module: Any, given: list[Any]) -> StepGraph:
@@ -329,8 +329,9 @@ class HandOver(torch.autograd.Function):
         """The gradients, times what arrives."""
         if torch.is_grad_enabled():
             raise GraphError(
-                "the value of a compiled step has a first derivative only (create_graph=True was asked for). Take "
-                "the further derivative inside of the loss, or differentiate the loss itself."
+                "the value of a compiled step can be differentiated once, without "
+                "create_graph=True. Take the further derivative inside the loss, or differentiate "
+                "the loss itself."
             )
         gradients: Any = ctx.saved_tensors[: ctx.count]
         return None, None, *_foreach._foreach_mul(gradients, factors[0].reshape(()))
@@ -364,8 +365,9 @@ def check_wrappers(leaves: Sequence[Tensor]) -> None:
     for wrapper in _wrappers:
         if wrapper is not active and not ours.isdisjoint(map(id, wrapper.module.parameters())):
             raise InputError(
-                "where: its parameters belong to a DistributedDataParallel whose forward is not running, so that no "
-                "process would reduce their gradients. Write a module whose forward calls the step, and wrap that."
+                "where: the parameters belong to a DistributedDataParallel whose forward is not "
+                "running, so their gradients would not be reduced. Write a module whose forward "
+                "calls the step, and wrap that."
             )
 
 
@@ -465,11 +467,11 @@ def compile_step(
     if _versions.RELEASE < (2, 13):
         raise HodiffError(f"compile_step needs PyTorch 2.13 or newer; this is {torch.__version__}.")
     if not callable(loss):
-        raise InputError(f"loss: is a {type(loss).__name__}, expected a function of where and of a step's arguments.")
+        raise InputError(f"loss: got {kind(loss)}, expected a function of where and of a step's arguments.")
     for tensor, name in zip((parsed := Where(where, "where")).tensors, parsed.names, strict=True):
         if not tensor.requires_grad:
-            raise InputError(f"{name}: does not require grad; a step trains what does. Call requires_grad_() on it.")
+            raise InputError(f"{name} does not require grad, so a step cannot train it. Call requires_grad_() on it.")
     if fallback not in ("warn", "raise"):
-        raise InputError(f"fallback: is {fallback!r}, expected 'warn' or 'raise'.")
+        raise InputError(f"fallback: got {fallback!r}, expected 'warn' or 'raise'.")
     watch_wrappers()
     return CompiledStep(loss, where, has_aux, backend, fallback)

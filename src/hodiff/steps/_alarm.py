@@ -80,8 +80,9 @@ class EagerCheck:
         rounding = self._distance(ours, [results[graph.value], *results[graph.outputs :], *written])
         if self.difference > 100 * rounding:
             self.wrong = (
-                f"its result is {self.difference:.0e} off the eager one, where rounding explains {rounding:.0e}; the "
-                f"first operation that differs is {self._first()}"
+                f"its result differs from the eager one by {self.difference:.0e}, more than "
+                f"rounding explains ({rounding:.0e}); the first operation that differs is "
+                f"{self._first()}"
             )
         (before if self.wrong else after).restore()
 

@@ -99,7 +99,7 @@ class StepGraph:
             if not loss.requires_grad:
                 raise NotCompiled("the loss depends on nothing that requires grad")
             if loss.numel() != 1:
-                raise NotCompiled(f"the loss has the shape {tuple(loss.shape)}, not one element")
+                raise NotCompiled(f"the loss has shape {tuple(loss.shape)}, not one element")
             with _settings.autocast(loss.device.type):
                 gradients = torch.autograd.grad(loss, [inputs[i] for i in differentiable], allow_unused=True)
             used = [(i, g) for i, g in zip(differentiable, gradients, strict=True) if g is not None]
@@ -125,15 +125,15 @@ class StepGraph:
         if any(namespace.get(name) is not value for namespace, name, value in self.attributes):
             return "an attribute or a method of a class has been replaced"
         if any(len(namespace) != size for namespace, size in self.sizes):
-            return "a class, or an object with a __getattr__ of its own, has got or lost an attribute"
+            return "a class, or an object with a __getattr__ of its own, gained or lost an attribute"
         if len({id(x) for x in leaves}) < len(leaves):
             return "two of its tensors have become one"
         if [x.is_leaf for x in leaves] != self.leaves:
-            return "a tensor that it differentiates by has another graph than when it was traced"
+            return "a tensor that it differentiates with respect to has a different graph than when it was traced"
         if self.order > 1 and any(inputs[i]._backward_hooks for i in self.inner):
-            return "a tensor that the loss differentiates by has a hook"
+            return "a tensor that the loss differentiates with respect to has a hook"
         if self.shared is not None and memories(inputs) != self.shared:
-            return "tensors share memory that did not, or the reverse, and it writes into one"
+            return "tensors share memory that did not before, or the reverse, and it writes into one"
         return ""
 
     def own_results(self) -> None:
@@ -159,8 +159,8 @@ class StepGraph:
         }
         if torch.float16 in dtypes:
             raise NotCompiled(
-                "it computes in float16, whose gradients a GradScaler must scale inside of the backward pass "
-                "(bfloat16 needs none)"
+                "it computes in float16, whose gradients a GradScaler must scale inside the "
+                "backward pass (bfloat16 needs none)"
             )
         return max(torch.finfo(dtype).eps for dtype in dtypes)
 
@@ -205,7 +205,7 @@ def passes(module: fx.GraphModule) -> int:
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     nodes = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
     if any(getattr(node.target, "__name__", "") == "autograd_function_apply" for node in nodes):
-        raise NotCompiled("it applies a Python autograd.Function, whose second derivative PyTorch's tracer gets wrong")
+        raise NotCompiled("it uses a Python autograd.Function, whose second derivative PyTorch's tracer gets wrong")
     grads = sum(node.target is torch.autograd.grad for node in nodes)
     return grads + sum("_grad_increment_nesting" in str(node.target) for node in nodes)
 

@@ -97,7 +97,7 @@ def _refuse(self: Any, what: str) -> None:
 
 def _key_of_an_object(self: Any, tx: Any, args: Any) -> None:
     """In the place of a method of Dynamo's that does nothing: there is no guard that the key is not there."""
-    _refuse(tx, "it looks up a key in the __dict__ of an object, which is not guarded; getattr is")
+    _refuse(tx, "it looks up a key in the __dict__ of an object, which is not guarded; use getattr")
 
 
 def _handled(self: Any, raised: exc.ObservedException) -> Any:
@@ -105,7 +105,7 @@ def _handled(self: Any, raised: exc.ObservedException) -> Any:
     if isinstance(raised, (exc.ObservedLookupError, exc.ObservedAttributeError)):
         _refuse(
             self,
-            "it catches that a key or an attribute is not there, which is not guarded; get and getattr are",
+            "it catches a missing key or attribute, which is not guarded; use get or getattr",
         )
     return _handler(self, raised)
 
@@ -150,8 +150,8 @@ def check_backend(name: str) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, 1) if isinstance(name, str) else []
         raise InputError(
-            f"backend: is {name!r}, expected 'inductor', 'replay', or a name that torch.compile knows"
-            + (f"; did you mean {near[0]!r}?" if near else f" ({', '.join(map(repr, known[1:]))}).")
+            f"backend: got {name!r}, expected 'inductor', 'replay', or a name that torch.compile "
+            f"knows" + (f"; did you mean {near[0]!r}?" if near else f" ({', '.join(map(repr, known[1:]))}).")
         )
 
 
@@ -159,13 +159,13 @@ def _check_side_effects() -> None:
     """Refuse a loss that changes Python objects: what is held against eager would change them twice."""
     tracer = InstructionTranslator.current_tx()
     if tracer.output.random_calls:
-        raise NotCompiled("it draws from Python's random; draw outside, and give it as an argument")
+        raise NotCompiled("it draws from Python's random; draw outside, and pass the number as an argument")
     effects = tracer.output.side_effects
     for changed in effects._get_modified_vars():
         new = isinstance(changed.mutation_type, (AttributeMutationNew, ValueMutationNew))
         if not new and not _restored(changed, effects.store_attr_mutations.get(changed, {})):
             source = getattr(changed, "source", None)
-            raise NotCompiled(f"it changes a Python object, {source.name if source else changed}; return it as aux")
+            raise NotCompiled(f"it changes a Python object, {source.name if source else changed}; return that as aux")
 
 
 def _attributes() -> tuple[list[tuple[Any, str, Any]], list[tuple[Any, int]]]:
@@ -185,7 +185,7 @@ def _attributes() -> tuple[list[tuple[Any, str, Any]], list[tuple[Any, int]]]:
             classes.update(dict.fromkeys(kind.__mro__[1:-1], True))
             if getattr(kind, "__getattr__", torch.nn.Module.__getattr__) is not torch.nn.Module.__getattr__:
                 if kind.__setattr__ is object.__setattr__:
-                    raise NotCompiled(f"it reads a {kind.__name__}, whose __getattr__ an attribute may hide later")
+                    raise NotCompiled(f"it reads a {kind.__name__}, whose __getattr__ a later attribute may hide")
                 sizes.append((vars(variable.value), len(vars(variable.value))))
     attributes: list[tuple[Any, str, Any]] = []
     for cls, inherited in classes.items():

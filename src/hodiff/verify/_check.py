@@ -127,7 +127,8 @@ def check_derivatives(
     if not report.ok:
         known = _known(report)
         warnings.warn(
-            "some differences are too rough to compare with (is x at a kink of f, or f noisy?):\n"
+            "some finite differences are too inaccurate to compare with (is x at a kink of f, or f "
+            "noisy?):\n"
             + "\n".join(str(check) for check in checks if check.verdict == "inconclusive")
             + (f"\n{known}" if known else ""),
             HodiffWarning,
@@ -201,7 +202,7 @@ def _known(report: DerivativeReport) -> str:
 
 
 def _shown(direction: Point, names: Sequence[str]) -> str:
-    """The first entries of a direction, enough to recognise it."""
+    """The first entries of a direction, enough to recognize it."""
     parts = [
         f"{name} += t * [{', '.join(f'{float(entry):+.3f}' for entry in part.flatten()[:4])}"
         + (", ...]" if part.numel() > 4 else "]")

@@ -230,7 +230,9 @@ def test_inside_the_function_of_another_call_it_is_differentiated_by_default() -
 def test_equal_eigenvalues_are_refused_with_their_gap() -> None:
     x = torch.ones(3, dtype=D, requires_grad=True)
     H = hodiff.HessianOperator(lambda x: (x**4).sum(), x)
-    with pytest.raises(hodiff.GraphError, match=r"eigenvalues 1 and 2 are 12 and 12, .* apart: equal ones have no"):
+    with pytest.raises(
+        hodiff.GraphError, match=r"eigenvalues 1 and 2 are 12 and 12, .* apart\. Equal eigenvalues have no"
+    ):
         hodiff.eigsh(H, 1, create_graph=True)
     assert not hodiff.eigsh(H, 1).value.requires_grad
     with pytest.raises(hodiff.GraphError, match="eigenvalues 1 and 2 are 0 and 0, 0 apart"):
@@ -262,7 +264,7 @@ def test_an_operator_of_another_point_is_refused() -> None:
     H @ draw(size(model))
     with torch.no_grad():
         model[0].weight += 1
-    with pytest.raises(hodiff.GraphError, match="parameters changed"):
+    with pytest.raises(hodiff.GraphError, match="parameters have changed"):
         hodiff.trace(H, samples=2, create_graph=True)
     assert hodiff.trace(H.refresh(), samples=2, create_graph=True).value.requires_grad
     H.close()
@@ -271,17 +273,15 @@ def test_an_operator_of_another_point_is_refused() -> None:
 
 
 BAD = {
-    "create_graph: the products of a NystromOperator cannot": lambda H: hodiff.trace(
+    "create_graph: products of a NystromOperator cannot": lambda H: hodiff.trace(
         hodiff.nystrom(hodiff.MatrixOperator(torch.ones(3)), 2, 1.0), create_graph=True
     ),
-    "create_graph: goes with method='estimate' or 'exact'": lambda H: hodiff.diagonal(
+    "create_graph needs method='estimate' or 'exact'": lambda H: hodiff.diagonal(
         H, method="xdiag", samples=3, create_graph=True
     ),
-    "create_graph: goes with method='hutchinson', without": lambda H: hodiff.trace(
-        H, method="hutch++", create_graph=True
-    ),
+    "create_graph needs method='hutchinson', without": lambda H: hodiff.trace(H, method="hutch++", create_graph=True),
     "without blocks= and rtol=": lambda H: hodiff.trace(H, rtol=0.1, create_graph=True),
-    "which='largest' or 'smallest'": lambda H: hodiff.eigsh(H, 1, which="magnitude", create_graph=True),
+    "which='largest' or which='smallest'": lambda H: hodiff.eigsh(H, 1, which="magnitude", create_graph=True),
 }
 
 
@@ -532,7 +532,7 @@ def test_a_changed_operator_is_refused_in_the_backward_pass() -> None:
     value = LOSSES["solution"](model, True)
     with torch.no_grad():
         model[0].weight += 1
-    with pytest.raises(RuntimeError, match=r"parameters changed|modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"parameters have changed|modified by an inplace operation"):
         value.backward()
 
 
@@ -700,7 +700,7 @@ def test_a_gauss_newton_matrix_of_a_module_with_two_outputs() -> None:
 def test_a_fisher_matrix_of_draws_has_no_derivative(kind: str) -> None:
     data = [(draw(5, 4), torch.arange(5) % 3)]
     F_ = hodiff.FisherOperator(lambda P, b: b[0] @ P, nn.CrossEntropyLoss(), draw(4, 3), data=data, kind=kind)
-    with pytest.raises(hodiff.InputError, match=r"create_graph: a Fisher matrix that is no Hessian.*kind='exact'"):
+    with pytest.raises(hodiff.InputError, match=r"create_graph: a Fisher matrix made of .*kind='exact'"):
         hodiff.trace(F_, create_graph=True)
     exact = hodiff.FisherOperator(lambda P, b: b[0] @ P, nn.CrossEntropyLoss(), draw(4, 3), data=data, kind="exact")
     assert hodiff.trace(exact, create_graph=True).value.requires_grad

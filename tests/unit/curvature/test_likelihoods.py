@@ -122,7 +122,7 @@ def test_redundant_outputs_give_another_matrix():
 
 
 def test_what_predict_must_return():
-    with pytest.raises(hodiff.InputError, match=r"takes a mean and a variance of one shape.*\[\(5, 4\)\]"):
+    with pytest.raises(hodiff.InputError, match=r"takes a mean and a variance of the same shape.*\[\(5, 4\)\]"):
         hodiff.GaussNewtonOperator(
             lambda m, b: m(b[0]), nn.GaussianNLLLoss(), affine(4), data=[(X, torch.zeros(5, 2, dtype=D))]
         ).dense()

@@ -27,12 +27,12 @@ def test_a_mode_that_was_switched(name):
     v = draw(H.shape[1])
     before = H @ v
     model[0].eval()
-    with pytest.raises(hodiff.GraphError, match=r"train\(\)\s+and eval\(\) switched; H\.refresh\(\)"):
+    with pytest.raises(hodiff.GraphError, match=r"train\(\)\s+or eval\(\) was called\. H\.refresh\(\)"):
         H @ v
     model.train()
     assert torch.equal(H @ v, before)
     model.eval()
-    with pytest.raises(hodiff.GraphError, match="switched"):
+    with pytest.raises(hodiff.GraphError, match=r"eval\(\) was called"):
         H @ v
     torch.testing.assert_close(H.refresh() @ v, operator(model) @ v)
 
@@ -41,7 +41,7 @@ def test_a_mode_that_was_switched_before_the_first_product():
     model = MODELS["dropout"]().double()
     H = operator(model)
     model.eval()
-    with pytest.raises(hodiff.GraphError, match="switched"):
+    with pytest.raises(hodiff.GraphError, match=r"eval\(\) was called"):
         H @ draw(H.shape[1])
 
 

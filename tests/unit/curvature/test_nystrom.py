@@ -98,14 +98,14 @@ def test_zero_and_single_precision() -> None:
 
 
 BAD = {
-    "nystrom: MatrixOperator is not known to be symmetric": lambda A: hodiff.nystrom(
+    "nystrom: this MatrixOperator is not known to be symmetric": lambda A: hodiff.nystrom(
         hodiff.MatrixOperator(draw(3, 3)), 2, 1.0
     ),
     "rank: got 121": lambda A: hodiff.nystrom(A, 121, 1.0),
     "rank: got 0": lambda A: hodiff.nystrom(A, 0, 1.0),
     "shift: got 0.0, expected a positive": lambda A: hodiff.nystrom(A, 3, 0.0),
-    "nystrom: is for positive semidefinite": lambda A: hodiff.nystrom(A, 40, 1.0),
-    "generator: is a int": lambda A: hodiff.nystrom(A, 3, 1.0, generator=0),
+    "nystrom is for positive semidefinite": lambda A: hodiff.nystrom(A, 40, 1.0),
+    "generator: got an int": lambda A: hodiff.nystrom(A, 3, 1.0, generator=0),
 }
 
 

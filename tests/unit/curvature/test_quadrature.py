@@ -95,13 +95,13 @@ ISOLATED = torch.tensor([1e3, 500.0, -200.0], dtype=D)
 
 
 def test_vectors_are_made_orthogonal_where_that_is_needed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, orthogonalised = [0], _density.orthogonalised
+    made, orthogonalized = [0], _density.orthogonalized
 
     def counting(*given: Tensor) -> Tensor:
         made[0] += 1
-        return orthogonalised(*given)
+        return orthogonalized(*given)
 
-    monkeypatch.setattr(_density, "orthogonalised", counting)
+    monkeypatch.setattr(_density, "orthogonalized", counting)
     A, V = with_spectrum(SPECTRA["spread"]), draw(N, 4, seed=1)
     for dtype, least, most in ((D, 0, 0), (torch.float32, 0.04, 0.14)):
         made[0] = 0
@@ -141,7 +141,7 @@ def test_how_far_from_orthogonal_is_foreseen() -> None:
         w = w - alpha * v - beta * before
         beta = w.norm()
         diagonal[:, j], beside[:, j] = alpha, beta
-        (asked,) = (bool(foreseen.to_orthogonalise(j, torch.ones(1, dtype=D))),)
+        (asked,) = (bool(foreseen.to_orthogonalize(j, torch.ones(1, dtype=D))),)
         before, v = v, w / beta
         true = float((torch.stack(basis) @ v).abs().max())
         basis.append(v)
@@ -333,7 +333,7 @@ def test_no_log_determinant_of_what_is_not_positive(steps: int) -> None:
 
 
 BAD = {
-    "spectral_density: MatrixOperator is not known to be symmetric": lambda A: hodiff.spectral_density(
+    "spectral_density: this MatrixOperator is not known to be symmetric": lambda A: hodiff.spectral_density(
         hodiff.MatrixOperator(draw(3, 3))
     ),
     "steps: got 0": lambda A: hodiff.spectral_density(A, steps=0),
@@ -341,10 +341,8 @@ BAD = {
     "vectors: one of them is zero": lambda A: hodiff.logdet(A, shift=9, vectors=torch.zeros(len(A.dense()), dtype=D)),
     "points: got 1": lambda A: hodiff.spectral_density(A, points=1),
     "shift: got 'x'": lambda A: hodiff.logdet(A, shift="x"),
-    "rtol: one random vector": lambda A: hodiff.logdet(A, samples=1, rtol=0.1),
-    r"logdet: .* use the log-determinant of A\.T @ A, halved": lambda A: hodiff.logdet(
-        hodiff.MatrixOperator(draw(3, 3))
-    ),
+    "rtol: the error of one random vector": lambda A: hodiff.logdet(A, samples=1, rtol=0.1),
+    r"logdet: .* use half the log-determinant of A\.T @ A": lambda A: hodiff.logdet(hodiff.MatrixOperator(draw(3, 3))),
 }
 
 

@@ -110,7 +110,7 @@ def test_none_and_one(count: int) -> None:
 
 def test_rows_are_refused_and_the_columns_that_are_named_instead_are_solved() -> None:
     A, B = matrix("cg", 40), draw(7, 40, seed=5)
-    with pytest.raises(hodiff.InputError, match=r"b: has shape \(7, 40\).*several vectors are columns: give b\.T\.$"):
+    with pytest.raises(hodiff.InputError, match=r"b has shape \(7, 40\).*several vectors are columns: give b\.T\.$"):
         hodiff.solve(hodiff.MatrixOperator(A), B)
     agree(hodiff.solve(hodiff.MatrixOperator(A), B.T, rtol=1e-13).value, torch.linalg.solve(A, B.T), 1e-10)
 
@@ -235,7 +235,7 @@ def test_a_solution_that_its_dtype_has_no_place_for(dtype: torch.dtype, a: float
     operator = hodiff.MatrixOperator(A[None], batch_ndim=1) if layout == "stack" else hodiff.MatrixOperator(A)
     given = {"stack": one[None], "columns": torch.stack([0 * one, one], 1)}.get(layout, one)
     options = {"preconditioner": hodiff.MatrixOperator(torch.ones_like(one))} if layout == "preconditioned" else {}
-    with pytest.raises(hodiff.InputError, match=r"the solution's largest entry is about .* no place for"):
+    with pytest.raises(hodiff.InputError, match=r"the solution's largest entry is about .* cannot represent"):
         hodiff.solve(operator, given, **options)
     room = hodiff.solve(operator * (1 / a), given, **options).value.double() / a if layout != "stack" else None
     if room is not None:

@@ -30,7 +30,7 @@ def test_a_list_of_the_leaves_in_the_order_of_the_point() -> None:
         many = H @ kind(leaves(H, V))
         agree(many, leaves(H, dense @ V), 1e-11)
     gradient = torch.autograd.grad(network()(X).sum(), list(network().parameters()), allow_unused=True)
-    with pytest.raises(hodiff.InputError, match=r"v: is a tuple of 6, expected a dict|v is a tuple of 6"):
+    with pytest.raises(hodiff.InputError, match=r"v is a tuple of 6, expected a dict"):
         H @ gradient  # None among them
 
 
@@ -64,7 +64,7 @@ def test_an_operator_is_no_array(case: Case) -> None:
     """NumPy would wrap it in an array without dimensions, and fail later and elsewhere."""
     H, dense = case.build()
     for convert in (np.asarray, np.array, lambda H: np.array([H, H]), lambda H: np.linalg.norm(H)):
-        with pytest.raises(TypeError, match=r"is not an array.*H\.dense\(\)\.numpy\(\).*H\.to_scipy\(\)"):
+        with pytest.raises(TypeError, match=r"is not an array.*H\.to_scipy\(\).*H\.dense\(\)\.numpy\(\)"):
             convert(H)
     for convert in (float, torch.as_tensor):
         with pytest.raises((TypeError, RuntimeError), match=type(H).__name__):
@@ -88,15 +88,15 @@ def test_lists_of_numbers() -> None:
 
 @pytest.mark.parametrize("bad", [np.ones(39, dtype=complex), np.array([None] * 39), np.ones(39, dtype=bool)])
 def test_arrays_that_are_not_real_numbers(bad: object) -> None:
-    with pytest.raises(hodiff.InputError, match=r"v: is an array of .*; expected real numbers"):
+    with pytest.raises(hodiff.InputError, match=r"v: got an array of .*, expected real numbers"):
         operator() @ bad
 
 
 def test_other_things_are_told_what_is_expected() -> None:
     H = operator()
-    with pytest.raises(hodiff.InputError, match=r"v: is a str, expected a dict.*or flat: \(39,\)"):
+    with pytest.raises(hodiff.InputError, match=r"v: got a str, expected a dict.*or flat: \(39,\)"):
         H @ "x"
-    with pytest.raises(hodiff.InputError, match=r"v\[0\]: has shape \(3,\), expected \(4, 3\)"):
+    with pytest.raises(hodiff.InputError, match=r"v\[0\] has shape \(3,\), expected \(4, 3\)"):
         H @ leaves(H, draw(39))[::-1]
 
 
@@ -176,7 +176,7 @@ def test_a_dict_of_parameters_in_their_order_is_looked_at_too() -> None:
         for k in range(4):
             one = product({name: part[k] for name, part in several.items()})
             assert all(torch.allclose(found[name][k], part) for name, part in one.items())
-        with pytest.raises(hodiff.InputError, match=r"v\['weight'\]: has shape \(3, 2, 2\), expected \(3, 2\)"):
+        with pytest.raises(hodiff.InputError, match=r"v\['weight'\] has shape \(3, 2, 2\), expected \(3, 2\)"):
             product(wrong)
 
 

@@ -99,7 +99,7 @@ def test_what_is_no_pair():
     with pytest.raises(hodiff.InputError, match="has_aux=True expects"):
         hodiff.laplacian(scalar, X, has_aux=True)
     x = X.clone().requires_grad_()
-    with pytest.raises(hodiff.InputError, match="has_aux: is about what a function returns"):
+    with pytest.raises(hodiff.InputError, match="has_aux: this is about what a function returns"):
         hodiff.laplacian(scalar(x), x, has_aux=True)
 
 

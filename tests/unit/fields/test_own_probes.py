@@ -109,8 +109,8 @@ def test_spellings():
 @pytest.mark.parametrize(
     ("vectors", "message"),
     [
-        (torch.ones(3, dtype=D), r"vectors: has shape \(3,\), expected \(4, 3\)"),
-        (torch.ones(4, 3), "vectors: is torch.float32"),
+        (torch.ones(3, dtype=D), r"vectors has shape \(3,\), expected \(4, 3\)"),
+        (torch.ones(4, 3), "vectors is torch.float32"),
         (torch.ones(0, 4, 3, dtype=D), "holds no vector"),
         (np.ones((4, 3), dtype=complex), "expected real numbers"),
         ("x", "is a str"),

@@ -128,7 +128,7 @@ def said(line: str, fix: str, label: str = "cut at") -> str:
 def test_where_f_cut_the_graph(f, call):
     with pytest.raises(hodiff.GraphError, match=said(*CUT[f])) as caught:
         call(f, X)
-    assert "the output of f carries no graph: between x and the result" in str(caught.value)
+    assert "the output of f carries no graph: every path from x to the result" in str(caught.value)
     assert "Usual causes" not in str(caught.value)  # the guess gives way
     assert caught.value.__cause__ is None
 

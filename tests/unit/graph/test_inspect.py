@@ -312,9 +312,9 @@ def test_printing():
 
 
 def test_input_errors():
-    with pytest.raises(hodiff.InputError, match="outputs: missing"):
+    with pytest.raises(hodiff.InputError, match="outputs is missing"):
         inspect()
-    with pytest.raises(hodiff.InputError, match=r"outputs\[1\]: is a int"):
+    with pytest.raises(hodiff.InputError, match=r"outputs\[1\]: got an int"):
         inspect(torch.rand(1), 3)
 
 

@@ -237,9 +237,9 @@ def test_release_frees_what_is_packed_where_no_other_loss_needs_it(packed):
 
 def test_release_is_refused_where_the_graph_is_needed_again():
     x = torch.ones(2)
-    with pytest.raises(hodiff.InputError, match="release: frees the graphs of the losses"):
+    with pytest.raises(hodiff.InputError, match="release frees the graphs of the losses"):
         hodiff.grad(lambda x: hodiff.multi_grad([(x**3).sum()], x, release=True)[0].sum(), x)
-    with pytest.raises(hodiff.InputError, match="release: frees the graphs of the losses"):
+    with pytest.raises(hodiff.InputError, match="release frees the graphs of the losses"):
         hodiff.multi_grad([x.requires_grad_().sum()], x, release=True, create_graph=True)
 
 
@@ -328,11 +328,11 @@ def test_a_loss_that_depends_by_a_path_without_a_gradient_is_no_error():
 @pytest.mark.parametrize(
     ("losses", "options", "message"),
     [
-        ([], {}, "losses: is empty"),
-        (3, {}, "losses: is a int"),
-        ([3], {}, "losses: holds a int"),
-        ("mixed", {}, "are mixed"),
-        ("tensors", {"shared": torch.exp}, "shared: is for losses that are functions"),
+        ([], {}, "losses: got none"),
+        (3, {}, "losses: got an int"),
+        ([3], {}, "losses: one is an int"),
+        ("mixed", {}, "got both tensors"),
+        ("tensors", {"shared": torch.exp}, "shared: with it, losses are functions"),
         ("vector", {}, "expected one element"),
     ],
 )

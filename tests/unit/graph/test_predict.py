@@ -132,7 +132,7 @@ def test_shared():
 
 
 def test_input_errors():
-    with pytest.raises(hodiff.InputError, match="loss: is a float"):
+    with pytest.raises(hodiff.InputError, match="loss: got a float"):
         predict(1.0)
     with pytest.raises(hodiff.InputError, match="two or more"):
         shared(torch.rand(1))

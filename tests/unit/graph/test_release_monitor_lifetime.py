@@ -123,7 +123,7 @@ def test_monitor_keeps_nothing_alive():
 
 
 def test_monitor_input_errors():
-    with pytest.raises(hodiff.InputError, match="total: is a object"):
+    with pytest.raises(hodiff.InputError, match="total: got an object"):
         monitor(total=object())
 
 

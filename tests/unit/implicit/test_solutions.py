@@ -76,7 +76,7 @@ def test_the_usual_surrogate_is_wrong_at_second_order() -> None:
     assert relative_error(hodiff.hessian(surrogate, THETA), expected) > 1e-2
     theta = THETA.clone().requires_grad_()
     (g,) = torch.autograd.grad(OUTER["cubic"](attached(theta)), theta, create_graph=True)
-    with pytest.raises(GraphError, match=r"argmin, called at .*test_solutions.py:\d+: .*order 1.*Pass order=2"):
+    with pytest.raises(GraphError, match=r"argmin, called at .*test_solutions.py:\d+, .*order 1, .*Pass order=2"):
         g.sum().backward()
 
 
@@ -86,7 +86,7 @@ def test_one_derivative_too_many_raises(order: int, outer: str) -> None:
     theta, found = THETA.clone().requires_grad_(), 0
     value = OUTER[outer](attached(theta, order=order))
     expected = OUTER[outer](closed(theta))
-    with pytest.raises(GraphError, match=rf"order {order}, and this is one more.*order={order + 1}"):
+    with pytest.raises(GraphError, match=rf"order {order}, and this one is higher.*order={order + 1}"):
         while True:
             (value,) = torch.autograd.grad(value, theta, create_graph=True)
             (expected,) = torch.autograd.grad(expected, theta, create_graph=True)
@@ -320,7 +320,7 @@ def test_derivatives_can_be_checked() -> None:
 def test_vmap_of_the_backward_pass() -> None:
     theta = THETA.clone().requires_grad_()
     x = attached(theta)
-    with pytest.raises(InputError, match=r"argmin: its backward.*torch.vmap.*hodiff.jacobian"):
+    with pytest.raises(InputError, match=r"argmin: the backward.*torch.vmap.*hodiff.jacobian"):
         torch.vmap(lambda v: torch.autograd.grad(x, theta, v, retain_graph=True))(torch.eye(12, dtype=D))
 
 
@@ -548,12 +548,12 @@ def test_a_product_with_the_hessian_takes_three_systems(monkeypatch: pytest.Monk
 X2 = torch.ones(2, dtype=D)
 THETA2 = torch.ones(2, dtype=D, requires_grad=True)
 REFUSED = {
-    "not finite": (lambda: argmin(lambda x: (x - THETA2).square().sum(), X2 / 0), InputError, "x_star: has entries"),
+    "not finite": (lambda: argmin(lambda x: (x - THETA2).square().sum(), X2 / 0), InputError, "x_star has entries"),
     "a residual that is not": (lambda: root(lambda x: x / (x - 1) * THETA2, X2), InputError, r"F\(x\) is not finite"),
-    "no function": (lambda: argmin(X2, X2), InputError, "f: is a Tensor; expected a function"),
-    "another shape": (lambda: root(lambda x: x[:1] - THETA2[:1], X2), InputError, r"equations.*\(1,\), expected"),
-    "another structure": (lambda: root(lambda x: (x - THETA2,), X2), InputError, r"like x_star.*F\(x\).*tuple"),
-    "another structure of g": (lambda: fixed_point(lambda x: (x / 2,), X2), InputError, r"like x_star.*g\(x\).*tuple"),
+    "no function": (lambda: argmin(X2, X2), InputError, "f: got a Tensor, expected a function"),
+    "another shape": (lambda: root(lambda x: x[:1] - THETA2[:1], X2), InputError, r"equation.*\(1,\), expected"),
+    "another structure": (lambda: root(lambda x: (x - THETA2,), X2), InputError, r"of x_star.*F\(x\).*tuple"),
+    "another structure of g": (lambda: fixed_point(lambda x: (x / 2,), X2), InputError, r"of x_star.*g\(x\).*tuple"),
     "another dtype": (lambda: fixed_point(lambda x: (x * THETA2).float(), X2), InputError, "float32, .*expected"),
     "a transform": (
         lambda: torch.vmap(lambda t: argmin(lambda x: (x - t).square().sum(), X2))(X2), InputError, "inside a torch"
@@ -803,7 +803,7 @@ def test_so_many_steps_of_a_linear_system_are_taken_without_a_warning(solution) 
 def test_a_series_that_diverges_raises() -> None:
     bias = randn(3, seed=6).requires_grad_()
     x = fixed_point(lambda x: bias - 3 * x, bias.detach() / 4, method="neumann", iterations=4)
-    with pytest.raises(hodiff.GraphError, match=r"fixed_point, called at .*: the terms of the Neumann series grow"):
+    with pytest.raises(hodiff.GraphError, match=r"fixed_point, called at .*: the Neumann series diverges"):
         x.sum().backward()
 
 

@@ -298,36 +298,36 @@ D = mlp()
         (lambda: hodiff.r1_penalty(lambda x: F.softplus(D(x)).mean(), X), "expected one element per sample"),
         (lambda: hodiff.curvature_penalty(lambda x: D(x).mean(), X), "expected one element per sample"),
         (lambda: hodiff.gradient_penalty(lambda x: D(x)[:3], X), r"returned shape \(3, 1\)"),
-        (lambda: hodiff.gradient_penalty(lambda x: (D(x), x), X), r"f: returned a tuple.*critic\(x\)\[0\]"),
+        (lambda: hodiff.gradient_penalty(lambda x: (D(x), x), X), r"f returned a tuple.*critic\(x\)\[0\]"),
         (lambda: hodiff.gradient_penalty(D, X, power=0.5), "power: got 0.5, expected a number of at least 1"),
         (lambda: hodiff.gradient_penalty(D, X, target=-1.0), "target: got -1.0"),
-        (lambda: hodiff.gradient_penalty(D, X, target=torch.ones(4)), r"target: has shape \(4,\)"),
+        (lambda: hodiff.gradient_penalty(D, X, target=torch.ones(4)), r"target has shape \(4,\)"),
         (lambda: hodiff.gradient_penalty(D, X, weight=float("nan")), "weight: got nan"),
         (lambda: hodiff.gradient_penalty(D, X, reduction="avg"), 'reduction: got .avg., expected "mean"'),
         (lambda: hodiff.gradient_penalty(D, X, patch_reduction="max"), "patch_reduction: got"),
         (lambda: hodiff.gradient_penalty(D, X, ord=3), "ord: got 3"),
         (lambda: hodiff.gradient_penalty(D, X, grad_scale=0), "grad_scale: is 0"),
-        (lambda: hodiff.gradient_penalty(3, X), "f: is a int, expected a function"),
-        (lambda: hodiff.gradient_penalty(D, X.long()), "x: has dtype torch.int64"),
-        (lambda: hodiff.gradient_penalty(D, X[:0]), "x: holds no sample"),
+        (lambda: hodiff.gradient_penalty(3, X), "f: got an int, expected a function"),
+        (lambda: hodiff.gradient_penalty(D, X.long()), "x has dtype torch.int64"),
+        (lambda: hodiff.gradient_penalty(D, X[:0]), "x: the batch is empty"),
         (lambda: hodiff.gradient_penalty(lambda m: m(X).mean(), D, batch_ndim=0, check_independence=True), "samples"),
-        (lambda: hodiff.wgan_gp_penalty(D, X, X[:1]), r"fake: has shape \(1, 5\), but real has \(6, 5\)"),
-        (lambda: hodiff.dragan_penalty(D, X.long()), "real: has dtype torch.int64"),
+        (lambda: hodiff.wgan_gp_penalty(D, X, X[:1]), r"fake has shape \(1, 5\), but real has \(6, 5\)"),
+        (lambda: hodiff.dragan_penalty(D, X.long()), "real has dtype torch.int64"),
         (lambda: hodiff.dragan_penalty(D, X, std=-1.0), "std: got -1.0"),
         (lambda: hodiff.r1_penalty(D, X, gamma=-1.0), "gamma: got -1.0"),
-        (lambda: hodiff.eikonal_penalty(D, X[0]), r"points: has shape \(5,\).*points\[None\]"),
-        (lambda: hodiff.eikonal_penalty(D, [X]), "points: is a list"),
+        (lambda: hodiff.eikonal_penalty(D, X[0]), r"points has shape \(5,\).*points\[None\]"),
+        (lambda: hodiff.eikonal_penalty(D, [X]), "points: got a list"),
         (lambda: hodiff.jacobian_penalty(D, X, samples=0), "samples: got 0"),
         (
             lambda: hodiff.jacobian_penalty(D, X, probes="cube"),
             "probes: got .cube., expected .rademacher. or .gaussian.",
         ),
-        (lambda: hodiff.jacobian_penalty(lambda x: D(x).sum(), X), r"f: returned shape \(\), expected \(6,\) in front"),
+        (lambda: hodiff.jacobian_penalty(lambda x: D(x).sum(), X), r"f returned shape \(\), expected \(6,\) in front"),
         (lambda: hodiff.hessian_penalty(D, X, samples=1), "samples: got 1"),
         (lambda: hodiff.hessian_penalty(D, X, method="forward"), "method: got .forward."),
         (lambda: hodiff.hessian_penalty(D, X, reduction="median"), 'reduction: got .median., expected "max"'),
-        (lambda: hodiff.hessian_penalty(X, X), "f: is a Tensor, expected a function"),
-        (lambda: hodiff.curvature_penalty(X, X), "f: is a Tensor, expected a function"),
+        (lambda: hodiff.hessian_penalty(X, X), "f: got a Tensor, expected a function"),
+        (lambda: hodiff.curvature_penalty(X, X), "f: got a Tensor, expected a function"),
         (lambda: hodiff.sliced_score_matching_loss(D, X), "needs log_density=True"),
         (lambda: hodiff.sliced_score_matching_loss(lambda x: torch.stack([x, x]), X), "returned 2 vectors"),
     ],
@@ -453,23 +453,23 @@ def test_vectors_that_do_not_fit():
     one = signs(1, 6, 5)[0]
     same(hodiff.jacobian_penalty(f, X, vectors=one), hodiff.jacobian_penalty(f, X, vectors=one[None]), f)
     for call, words in [
-        (lambda: hodiff.jacobian_penalty(f, X, vectors=one[:2]), r"vectors: has shape \(2, 5\), expected \(6, 5\)"),
-        (lambda: hodiff.jacobian_penalty(f, X, vectors=signs(0, 6, 5)), "vectors: holds no vector"),
+        (lambda: hodiff.jacobian_penalty(f, X, vectors=one[:2]), r"vectors has shape \(2, 5\), expected \(6, 5\)"),
+        (lambda: hodiff.jacobian_penalty(f, X, vectors=signs(0, 6, 5)), "vectors: got none"),
         (lambda: hodiff.hessian_penalty(f, X, vectors=one), "vectors: holds one vector, expected at least two"),
-        (lambda: hodiff.sliced_score_matching_loss(f, X, vectors=one.float()), "vectors: is torch.float32"),
+        (lambda: hodiff.sliced_score_matching_loss(f, X, vectors=one.float()), "vectors is torch.float32"),
     ]:
         with pytest.raises(hodiff.InputError, match=words):
             call()
 
 
 def test_an_empty_batch_has_no_largest():
-    with pytest.raises(hodiff.InputError, match="x: holds no sample, so there is no max"):
+    with pytest.raises(hodiff.InputError, match="x: the batch is empty and has no max"):
         hodiff.hessian_penalty(mlp(), X[:0], create_graph=False)
 
 
 @pytest.mark.parametrize("penalty", [hodiff.jacobian_penalty, hodiff.sliced_score_matching_loss])
 def test_an_empty_batch_has_no_mean(penalty):
-    with pytest.raises(hodiff.InputError, match="x: holds no sample, so there is no mean"):
+    with pytest.raises(hodiff.InputError, match="x: the batch is empty and has no mean"):
         penalty(lambda x: -x, X[:0], create_graph=False)
 
 

@@ -70,7 +70,7 @@ SHAPES = {
 ANY = {"jacobian_penalty", "jacobian_penalty, exact", "hessian_penalty"}
 ONE = ("(N,)", "(N, 1)", "(N, 1, 1)")
 MAPS = (*ONE, "(N, 1, H, W)", "(N, 1, L)")
-EACH = r"f: returned shape \(4, .*expected one element per sample: \(4,\)"
+EACH = r"f returned shape \(4, .*expected one element per sample: \(4,\)"
 TAKES = {"curvature_penalty": ONE, "sliced_score_matching_loss, density": ONE}
 
 
@@ -103,7 +103,7 @@ def test_the_ways_out_of_several_outputs(name):
         assert f"one at a time (lambda x: {one}), reduce them (lambda x: {total})" in str(caught.value)
         for words, expected in ((total, lambda x: net(x).sum(-1)), (one, lambda x: net(x)[:, 0])):
             torch.testing.assert_close(penalty(eval(f"lambda x: {words}", {"f": f})), penalty(expected))
-    with pytest.raises(hodiff.InputError, match=r"f: returned shape \(4, 6\), expected"):
+    with pytest.raises(hodiff.InputError, match=r"f returned shape \(4, 6\), expected"):
         x = X.clone().requires_grad_()
         hodiff.gradient_penalty(net(x), x)  # already computed
 

@@ -86,10 +86,10 @@ def test_constant_generator_gives_zero_and_no_nan():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda p: p(Synthesis(4), torch.randn(4, dtype=DOUBLE)), r"w: has shape \(4,\), expected latents"),
-        (lambda p: p(Synthesis(4), torch.zeros(0, 4, dtype=DOUBLE)), r"w: has shape \(0, 4\)"),
-        (lambda p: p(lambda w: w.sum(), torch.randn(3, 4)), r"f: returned shape \(\), expected images \(3, C, ...\)"),
-        (lambda p: p(torch.ones(3), torch.randn(3, 4)), "f: is a Tensor, expected a function or a module"),
+        (lambda p: p(Synthesis(4), torch.randn(4, dtype=DOUBLE)), r"w has shape \(4,\), expected latents"),
+        (lambda p: p(Synthesis(4), torch.zeros(0, 4, dtype=DOUBLE)), r"w has shape \(0, 4\)"),
+        (lambda p: p(lambda w: w.sum(), torch.randn(3, 4)), r"f returned shape \(\), expected images \(3, C, ...\)"),
+        (lambda p: p(torch.ones(3), torch.randn(3, 4)), "f: got a Tensor, expected a function or a module"),
         (lambda p: hodiff.PathLengthPenalty(decay=2), "decay: got 2, expected a number between 0 and 1"),
         (lambda p: hodiff.PathLengthPenalty(weight="2"), "weight: got '2', expected a number of at least 0"),
     ],

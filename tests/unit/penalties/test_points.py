@@ -53,14 +53,14 @@ def test_dtype_is_kept(dtype):
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
-        (torch.ones(8, 3), torch.ones(1, 3), r"b: has shape \(1, 3\), but a has \(8, 3\)"),
+        (torch.ones(8, 3), torch.ones(1, 3), r"b has shape \(1, 3\), but a has \(8, 3\)"),
         (torch.ones(8, 3), torch.ones(6, 3), r"cut the larger batch: a\[:n\], b\[:n\]"),
         (torch.ones(8, 3), torch.ones(8, 1), "samples themselves differ in shape.*bring them to one shape"),
         (torch.ones(8, 3), torch.ones(6, 4), "samples themselves differ in shape"),
         ([torch.ones(8, 3)], (torch.ones(8, 3),), "b is a tuple of 1, expected a list of 1"),
         ({"u": torch.ones(2)}, {"v": torch.ones(2)}, "it must be like a"),
-        (torch.ones(8), torch.ones(8, dtype=torch.float64), "b: is torch.float64 on cpu, but a is torch.float32"),
-        (torch.arange(3), torch.arange(3), "a: has dtype torch.int64"),
+        (torch.ones(8), torch.ones(8, dtype=torch.float64), "b is torch.float64 on cpu, but a is torch.float32"),
+        (torch.arange(3), torch.arange(3), "a has dtype torch.int64"),
         (torch.tensor(1.0), torch.tensor(2.0), "no 1 leading batch dimension"),
         ([], [], "a: is empty"),
     ],

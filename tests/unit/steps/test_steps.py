@@ -375,7 +375,7 @@ def test_two_networks_train_each_other() -> None:
 @pytest.mark.parametrize(
     ("loss", "where", "says"),
     [
-        (3, nn.Linear(1, 1), "loss: is a int"),
+        (3, nn.Linear(1, 1), "loss: got an int"),
         (plain, torch.zeros(2), "does not require grad"),
         (plain, nn.Tanh(), "no trainable parameter"),
     ],

@@ -221,7 +221,7 @@ def einsum(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
     if not isinstance(equation, str):
-        raise NoRule("einsum in sublist format", "give the equation as a string")
+        raise NoRule("einsum in sublist format", "write the equation as a string")
     places = [i for i, operand in enumerate(operands) if belongs(operand, expansion)]
     if len(places) > 2:
         raise NoRule("einsum of more than two operands that depend on the variable", "split it into two")

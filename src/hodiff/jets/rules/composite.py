@@ -167,9 +167,9 @@ class NormForm:
 
     def plain(self, x: Tensor) -> Norm:
         """By operations that are right at every order."""
-        centred = x - self.mean(x)
-        scale = torch.rsqrt(self.mean(centred.square()) + self.eps)
-        normal = centred * scale
+        centered = x - self.mean(x)
+        scale = torch.rsqrt(self.mean(centered.square()) + self.eps)
+        normal = centered * scale
 
         def pulled(a: Tensor) -> Tensor:
             across = torch.addcmul(a - self.mean(a), normal, self.mean(normal * a), value=-1)
@@ -193,7 +193,7 @@ class Norm(NamedTuple):
 
 
 @final
-class Standardised(Chunked):
+class Standardized(Chunked):
     r"""A norm without weights, and its tangent.
 
     With the scale r, the norm n and its Jacobian J, a mean being \(\langle\cdot\rangle\), the
@@ -270,7 +270,7 @@ def _norm_along(given: Any, pairs: Sequence[Any], shape: Sequence[int]) -> Any:
     x, *affine = pairs
     if x[1] is None:
         return NotImplemented
-    normal, along = Standardised.apply(*x, given)
+    normal, along = Standardized.apply(*x, given)
     shaped = ([None if each is None else each.reshape(shape) for each in pair] for pair in affine)
     (w, u), (b, s) = shaped
     value = total(scaled(normal, 1 if w is None else w), b)
@@ -353,8 +353,8 @@ def variance(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     dims = _dims(x, dim)
     correction = kwargs.get("correction")
     free = math.prod(x.shape[d] for d in dims) - (kwargs.get("unbiased", True) if correction is None else correction)
-    centred = x - x.mean(dims, keepdim=True)
-    squares = centred.square().sum(dims, keepdim=keepdim) * (1 / free if free > 0 else math.nan)
+    centered = x - x.mean(dims, keepdim=True)
+    squares = centered.square().sum(dims, keepdim=keepdim) * (1 / free if free > 0 else math.nan)
     squares = _root(squares) if name.startswith("std") else squares
     return (squares, x.mean(dims, keepdim=keepdim)) if name.endswith("mean") else squares
 
