@@ -81,3 +81,25 @@ def test_gradients_are_reduced_or_the_call_raises(two: Ranks) -> None:
         differences, words = outcome.value
         assert max(max(each) for each in differences) < 1e-6
         assert all("DistributedDataParallel whose forward is not running" in text for text in words), words
+
+
+def sharded(rank: int) -> list[str]:
+    """What is said of a module under `fully_shard`: as a step is made of it, and as it is sharded later."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    early, late = NETS["tanh"](), NETS["tanh"]()
+    fully_shard(early, mesh=mesh)
+    words = [said(lambda: hodiff.compile_step(forces, early, backend="replay"))]
+    step = hodiff.compile_step(forces, late, backend="replay")
+    step(torch.ones(4, 3)).backward()
+    late.zero_grad()
+    fully_shard(late, mesh=mesh)
+    return [*words, said(lambda: step(torch.ones(4, 3)))]
+
+
+def test_a_sharded_module_is_refused(two: Ranks) -> None:
+    for outcome in two(sharded):
+        assert not outcome.error, outcome
+        assert all("is sharded (fully_shard)" in text for text in outcome.value), outcome.value
