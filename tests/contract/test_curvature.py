@@ -115,7 +115,7 @@ def test_wrong_vectors_are_refused(case: Case) -> None:
     A, dense = case.build()
     N = dense.shape[1]
     for bad in (draw(N + 1), draw(N).float(), draw(2, N + 3)):
-        with pytest.raises(hodiff.InputError, match=r"v: .*expected"):
+        with pytest.raises(hodiff.InputError, match=r"v(:| has| is) .*expected"):
             A @ bad
     assert repr(A).startswith(f"{type(A).__name__}({dense.shape[0]} x {N}, float64")
 

@@ -298,9 +298,7 @@ def test_each_keyword_that_takes_a_tensor_is_looked_at() -> None:
         hodiff.logdet(P(K), shift=live)
     with pytest.raises(hodiff.InputError, match="start requires grad, but with create_graph=True a solution"):
         hodiff.solve(P(K), ONES, start=live * ONES, iterations=2, create_graph=True)
-    with pytest.raises(
-        hodiff.InputError, match="vectors requires grad, but with create_graph=True there is no derivative"
-    ):
+    with pytest.raises(hodiff.InputError, match="vectors requires grad, but with create_graph=True"):
         hodiff.logdet(P(K), vectors=live * ONES, create_graph=True)
     taking = {
         (name, word)

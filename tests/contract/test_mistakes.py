@@ -1,6 +1,6 @@
 """A hundred mistakes over all public names: each is an error that says what was got, and what to do instead.
 
-Five are in Python's own words: they are about the signature of the call, before anything of ours runs.
+Those under SIGNATURES are in Python's own words: they are about the signature, before anything of ours runs.
 """
 
 import warnings
@@ -286,6 +286,10 @@ TAUGHT = {
         lambda: hodiff.grad(lambda z: z.abs().sum(), torch.ones(2, dtype=torch.complex64)),
         r"x is complex \(torch\.complex64\)",
     ),
+    "an operator for a function": (lambda: H(v), r"not a function: write the product H @ v"),
+    "a power of an operator": (lambda: H**2, r"H @ H for a power"),
+    "a selection for its module": (lambda: hodiff.select(m, "*")(X), r"call the module itself, model\(x\)"),
+    "an estimate that equals a number": (lambda: hodiff.trace(H, samples=9) == 6.0, r"a TraceRecord is not a number"),
     "has_aux but f returns one": (lambda: hodiff.grad(f, x, has_aux=True), r"f returned a single tensor"),
 }
 SIGNATURES = {
@@ -298,7 +302,6 @@ SIGNATURES = {
     ),
     "two points": (lambda: hodiff.grad(lambda a, b: (a * b).sum(), x, x), "2 positional arguments but 3 were given"),
     "a function for an operator": (lambda: hodiff.solve(f, x, v), "2 positional arguments but 3 were given"),
-    "an operator for a function": (lambda: H(v), "'HessianOperator' object is not callable"),
 }
 
 

@@ -343,7 +343,10 @@ def test_a_detached_result(caller: Caller) -> None:
 @pytest.mark.parametrize("result", ["text", None, 1.5], ids=repr)
 def test_a_result_that_is_no_tensor(caller: Caller, result: Any) -> None:
     skip("no tensor", caller)
-    with nothing_changes(Network(), X), pytest.raises(hodiff.InputError, match=r"returned a|is a \w+; expected"):
+    with (
+        nothing_changes(Network(), X),
+        pytest.raises(hodiff.InputError, match=r"returned (a|None)|got a \w+, expected"),
+    ):
         caller.run(lambda z, *rest: result, X, ())
 
 

@@ -46,7 +46,7 @@ def test_refused_by_name_where_each_call_is_seen(name: str) -> None:
         lambda: hodiff.grad(lambda x: (hodiff.hvp(f, x, X) * X).sum(), X),
         lambda: hodiff.hvp(f, X, X, create_graph=True),
     ):
-        with pytest.raises(hodiff.GraphError, match=rf"{name} for a constant, though it is smooth"):
+        with pytest.raises(hodiff.GraphError, match=rf"{name} as a constant, although it is smooth"):
             call()
     with pytest.raises(hodiff.GraphError, match=name):
         hodiff.laplacian(lambda x: f(x), X, batch_ndim=0)

@@ -156,7 +156,12 @@ class NoNumber:
     if not TYPE_CHECKING:  # a checker of types says it before anything runs
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
         __rtruediv__ = __neg__ = __matmul__ = __rmatmul__ = __pow__ = __float__ = _refuse
-        __lt__ = __gt__ = __le__ = __ge__ = __getitem__ = _refuse
+        __lt__ = __gt__ = __le__ = __ge__ = __getitem__ = __abs__ = __int__ = __round__ = _refuse
+        __hash__ = object.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            """Whether it is the same record; a number is no record, and `False` would hide that."""
+            return self._refuse() if isinstance(other, (numbers.Number, Tensor)) else self is other
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

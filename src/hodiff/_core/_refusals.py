@@ -560,7 +560,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
         _refusing(
             "weightnorm",
             "a second derivative through PyTorch's weight_norm is silently wrong (by 30-120 %). Give "
-            "hodiff the function instead of its value, which writes the norm out from its definition.",
+            "hodiff the function instead of its value; it then computes the norm from its definition.",
         ),
     ),
     ("SparseCooTensorWithDimsAndTensorsBackward0", 2, _refuse_sparse),
@@ -571,8 +571,8 @@ REMARKS: list[tuple[str, int, Remark]] = [
         _refusing(
             "embedding",
             "a second derivative through an embedding with scale_grad_by_freq=True is wrong in PyTorch: its "
-            "second backward leaves the scaling out. Use scale_grad_by_freq=False (it scales gradients, and "
-            "is not a property of the function).",
+            "second backward leaves the scaling out. Use scale_grad_by_freq=False (it scales gradients and "
+            "is not part of the function).",
             _versions.scales_by_frequency,
         ),
     ),
@@ -582,7 +582,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
         _refusing(
             "linearcrossentropy",
             "a second derivative through linear_cross_entropy in its chunked form (options=...) is missing: "
-            "PyTorch takes its gradient for a constant, silently. Call it without options, or write "
+            "PyTorch silently treats its gradient as a constant. Call it without options, or write "
             "F.cross_entropy(F.linear(x, weight), target).",
         ),
     ),
@@ -598,8 +598,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
         _refusing(
             "logcumsumexp",
             "a third derivative through PyTorch's logcumsumexp is not finite: its backward takes the "
-            "logarithm of the gradient that comes in. Give hodiff the function instead of its value, which "
-            "writes it out.",
+            "logarithm of the incoming gradient. Give hodiff the function instead of its value.",
         ),
     ),
     (
@@ -608,7 +607,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
         _refusing(
             "batchnormwithupdate",
             "a third derivative through torch's _batch_norm_with_update is silently wrong. Use "
-            "F.batch_norm, which hodiff writes out from its definition.",
+            "F.batch_norm, which hodiff computes from its definition.",
         ),
     ),
 ]

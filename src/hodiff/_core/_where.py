@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -199,6 +199,15 @@ class Selection(Mapping[str, Tensor]):
         >>> list(chosen), chosen["bias"].shape
         (['bias'], torch.Size([1]))
     """
+
+    if not TYPE_CHECKING:  # a checker of types says it before anything runs
+
+        def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+            """As `f` might take what it is given for the module."""
+            raise InputError(
+                "a Selection holds parameters and is not the module: call the module itself, model(x), "
+                "which inside f has these parameters."
+            )
 
     __slots__ = ("_names", "module")
 

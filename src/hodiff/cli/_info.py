@@ -245,7 +245,7 @@ def lines(sweep: Sweep) -> Iterator[str]:
     yield "operations whose gradient is not a derivative by PyTorch's definition (hodiff passes it on):"
     yield from _grouped({name: ("", why) for name, why in sweep.defined.items()})
     yield ""
-    yield "operations with a wrong derivative in plain PyTorch, silently (hodiff is right, or refuses):"
+    yield "operations with a silently wrong derivative in plain PyTorch (hodiff is right, or refuses):"
     routes: dict[str, list[str]] = {}
     for name, result in sorted(sweep.wrong.items()):
         for route in result:

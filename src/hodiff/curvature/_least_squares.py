@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _locks, _memory, _reverse, _settings, _tree
+from hodiff._core import _arguments, _locks, _memory, _reverse, _settings, _tree, _versions
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import generic
@@ -326,6 +326,14 @@ class LevenbergMarquardt(Rateless):
             raise InputError(
                 f"{name}: {wrong:,} of {output.numel():,} are not finite at the current "
                 f"parameters. Nothing was changed."
+            )
+        if not output.ndim and not isinstance(samples, Samples) and _versions.reduction(output)[0]:
+            warnings.warn(
+                f"{name} returned one number, a mean or a sum, which counts as one residual and is "
+                f"squared. Return the residuals themselves, (N,), not the loss; or, if one residual is "
+                f"meant, give it the shape (1,).",
+                HodiffWarning,
+                stacklevel=_arguments.outside() + 1,
             )
         if output.ndim == 2 and output.shape[0] == output.shape[1] > 1:
             if isinstance(samples, Samples):

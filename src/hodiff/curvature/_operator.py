@@ -460,6 +460,14 @@ class LinearOperator(ABC):
 
     if not TYPE_CHECKING:  # a checker of types says it before anything runs
 
+        def __call__(self, *vectors: object) -> NoReturn:
+            """As other libraries write a product; a power is taken for one as well."""
+            raise InputError(
+                "an operator is not a function: write the product H @ v (H @ H for a power; H.to_scipy() for SciPy)."
+            )
+
+        __pow__ = __call__
+
         def __getitem__(self, index: object) -> NoReturn:
             """Entries are not known; and a loop over rows would ask for them one by one."""
             raise InputError(

@@ -97,7 +97,7 @@ def _outcome(converged: bool | Tensor | None, unasked: str) -> str:
     return "converged" if bool(torch.as_tensor(converged, device="cpu").all()) else "not converged"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class _Estimate(Shown):
     """What records of random estimates hold and say, with their standard errors."""
 
@@ -144,7 +144,7 @@ class _Iterated(Shown):
         }
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class TraceRecord(_Estimate):
     """An estimated trace, or log-determinant; of a stack of matrices, tensors of the batch's shape.
 
@@ -161,7 +161,7 @@ class TraceRecord(_Estimate):
     blocks: Mapping[str, TraceRecord] = field(default_factory=dict[str, "TraceRecord"])
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class DiagonalRecord(_Estimate):
     """A diagonal, estimated or exact.
 
@@ -182,7 +182,7 @@ class DiagonalRecord(_Estimate):
         return {"value": shape(self.value), "error": error, **self._taken()}
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class EigenRecord(_Iterated):
     """Some eigenpairs.
 
@@ -220,7 +220,7 @@ class EigenRecord(_Iterated):
         return axes
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class RadiusRecord(_Iterated):
     """A spectral radius; of a stack of matrices, tensors of the batch's shape.
 
@@ -243,7 +243,7 @@ class RadiusRecord(_Iterated):
         return f"The residual is {residual} after {plural(self.products, 'product')}, {self._facts()['outcome']}."
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class DensityRecord(Shown):
     """A spectral density: Gauss rules of random vectors, and what they give on a grid.
 
@@ -315,7 +315,7 @@ def _error(values: Tensor, exact: bool) -> Tensor | None:
     return torch.zeros_like(values[0]) if exact else standard_error(values)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class SolveRecord(Shown, Generic[V]):
     """The solution of a linear system, or of several.
 
@@ -364,7 +364,7 @@ class SolveRecord(Shown, Generic[V]):
         return f"After {spent} the relative residual is {number(largest(self.residual))}, {why}."
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class NewtonRecord(Shown):
     """What one step of `NewtonCG` did.
 
@@ -411,7 +411,7 @@ class NewtonRecord(Shown):
         return f"The loss fell by {number(self.decrease)}, {number(self.ratio)} of the predicted decrease, by {how}."
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class LeastSquaresRecord(Shown):
     """What one step of `LevenbergMarquardt` did.
 

@@ -24,7 +24,7 @@ Given = SupportsArray | Sequence[Any]
 """Vectors that are there: tensors, arrays, lists."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Estimate(NoNumber):
     """A randomized result.
 

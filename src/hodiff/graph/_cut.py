@@ -96,7 +96,7 @@ CUTS = {
         cause="no second derivative",
     ),
     "constant": Cut(
-        "it passed through a number, NumPy or a step without derivative there, and is a constant since.",
+        "it was turned into a number, a NumPy array or another constant there, and carries no graph from then on.",
         "stay with tensor operations{where}: {call} gives a constant.",
         "stay with tensor operations: item(), float(), NumPy and torch.tensor(...) give constants, "
         "torch.stack and torch.cat do not.",
@@ -109,7 +109,7 @@ CUTS = {
         },
     ),
     "smooth": Cut(
-        "PyTorch declares no derivative of that function, smooth as it is, and takes its result for a constant.",
+        "PyTorch declares no derivative of that function, although it is smooth, and treats its result as a constant.",
         by_call={name: f"{way}." for name, way in _messages.CONSTANTS.items()},
     ),
     "frozen": Cut("all parameters that it was computed from have requires_grad=False."),

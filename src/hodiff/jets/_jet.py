@@ -51,7 +51,7 @@ class NoDerivative(ByNoRoute):
     def __init__(self, operation: str) -> None:
         super().__init__(
             operation,
-            "PyTorch has no derivative of it, and takes its result for a constant",
+            "PyTorch has no derivative of it and treats its result as a constant",
             "Write it with other operations, or as .detach() of the result if a constant is meant.",
         )
 

@@ -800,3 +800,14 @@ def test_parameters_that_share_memory_are_refused() -> None:
     tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(D)
     tied[1].weight = tied[0].weight
     hodiff.LevenbergMarquardt(lambda m, x: m(x) - 1, tied).step(torch.randn(5, 2, dtype=D))
+
+
+def test_a_mean_without_a_batch_is_told():
+    """It would be squared; as the residual that it may be, it has the shape (1,)."""
+    model = nn.Linear(2, 1).double()
+    x = torch.arange(8, dtype=D).reshape(4, 2).sin()
+    with pytest.warns(hodiff.HodiffWarning, match=r"residuals\[0\] returned one number, a mean or a sum.*\(1,\)"):
+        hodiff.LevenbergMarquardt(lambda model: model(x).square().mean(), model).step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hodiff.LevenbergMarquardt(lambda model: model(x).mean().reshape(1), model).step()

@@ -199,7 +199,7 @@ unsupported(
 unsupported("", "rrelu", "aminmax")
 unsupported("jets do not pass through nested autograd", "grad", "checkpoint", "handle_torch_function")
 unsupported(
-    "forward mode inside f (torch.func.jvp, torch.autograd.forward_ad) takes the tangent for a constant",
+    "forward mode inside f (torch.func.jvp, torch.autograd.forward_ad) treats the tangent as a constant",
     *["_make_dual", "_unpack_dual", "_fwd_primal"],
 )
 unsupported("it reads memory as it lies; use slices", "as_strided", "as_strided_scatter", "as_strided_copy")
