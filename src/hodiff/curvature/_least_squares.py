@@ -42,8 +42,10 @@ LOWER_FROM, RAISE_BELOW = 0.25, 0.125
 FALL, GROWTH, AFTER_FAILURE = 0.1, 4.0, 100.0
 FREER = 100.0
 """How many times less damping is tried before a minimum is said to be reached."""
-FIRST, LEAST, MOST = 1e-3, 1e-13, 1e8
-"""The first damping, and the bounds of that of the search."""
+FIRST = 1e-3
+"""The first damping."""
+LEAST, MOST = 1e-13, 1e8
+"""The bounds of the search's damping."""
 SMALL = 2**20
 """Bytes of a Jacobian that are kept without asking the system how much is free."""
 NONE = 1e-30
