@@ -57,8 +57,7 @@ STANDING = {
     ("jets.rules.linear", "_batched", "RuntimeError"): "raised again where its text is not of a batching rule",
     ("penalties._critic", "_ordinary", "RuntimeError"): "raised again where its text is not of `torch.vmap`",
     ("sparse._tracer", "sorted_unique", "(ImportError, RuntimeError)"): "PyTorch without NumPy",
-    ("steps", "CompiledStep._traced", "failed"): "what Dynamo does not follow: said with its reason, and run eagerly",
-    ("steps._graph", "_in_c", "(TypeError, AttributeError, RuntimeError)"): "a C function of another signature",
+    ("steps", "CompiledStep._compiled", "_guards.FAILED"): "what Dynamo does not follow: said with its reason, and run eagerly",
     ("verify._blame", "_definition", "(OSError, TypeError, StopIteration)"): "a definition without source",
     ("verify._evaluation", "_variables", "TypeError"): "`inspect` knows no closure of what is not a function",
 }
