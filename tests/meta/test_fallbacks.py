@@ -58,7 +58,7 @@ STANDING = {
     ("penalties._critic", "_ordinary", "RuntimeError"): "raised again where its text is not of `torch.vmap`",
     ("sparse._tracer", "sorted_unique", "(ImportError, RuntimeError)"): "PyTorch without NumPy",
     ("steps", "CompiledStep._compiled", "_guards.FAILED"): "what cannot be compiled: said why, and run eagerly",
-    ("steps._graph", "_in_c", "(TypeError, AttributeError, RuntimeError)"): "a C function of another signature",
+    ("steps._graph", "replayed", "_NotInterpreted"): "our own: the interpreter does not know it, Python runs the list",
     ("verify._blame", "_definition", "(OSError, TypeError, StopIteration)"): "a definition without source",
     ("verify._evaluation", "_variables", "TypeError"): "`inspect` knows no closure of what is not a function",
 }
