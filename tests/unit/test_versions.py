@@ -263,11 +263,11 @@ def test_threads_that_read_leave_the_collector_on(monkeypatch: pytest.MonkeyPatc
     node = X.clone().requires_grad_().exp().grad_fn
 
     read = lambda: _versions._read(node, "_raw_saved_result")
-    threads, is_off = [threading.Thread(target=read) for _ in range(2)], threading.Event()
+    threads, is_off = [threading.Thread(target=read, daemon=True) for _ in range(2)], threading.Event()
 
     def off() -> None:
         if threading.current_thread() is threads[1]:
-            threads[0].join()  # which has put it back
+            threads[0].join(10)  # which has put it back
         gc.disable()
         is_off.set()
         time.sleep(0.1)  # the other looks
@@ -277,7 +277,7 @@ def test_threads_that_read_leave_the_collector_on(monkeypatch: pytest.MonkeyPatc
         threads[0].start()
         assert is_off.wait(10)
         threads[1].start()
-        threads[1].join()
+        threads[1].join(10)
         assert gc.isenabled()
     finally:
         gc.enable()
