@@ -37,6 +37,7 @@ STANDING = {
     ("curvature._data", "_length", "TypeError"): "an iterable without a length",
     ("curvature._data", "check_signature", "(TypeError, ValueError)"): SIGNATURE,
     ("graph._failure", "_closure", "ValueError"): "the cell of a closure that is not filled yet",
+    ("graph._saved", "_is_alive", "RuntimeError"): "a strided nested tensor, which shows no data",
     ("graph._names", "TensorNames._add", "(RuntimeError, ValueError)"): GETTER,
     ("graph._names", "_inside", "TypeError"): "an object without `__dict__`",
     ("graph._saved", "is_freed_like_others", "(RuntimeError, AttributeError)"): GETTER,
