@@ -669,7 +669,7 @@ class ConditionalRandomField(nn.Module):
 
 
 def ctc_by_hand(model: nn.Module, x: Tensor) -> Tensor:
-    """CTC's forward algorithm, in logarithms; the native one has a first derivative only."""
+    """CTC's forward algorithm, in logarithms; the native one has a can be differentiated once."""
     scores, labels = torch.log_softmax(model(x), -1), [0, 1, 0, 2, 0]
     none = scores.new_full((), -40.0)
     alpha = [scores[0, 0], scores[0, 1], none, none, none]

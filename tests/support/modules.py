@@ -207,7 +207,7 @@ class Cube(torch.autograd.Function):
 
 
 class CubeOnce(torch.autograd.Function):
-    """The same, promising a first derivative only."""
+    """The same, promising a can be differentiated once."""
 
     @staticmethod
     def forward(ctx, x):

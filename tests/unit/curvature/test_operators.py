@@ -148,7 +148,7 @@ BAD_LOSSES = {
     r'"none" gives no scalar': nn.CrossEntropyLoss(reduction="none"),
     r"(?s)L1Loss.*L1Loss\(reduction='sum'\)": nn.L1Loss(),
     r"is the class MSELoss": nn.MSELoss,
-    r"is a str": "mse",
+    r"got a str": "mse",
 }
 
 

@@ -36,7 +36,7 @@ def test_divergence_along_given_vectors(method):
     torch.testing.assert_close(found, forms(v))
     many = signs(5, 4, 3)
     torch.testing.assert_close(hodiff.divergence(field, X, vectors=many, method=method), forms(many).mean(0))
-    with pytest.raises(hodiff.InputError, match="samples: got 2 beside vectors=, which are the directions"):
+    with pytest.raises(hodiff.InputError, match="samples: got 2, but vectors= already gives the directions"):
         hodiff.divergence(field, X, vectors=many, samples=2, method=method)
 
 
@@ -111,9 +111,9 @@ def test_spellings():
     [
         (torch.ones(3, dtype=D), r"vectors has shape \(3,\), expected \(4, 3\)"),
         (torch.ones(4, 3), "vectors is torch.float32"),
-        (torch.ones(0, 4, 3, dtype=D), "holds no vector"),
+        (torch.ones(0, 4, 3, dtype=D), "vectors: got none"),
         (np.ones((4, 3), dtype=complex), "expected real numbers"),
-        ("x", "is a str"),
+        ("x", "got a str"),
     ],
 )
 def test_what_is_no_vector(vectors, message):

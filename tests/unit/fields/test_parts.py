@@ -156,7 +156,7 @@ def test_values_that_are_not_numbers_stay_so(x):
 def test_where_nothing_can_be_compared_all_is_done_at_once():
     f = lambda x: x.norm(dim=-1) * DATA[: len(x)]  # not differentiable at zero
     seen = Seen(f)
-    with pytest.warns(hodiff.HodiffWarning, match="the result is not finite, though x and f"):
+    with pytest.warns(hodiff.HodiffWarning, match="the result is not finite, although x and f"):
         found = hodiff.laplacian(seen, torch.zeros(N, 3, dtype=D), create_graph=False)
     assert bool(found.isnan().all()) and set(seen.batches) == {N}
 

@@ -167,7 +167,7 @@ def test_norm_layers_are_refused_where_pytorch_is_wrong():
 
 
 BAD = {
-    "a function": (lambda x: (torch.sin, x), r"u: is a .*u = f\(x\)"),
+    "a function": (lambda x: (torch.sin, x), r"u: got a .*u = f\(x\)"),
     "no vectors": (lambda x: (x.sum((-1, -2)), x.reshape(4, 3, 1)), "partial derivatives need vectors"),
     "no batch": (lambda x: (x.sum(), x), "must begin with"),
 }
@@ -187,7 +187,7 @@ def test_what_is_no_derivative():
         d[3]
     with pytest.raises(hodiff.InputError, match="expected a tuple of coordinates"):
         d["x"]
-    with pytest.raises(TypeError, match="no end"):
+    with pytest.raises(TypeError, match="would not end"):
         list(d)
     with pytest.raises(hodiff.GraphError, match="does not depend on x"):
         hodiff.derivatives_of(torch.ones(4, requires_grad=True) * 2, x)[0]
@@ -206,9 +206,9 @@ def test_partials_unpack_and_are_named():
     assert found[0, 1] is u_xy and found[1, 0] is u_xy and found[1,] is u_y and found[()] is u
     assert len(found) == 5 and found.indices == ((), (1,), (0, 1), (0,), (1,))
     for bad in (0, slice(None), "x"):
-        with pytest.raises(hodiff.InputError, match="could be a place or a coordinate"):
+        with pytest.raises(hodiff.InputError, match="could be a position or a coordinate"):
             found[bad]
-    with pytest.raises(hodiff.InputError, match=r"\(0, 0\) was not asked for"):
+    with pytest.raises(hodiff.InputError, match=r"\(0, 0\) was not requested"):
         found[0, 0]
     assert copy.deepcopy(found).indices == pickle.loads(pickle.dumps(found)).indices == found.indices
 
@@ -251,7 +251,7 @@ def test_partials_unpack_in_the_order_asked_for() -> None:
     found = hodiff.partials(lambda z: (z**3).sum(-1), torch.ones(1, 2, dtype=D), [0, (1, 1)])
     first, second = found
     assert found[1, 1] is second
-    with pytest.raises(hodiff.InputError, match="could be a place or a coordinate"):
+    with pytest.raises(hodiff.InputError, match="could be a position or a coordinate"):
         found[0]
     torch.testing.assert_close(first, torch.full_like(first, 3.0))
     torch.testing.assert_close(second, torch.full_like(second, 6.0))

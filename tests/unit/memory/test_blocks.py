@@ -426,8 +426,8 @@ class Attaches(Net):
 
 WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "changes its argument": (lambda: Net([ChangesIts(), Layer()]), r"layers\.0 keeps .* changes an argument in place"),
-    "two of one memory": (lambda: Joins([ReturnsParts()]), "two tensors of one memory"),
-    "reads a tensor of outside": (lambda: Attaches([Reads()]), "computed outside of it"),
+    "two of one memory": (lambda: Joins([ReturnsParts()]), "two tensors that share memory"),
+    "reads a tensor of outside": (lambda: Attaches([Reads()]), "computed outside it"),
 }
 
 
@@ -503,9 +503,9 @@ def test_what_names_no_block() -> None:
     model = made(Net([Layer()]))
     v = like(model)
     for wrong, text in {
-        "layer.*": "names no module of x. Its modules: layers",
-        "*.nothing": "names no module",
-        "layers.0.wide.*": "names no module",
+        "layer.*": "matches no module of x. Its modules: layers",
+        "*.nothing": "matches no module",
+        "layers.0.wide.*": "matches no module",
     }.items():
         with pytest.raises(hodiff.InputError, match=text):
             hodiff.hvp(loss, model, v, checkpoint=wrong)
@@ -518,7 +518,7 @@ def test_what_names_no_block() -> None:
     with pytest.raises(hodiff.InputError, match="Give the model as the point"):
         hodiff.hvp(lambda x: x.square().sum(), X, X, checkpoint=NAMES)
     for make in OPERATORS.values():  # before anything is evaluated
-        with pytest.raises(hodiff.InputError, match="names no module"):
+        with pytest.raises(hodiff.InputError, match="matches no module"):
             make(model, checkpoint="layer.*")
     x = X.clone().requires_grad_()
     with pytest.raises(hodiff.InputError, match="f is a tensor"):
@@ -862,7 +862,7 @@ def test_a_buffer_that_is_replaced_by_each_run_is_refused_where_it_matters() -> 
 
     model = nn.Sequential(Layer()).to(D)
     G = hodiff.GaussNewtonOperator(lambda m, batch: m(batch[0]), nn.MSELoss(), model, data=[(X, X)], checkpoint="*")
-    with pytest.raises(hodiff.GraphError, match="something else when it runs again"):
+    with pytest.raises(hodiff.GraphError, match="something different when it runs again"):
         G @ like(model)
 
 

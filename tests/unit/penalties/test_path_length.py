@@ -110,7 +110,7 @@ def test_the_callers_noise_outputs_and_each_samples_value():
         torch.testing.assert_close(penalty(G, w, vectors=noise(2), reduction=reduction), total)
     _, detached = penalty(G, w, return_outputs=True, create_graph=False)
     assert not detached.requires_grad
-    with pytest.raises(hodiff.InputError, match="vectors: holds 2 vectors like the images, expected one"):
+    with pytest.raises(hodiff.InputError, match="vectors: got 2 vectors like the images, expected one"):
         penalty(G, w, vectors=torch.stack([noise(1), noise(2)]))
     with pytest.raises(hodiff.InputError, match="reduction: got 'max'"):
         penalty(G, w, reduction="max")

@@ -61,8 +61,8 @@ def test_dtype_is_kept(dtype):
         ({"u": torch.ones(2)}, {"v": torch.ones(2)}, "it must be like a"),
         (torch.ones(8), torch.ones(8, dtype=torch.float64), "b is torch.float64 on cpu, but a is torch.float32"),
         (torch.arange(3), torch.arange(3), "a has dtype torch.int64"),
-        (torch.tensor(1.0), torch.tensor(2.0), "no 1 leading batch dimension"),
-        ([], [], "a: is empty"),
+        (torch.tensor(1.0), torch.tensor(2.0), "too few dimensions"),
+        ([], [], "a: got a list of 0"),
     ],
 )
 def test_what_does_not_match_raises(a, b, message):

@@ -119,5 +119,5 @@ def test_a_float16_gradient_is_unscaled_in_float32():
 
 def test_a_scale_that_float16_cannot_hold():
     D = nn.Linear(4, 1, dtype=torch.float16)
-    with pytest.raises(hodiff.InputError, match=r"grad_scale: 65536.0 is beyond the largest torch.float16 number"):
+    with pytest.raises(hodiff.InputError, match=r"grad_scale: 65536.0 exceeds the largest torch.float16 number"):
         hodiff.gradient_penalty(D, torch.randn(2, 4, dtype=torch.float16), grad_scale=65536.0)

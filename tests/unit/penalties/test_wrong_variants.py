@@ -55,7 +55,7 @@ def test_a_mean_over_the_batch_has_an_equilibrium_of_n():
     """`critic(x).mean()`: each sample's gradient is divided by N, so |w| grows to 64. Ours raises."""
     wrong = lambda D: NORMS["per sample (right)"][0](gradient(lambda x: D(x).mean(), REAL))
     assert equilibrium(wrong) == pytest.approx(N, rel=1e-3)
-    with pytest.raises(hodiff.InputError, match="scales every gradient by 1/N"):
+    with pytest.raises(hodiff.InputError, match="scale every gradient by 1/N"):
         equilibrium(lambda D: hodiff.wgan_gp_penalty(lambda x: D(x).mean(), REAL, FAKE))
 
 
