@@ -95,7 +95,7 @@ def test_a_biharmonic_at_zero(name: str) -> None:
 
 def test_the_distance_that_is_refused_grows_with_the_rounding() -> None:
     x = torch.tensor([0.02], requires_grad=True)
-    with pytest.raises(hodiff.GraphError, match=r"i1 are wrong near 0.*closer than 0\.07"):
+    with pytest.raises(hodiff.GraphError, match=r"i1 are wrong near 0.*closer to 0 than 0\.07"):
         hodiff.hvp(torch.special.i1(x).sum(), x, torch.ones_like(x))
 
 
@@ -220,7 +220,7 @@ def test_norms_of_even_powers_with_an_entry_of_zero(name: str, p: int, n: int, x
     with mpmath.workdps(60):
         exact = float(mpmath.diff(lambda t: (t**p + 1) ** (mpmath.mpf(1) / p), mpmath.mpf(x), n, h=mpmath.mpf(1e-9)))
     if name == "renorm" and x == 0 and n == p:
-        with pytest.raises(hodiff.GraphError, match=r"norm of that power is 0 where an entry is 0"):
+        with pytest.raises(hodiff.GraphError, match=r"PyTorch's \d-norm is 0 where an entry is 0"):
             hodiff.nth_derivative(f, point, n)
         return
     assert float(hodiff.nth_derivative(f, point, n)) == pytest.approx(exact, rel=1e-6, abs=1e-8)
@@ -231,7 +231,7 @@ def test_norms_of_even_powers_with_an_entry_of_zero(name: str, p: int, n: int, x
         if name in NORMS or x:
             assert float(g(point)) == pytest.approx(exact, rel=1e-6, abs=1e-8)
         elif n == 4:
-            with pytest.raises(hodiff.GraphError, match=r"norm of that power is 0 where .*vector_norm"):
+            with pytest.raises(hodiff.GraphError, match=r"PyTorch's \d-norm is 0 where .*vector_norm"):
                 g(point)
 
 
@@ -243,7 +243,7 @@ def test_a_graph_of_such_a_norm_is_refused_at_zero_only(name: str) -> None:
         point = torch.tensor(x, dtype=D, requires_grad=True)
         return hodiff.nth_derivative(norm(stack(point, torch.ones_like(point)), 4), point, n)
 
-    with pytest.raises(hodiff.GraphError, match=r"order 4 of PyTorch's norm of that power is 0 where an entry is 0"):
+    with pytest.raises(hodiff.GraphError, match=r"order 4 of PyTorch's 4-norm is 0 where an entry is 0"):
         derivative(0.0, 4)
     assert float(derivative(0.0, 3)) == 0
     with mpmath.workdps(60):
@@ -322,7 +322,7 @@ def test_functions_that_write_into_a_view_are_right_at_second_order(name: str, x
     assert len(runs) == 2
     t = torch.tensor(x, dtype=D, requires_grad=True)
     if x == 1e-12 and name != "i0_":
-        with pytest.warns(hodiff.HodiffWarning, match=r"written to a view in place.*order 2.*without the underscore"):
+        with pytest.warns(hodiff.HodiffWarning, match=r"written into a view in place.*order 2.*no underscore"):
             hodiff.hessian(f(t), t)
 
 
@@ -332,7 +332,7 @@ def test_a_scattered_product_in_a_view_is_named() -> None:
         y[:].scatter_reduce_(0, INDEX, y.cos().detach(), "prod")
         return y.sum()
 
-    with pytest.warns(hodiff.HodiffWarning, match=r"written to a view in place.*order 2"):
+    with pytest.warns(hodiff.HodiffWarning, match=r"written into a view in place.*order 2"):
         hodiff.hessian(f, torch.tensor(1e-12, dtype=D))
 
 
@@ -512,7 +512,7 @@ def test_first_derivatives_of_products_that_underflow(name: str) -> None:
 
 # --- norms and roots that are near 0 themselves -----------------------------------------------------------------------
 
-LOST = r"through a norm or a square root .* near 0.*few correct digits.*x\.square\(\)\.sum\(\)"
+LOST = r"contains a norm or a square root .* near 0.*few correct digits.*x\.square\(\)\.sum\(\)"
 ROOTS: dict[str, Callable[[Tensor], Tensor]] = {
     "vector_norm": lambda t: torch.linalg.vector_norm(torch.stack([t, 2 * t])) ** 2,
     "norm": lambda t: torch.stack([t, 2 * t]).norm() ** 2,

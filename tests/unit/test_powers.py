@@ -84,7 +84,7 @@ def test_a_graph_is_refused_from_the_order_that_is_wrong(b: float, order: int) -
     x = torch.tensor([2.0], dtype=D, requires_grad=True)
     given = lambda: x ** (b * x / x.detach())
     with pytest.raises(
-        GraphError, match=rf"order {order} of a \*\* b is wrong .* where b is 0.*Give hodiff the function"
+        GraphError, match=rf"order {order} of a \*\* b is silently wrong .* where b is 0.*Give hodiff the function"
     ):
         hodiff.nth_derivative(given(), x, order)
     if order > 2:
@@ -214,7 +214,7 @@ def test_a_hessian_of_a_subclass_at_an_exponent_of_zero(name: str) -> None:
 
 def test_a_graph_of_parameters_is_refused() -> None:
     a, b = (torch.nn.Parameter(torch.tensor(value, dtype=D)) for value in (2.0, 0.0))
-    with pytest.raises(GraphError, match=r"order 2 of a \*\* b is wrong .* where b is 0"):
+    with pytest.raises(GraphError, match=r"order 2 of a \*\* b is silently wrong .* where b is 0"):
         hodiff.hessian(a**b, [a, b])
 
 
@@ -241,7 +241,7 @@ def test_a_power_that_is_hidden_is_refused_where_it_is_wrong(name: str) -> None:
     f = HIDDEN[name]
     x = torch.tensor([2.0, 0.0], dtype=D, requires_grad=True)
     for what in (f, f(x)) if name != "lists" else (f(x),):
-        with pytest.raises(GraphError, match=r"order 2 of a \*\* b is wrong .* where b is 0 .* written to a view"):
+        with pytest.raises(GraphError, match=r"order 2 of a \*\* b is silently wrong .* where b is 0 .* written into a view"):
             hodiff.hessian(what, x)
     value = {2: exact(2, 1, 1, 1), 3: exact(2, 1, 1, 2)}
     point = torch.tensor([2.0, 1.0], dtype=D)
@@ -291,7 +291,7 @@ def test_a_graph_that_hides_it_in_a_view_is_refused(b: float, order: int) -> Non
         y[:1].pow_(b * x[:1] / x[:1].detach())
         return y * 1
 
-    with pytest.raises(GraphError, match=rf"order {order} of a \*\* b is wrong .* where b is 0"):
+    with pytest.raises(GraphError, match=rf"order {order} of a \*\* b is silently wrong .* where b is 0"):
         hodiff.nth_derivative(given(), x, order)
     if order > 2:
         hodiff.nth_derivative(given(), x, order - 1)
