@@ -83,7 +83,10 @@ def library() -> dict[str, Any]:
             found[path] = _seen(value)
         else:  # what this thread has not set yet is its class's
             parts = {**vars(type(value)), **vars(value)} if isinstance(value, threading.local) else vars(value)
-            found[path] = {part: _seen(parts[part]) for part in parts if part != "_lock" and not part.startswith("__")}
+            left_out = ("_lock", "needs")  # a module that was loaded meanwhile stays loaded
+            found[path] = {
+                part: _seen(parts[part]) for part in parts if part not in left_out and not part.startswith("__")
+            }
     return found
 
 
