@@ -146,9 +146,10 @@ state = _OpenEvaluations()
 def enter(context: Any, undo: list[Callable[[], object]], *, differentiated: bool) -> None:
     """Put a context on the stacks; `undo` is given what takes it off, and ends its leaves."""
     context.forward_mode = forward_ad._current_level >= 0
-    running, differentiable, proxy = state.running, state.open, weakref.proxy(context)
+    running, differentiable = state.running, state.open
     if running:
         running[-1].nests = True
+    proxy = weakref.proxy(context)
     undo += [partial(_leave, context.leaf_tag, proxy, running, differentiable)]
     running += [proxy]
     if differentiated:

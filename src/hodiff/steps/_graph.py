@@ -371,7 +371,7 @@ class _Script:
             self.values[node] = getattr(self, node.op)(node)
 
     def function(self) -> Callable[..., Any]:
-        """What runs it."""
+        """The function that runs the graph."""
         self.graph.makeMultiOutputIntoTuple()
         run = _torch._create_function_from_graph("step", self.graph)
         run._set_ignore_amp(True)  # the list holds its casts
@@ -385,17 +385,18 @@ class _Script:
         return value
 
     def get_attr(self, node: fx.Node) -> Any:
-        """A constant."""
+        """A constant of the graph."""
         return self.graph.insertConstant(getattr(self.traced, str(node.target)))
 
     def output(self, node: Any) -> None:
-        """All results."""
+        """The results of the graph."""
         for each in node.args[0]:
             self.graph.registerOutput(self.value(each, _torch.TensorType.get()))
 
     def call_function(self, node: Any) -> Any:
         """An operation, with all arguments that its schema has."""
-        schema, integer, tensor = getattr(node.target, "_schema", None), _torch.IntType.get(), _torch.TensorType.get()
+        schema = getattr(node.target, "_schema", None)
+        integer, tensor = _torch.IntType.get(), _torch.TensorType.get()
         if node.target is operator.getitem and isinstance(self.values[node.args[0]], list):
             return self.values[node.args[0]][node.args[1]]
         if node.target is operator.getitem:
