@@ -177,7 +177,7 @@ def test_other_misuse() -> None:
         hodiff.GaussNewtonOperator(predict, nn.CrossEntropyLoss(), model, data=[(X, LABELS[:, None].expand(10, 3))]) @ (
             draw(39)
         )
-    with pytest.raises(hodiff.InputError, match="predict: is int"):
+    with pytest.raises(hodiff.InputError, match="predict: got an int"):
         hodiff.JacobianOperator(3, model)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="no gradient"):
         hodiff.JacobianOperator(lambda m: m(X), model).gradient  # noqa: B018
