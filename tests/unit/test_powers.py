@@ -241,7 +241,7 @@ def test_a_power_that_is_hidden_is_refused_where_it_is_wrong(name: str) -> None:
     f = HIDDEN[name]
     x = torch.tensor([2.0, 0.0], dtype=D, requires_grad=True)
     for what in (f, f(x)) if name != "lists" else (f(x),):
-        with pytest.raises(GraphError, match=r"order 2 of a \*\* b is silently wrong .* where b is 0 .* written into a view"):
+        with pytest.raises(GraphError, match=r"order 2 of a \*\* b is .* where b is 0 .* written into a view"):
             hodiff.hessian(what, x)
     value = {2: exact(2, 1, 1, 1), 3: exact(2, 1, 1, 2)}
     point = torch.tensor([2.0, 1.0], dtype=D)

@@ -101,14 +101,14 @@ def test_several_vectors_at_a_point_of_one_dimension():
 
 
 BAD = {
-    "rows": (torch.ones(2, 26, dtype=D), r"shape \(2, 26\), expected \(26,\), \(26, K\).*columns: give v\.T"),
+    "rows": (torch.ones(2, 26, dtype=D), r"shape \(2, 26\), expected \(26,\), or \(26, K\).*columns: give v\.T"),
     "length": (torch.ones(25, dtype=D), r"shape \(25,\), expected \(26,\)"),
     "dtype": (torch.ones(26), "is torch.float32 on cpu, expected torch.float64"),
     "array of objects": (np.array([None] * 26), "expected real numbers"),
     "complex array": (np.ones(26, dtype=complex), "expected real numbers"),
     "ragged": ([[1.0], [1.0, 2.0]], "rows differ in length"),
     "numbers": ([1.0, 2.0], r"shape \(2,\), expected \(26,\)"),
-    "text": ("x", "is a str, expected a dict"),
+    "text": ("x", "got a str, expected a dict"),
     "too few leaves": ([torch.ones(4, 3, dtype=D)], "is a list of 1, expected a dict"),
 }
 

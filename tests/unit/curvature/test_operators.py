@@ -177,7 +177,7 @@ def test_other_misuse() -> None:
         hodiff.GaussNewtonOperator(predict, nn.CrossEntropyLoss(), model, data=[(X, LABELS[:, None].expand(10, 3))]) @ (
             draw(39)
         )
-    with pytest.raises(hodiff.InputError, match="predict: is int"):
+    with pytest.raises(hodiff.InputError, match="predict: got an int"):
         hodiff.JacobianOperator(3, model)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="no gradient"):
         hodiff.JacobianOperator(lambda m: m(X), model).gradient  # noqa: B018
@@ -380,9 +380,7 @@ def test_functions_that_can_be_called_are_not_refused() -> None:
 def test_an_error_of_the_loss_says_what_it_was_given() -> None:
     with pytest.raises(AttributeError, match="'tuple' object has no attribute") as caught:
         make(loss=lambda outputs, targets: (F.mse_loss(outputs, targets), 1)) @ draw(39)
-    assert any(
-        "loss(outputs, batch) with a batch as data= gave it: a tuple of 2" in n for n in caught.value.__notes__
-    )
+    assert any("loss(outputs, batch) with a batch as data= gave it: a tuple of 2" in n for n in caught.value.__notes__)
 
 
 def test_complex_parameters_are_refused_by_name() -> None:
