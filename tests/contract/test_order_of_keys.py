@@ -218,7 +218,7 @@ REFUSED = {
         lambda: _planned({"a": A, "b": (A, B)}), r"x: x\['b'\] is a tuple of 2, expected a dict with keys \['c', 'd'\]"
     ),
     "other keys": (lambda: _planned({"a": A, "c": B}), r"x: x has a dict with keys \['a', 'c'\], expected"),
-    "other parameters": (lambda: _modules("b", "a"), r"x: has the parameters \['b', 'a'\], expected \['a', 'b'\]"),
+    "other parameters": (lambda: _modules("b", "a"), r"x has the parameters \['b', 'a'\], expected \['a', 'b'\]"),
     "other outputs of a plan": (
         lambda: _returned(lambda x: {"u": x}, lambda x: {"v": x}), r"f: f\(x\) has a dict with keys \['v'\], expected"
     ),

@@ -21,9 +21,9 @@ import hodiff
 from tests.support.calls import Function, by_place, count
 
 BOUNDS = {
-    "hvp of a module": (-88, -75),
+    "hvp of a module": (-84, -71),
     "hvp of a tensor": (24, 26),
-    "gradient of a module": (49, 58),
+    "gradient of a module": (53, 62),
     "gradient of a tensor": (33, 35),
     "vjp": (37, 39),
     "cached product": (-28, -24),

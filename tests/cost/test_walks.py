@@ -24,10 +24,10 @@ from tests.support.calls import Function, walked
 
 BOUNDS = {
     "hvp of a tensor": (13, 58, 64),
-    "hvp of a module": (15, 80, 100),
+    "hvp of a module": (15, 83, 102),
     "laplacian": (17, 102, 178),
-    "gradient penalty": (14, 93, 118),
-    "first product": (21, 142, 850),
+    "gradient penalty": (14, 96, 114),
+    "first product": (21, 145, 829),
     "cached product": (11, 43, 62),
     "failing backward": (13, 139, 581),  # _messages, the one file of texts; frames: it reads the source of this file
 }

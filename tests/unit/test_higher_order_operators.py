@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hodiff
+from hodiff._core import _settings
 from hodiff._core._substitutes import DEFINITIONS, _instead
 from hodiff._core._versions import RELEASE
 from tests.support.limits import in_threads
@@ -312,6 +313,7 @@ def test_a_run_that_loads_dynamo_and_fails_is_made_again_without_it(monkeypatch:
 
     loaded, runs = sys.modules["torch._dynamo"], []
     monkeypatch.delitem(sys.modules, "torch._dynamo")
+    monkeypatch.setattr(_settings.eager, "needs", "torch._dynamo.eval_frame")
 
     def f(z: Tensor) -> Tensor:
         runs.append(torch._dynamo.eval_frame._stance.stance)

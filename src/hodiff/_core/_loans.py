@@ -148,13 +148,12 @@ class StateLoan:
         put_back: What else is done when they are given back.
     """
 
-    __slots__ = ("_call", "_claimed", "_cloned", "_held", "attributes", "put_back")
+    __slots__ = ("_call", "_claimed", "_cloned", "attributes", "put_back")
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._cloned: list[nn.Module] = []
         self._claimed: list[nn.Module] = []
-        self._held: list[nn.Module] = []
         self.attributes: dict[nn.Module, dict[str, Any] | None] = {}
         self.put_back: list[Callable[[], object]] = []
 
@@ -172,8 +171,7 @@ class StateLoan:
         if root is None and self._call.order >= 2 and _arguments.LOADED_BY in sys.modules:
             _arguments.check_modules(modules, "f")
         held = [module for module in modules if module._parameters or module._buffers]
-        self._held += held
-        if held and root is None:  # those below a root have been claimed with its parameters, for longer
+        if held:  # also those below a root, claimed with its parameters: a forked child closes what is claimed
             self._claimed += held
             _locks.claim(held, self)
         for module in modules:
@@ -256,7 +254,7 @@ class StateLoan:
     def kept(self) -> Kept:
         """What its modules have, for `put`; what was left in attributes without its graph, which may lead here."""
         left, result = self.tidy(), Kept()
-        for module in self._held:
+        for module in self._claimed:
             buffers = _lent[module].begun_with(module) if module in _lent else module._buffers.copy()
             attributes = _tree.tree_map(_still, left[module]) if module in left else {}
             result[module] = module._parameters.copy(), buffers, attributes
@@ -278,7 +276,7 @@ class StateLoan:
                 if not clones.users:
                     module._buffers.update(clones.originals)
                     del _lent[module]
-        self._cloned, self._held = [], []
+        self._cloned = []
         if self._claimed:
             _locks.release(self._claimed, self)
             self._claimed = []

@@ -460,7 +460,7 @@ class LinearOperator(ABC):
 
     if not TYPE_CHECKING:  # a checker of types says it before anything runs
 
-        def __call__(self, *vectors: object) -> NoReturn:
+        def __call__(self, *args: object) -> NoReturn:
             """As other libraries write a product; a power is taken for one as well."""
             raise InputError(
                 "an operator is not a function: write the product H @ v (H @ H for a power; H.to_scipy() for SciPy)."

@@ -268,6 +268,13 @@ def _acts(node: fx.Node) -> bool:
     return _writes(node) or _draws(node) or (schema is not None and not schema.returns)
 
 
+def _acts_unseen(node: fx.Node) -> bool:
+    """Whether it acts in a way that no schema says: TorchScript leaves it out, or takes two reads for one."""
+    writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+    idle = _acts(node) and not writes and not node.users
+    return idle or any(len(each.users) > 1 for each in _statistics(node))
+
+
 def _draws(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
@@ -368,6 +375,8 @@ class _Script:
         self.traced, self.graph = traced, _torch.Graph()
         self.values: dict[fx.Node, Any] = {}
         for node in traced.graph.nodes:
+            if node.op == "call_function" and _acts_unseen(node):
+                raise _NotInterpreted
             self.values[node] = getattr(self, node.op)(node)
 
     def function(self) -> Callable[..., Any]:

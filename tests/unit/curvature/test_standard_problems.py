@@ -110,7 +110,7 @@ def digits(name: str, start: int, steps: int = 200, *, search: bool = False) -> 
 def test_curves_to_the_last_digits(name: str, start: int) -> None:
     correct, optimizer = digits(name, start)
     assert correct > 9.5
-    assert optimizer.last.converged and "below rounding" in optimizer.last.message
+    assert optimizer.last.converged and "rounding error" in optimizer.last.message
 
 
 @pytest.mark.parametrize(("name", "start"), [("Lanczos2", 1), ("MGH10", 1)])

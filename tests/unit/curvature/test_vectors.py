@@ -223,7 +223,7 @@ def test_arrays_on_the_left_reach_us() -> None:
     M = hodiff.MatrixOperator(draw(3, 3))
     agree(np.ones(3) @ M, M.dense().sum(0))
     agree(np.ones((2, 3)) @ M, M.dense().sum(0).expand(2, 3))
-    with pytest.raises(hodiff.InputError, match="ndarray"):
+    with pytest.raises(hodiff.InputError, match="NumPy array"):
         np.ones(3) * M
     with pytest.raises(hodiff.InputError, match="sparse"):
         hodiff.MatrixOperator(torch.eye(3).to_sparse())

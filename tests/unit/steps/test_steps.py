@@ -313,6 +313,27 @@ def test_a_batch_norm_counts_each_call_also_one_that_nobody_reads(loss) -> None:
         assert off(list(net.buffers()), list(twin.buffers())) == 0
 
 
+def test_replay_keeps_what_acts_and_gives_no_result() -> None:
+    """Neither draws that nobody reads nor assertions are in the schemas that TorchScript's interpreter asks."""
+
+    def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        torch.rand(7)
+        torch._assert_async((x < 5).all(), "too large")
+        return forces(net, x)
+
+    net = NETS["tanh"]()
+    step = hodiff.compile_step(loss, net, backend="replay", fallback="raise")
+    for _ in range(3):  # the third call is not checked
+        x, before = torch.rand(4, 3), torch.get_rng_state()
+        step(x)
+        after = torch.get_rng_state()
+        torch.set_rng_state(before)
+        loss(net, x)
+        assert torch.equal(torch.get_rng_state(), after)
+    with pytest.raises(RuntimeError, match="too large"):
+        step(x + 100)
+
+
 def test_a_check_leaves_graphs_that_hold_buffers_as_they_are() -> None:
     net, x = nn.Sequential(nn.BatchNorm1d(3), NETS["tanh"]()), torch.randn(6, 3)
     step = hodiff.compile_step(plain, net, backend="replay", fallback="raise")
