@@ -240,9 +240,8 @@ def reason(error: BaseException) -> str:
         return str(inner)
     if inner is not None and not isinstance(error, exc.Unsupported):
         error = inner
-    text = str(error)
-    if "Explanation:" in text:
-        text = re.split(r"\n\s*(?:Hint|Developer debug)", text.partition("Explanation:")[2])[0]
-    else:
-        text = f"{type(error).__name__}: {text.partition(chr(10))[0]}"
-    return " ".join(text.split())[:300]
+    first, _, text = str(error).partition("\n")
+    explained = re.search(r"Explanation:(.*?)\n\s*(?:Hint|Developer debug)", text, re.DOTALL)
+    if explained is None:
+        first = f"{type(error).__name__}: {first}"
+    return " ".join(((explained and explained[1].strip()) or first).split())[:300].rstrip(".")

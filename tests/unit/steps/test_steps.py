@@ -284,6 +284,15 @@ def test_a_wrong_graph_ends_in_eager_and_names_the_operation(monkeypatch, norm) 
         step(x)
 
 
+def test_a_reason_is_said_where_dynamo_explains_nothing() -> None:
+    net = NETS["tanh"]()
+    net[1].register_full_backward_hook(lambda *_: None)
+    step = hodiff.compile_step(forces, net, backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match=r"compiled: Module-level backwards hooks .*\w\. This step"):
+        step(torch.ones(2, 3)).backward()
+    assert step.report.eager == 1
+
+
 def test_calls_are_held_against_eager_at_powers_of_two() -> None:
     net = NETS["tanh"]()
     step = hodiff.compile_step(plain, net, backend="replay")
