@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hodiff._core import (
+    _arguments,
     _call,
     _hooks,
     _kernels,
@@ -139,8 +140,7 @@ class EvaluationContext:
         """What of modules is lent, from the first that is met."""
         if self._loan is None:
             loan = StateLoan(self.call)
-            # Behind what tells that the context was lost; of a point's modules, while they are claimed.
-            self.undo.insert(len(self.undo) if self.call.where.module_slices else 1, loan.close)
+            self.undo.insert(1, loan.close)  # behind what tells that the context was lost
             self._loan, self.borrowed = loan, loan.attributes
         return self._loan
 
@@ -418,7 +418,7 @@ def signature_error(
     except TypeError as reason:
         given = len(points) + len(args)
         return InputError(
-            f"f cannot be called with the {given} positional argument{'s' if given > 1 else ''} it "
+            f"f cannot be called with the {_arguments.plural(given, 'positional argument')} it "
             f"is given here{f' and {sorted(kwargs)}' if kwargs else ''}: {reason}. "
             f"{_way_out(signature, points, args)}"
         )

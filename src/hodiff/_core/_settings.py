@@ -153,14 +153,10 @@ class Counted:
 
     def enter(self, undo: Undo) -> None:
         """Switch it, unless someone has; `undo` is given what leaves it."""
-        self.load()
-        enter((self,), undo)
-
-    def load(self) -> None:
-        """See that the module that it needs is there."""
         if self.needs:
             __import__(self.needs)
             self.needs = ""
+        enter((self,), undo)
 
     def _keep(self, thread: int) -> None:
         """Leave it for all threads but one."""
