@@ -102,13 +102,17 @@ def _key_of_an_object(self: Any, tx: Any, args: Any) -> None:
     _refuse(tx, "it looks up a key in the __dict__ of an object, which is not guarded; use getattr")
 
 
+_NOT_THERE = (
+    exc.ObservedLookupError,
+    exc.ObservedAttributeError,
+    exc.get_dynamo_observed_exception(NameError),  # since 2.14; before that Dynamo traced no missing name
+)
+
+
 def _handled(self: Any, raised: exc.ObservedException) -> Any:
     """Before an exception is handled: that what was looked up is not there has no guard either."""
-    if isinstance(raised, (exc.ObservedLookupError, exc.ObservedAttributeError)):
-        _refuse(
-            self,
-            "it catches a missing key or attribute, which is not guarded; use get or getattr",
-        )
+    if isinstance(raised, _NOT_THERE):
+        _refuse(self, "it catches a missing key, attribute or name, which is not guarded; use get or getattr")
     return _handler(self, raised)
 
 

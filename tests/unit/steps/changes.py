@@ -1623,10 +1623,11 @@ def dtype_flag(w):
 
 @change
 def backend_flag(w):
-    torch.backends.cudnn.benchmark = False
+    set_flag = torch._C._set_cudnn_benchmark  # PyTorch's own test modules, once imported, forbid the assignment
+    set_flag(False)
 
     def change():
-        torch.backends.cudnn.benchmark = True
+        set_flag(True)
 
     return (lambda net, x: (0.1 if torch.backends.cudnn.benchmark else 0.5) * grad_loss(net, x)), change
 
