@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(options)
     try:
         status = run(options)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        print(end="", flush=True)  # nothing where there is no stdout
     except OSError as error:
         if error.filename is not None:  # no stream
             raise
