@@ -31,8 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, command in COMMANDS.items():
         command.configure(subparsers.add_parser(name, help=command.HELP, description=command.HELP))
     options = parser.parse_args(argv)
+    run = COMMANDS[options.command].run
+    if options.command == "explain":  # streams are the program's
+        return run(options)
     try:
-        return COMMANDS[options.command].run(options)
-    except BrokenPipeError:  # what was read is enough, as for `| head`
+        status = run(options)
+        print(end="", flush=True)  # nothing where there is no stdout
+    except OSError as error:
+        if error.filename is not None:  # no stream
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # what was read is enough, as for `| head`
+            print(f"hodiff {options.command}: can't write the output: {error.strerror}", file=sys.stderr)
         return 1
+    return status

@@ -12,6 +12,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from traceback import walk_stack
 from types import CodeType, FrameType, ModuleType, TracebackType
@@ -79,9 +80,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def flush() -> None:
-    """What the program has printed comes first, unless it closed its output, or has none."""
+    """What the program has printed comes first, unless it closed its output, or has none, or nobody takes it."""
     if sys.stdout is not None and not sys.stdout.closed:
-        sys.stdout.flush()
+        with suppress(OSError):  # Python says so at the end, and stderr has the explanation
+            sys.stdout.flush()
 
 
 def _tell(growth: _growth.Growth, *, ended: bool) -> None:

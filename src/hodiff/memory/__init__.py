@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from hodiff._core import _hooks, _kernels
+from hodiff._core._compiled_callers import uncompiled
 from hodiff._core._settings import Scope, Undo
 
 __all__ = ["twice_differentiable"]
@@ -75,6 +76,7 @@ def twice_differentiable() -> AbstractContextManager[None]:
     return Scope(_enter)
 
 
+@uncompiled  # until 2.11 the tracer follows what is entered behind a break
 def _enter(undo: Undo) -> None:
     _hooks.watch_checkpoints.enter(undo)
     _kernels.include(undo)

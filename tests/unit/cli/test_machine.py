@@ -3,6 +3,8 @@
 A reader who has read enough is in `test_shown`.
 """
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +30,7 @@ socket.socket.connect = socket.create_connection = socket.getaddrinfo = refused
 from hodiff.cli import main
 sys.exit(main(sys.argv[1:]))
 """
+FULL = os.strerror(errno.ENOSPC)
 COMMANDS = {"info": 0, "tour": 0, "explain": 1}
 
 
@@ -81,6 +84,38 @@ def test_closed_streams(command: str, closed: str, program: Path) -> None:
         assert ("differentiated twice" in ran.stderr) is (closed == ">&-")
     else:
         assert not ran.stderr and bool(ran.stdout) is (closed == "2>&-")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that takes nothing is Linux's")
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_stream_that_takes_nothing(command: str, buffered: bool, program: Path) -> None:
+    """One line for ours; a program's is Python's matter, which ends with 120, and stderr has its explanation."""
+    program.write_text("print('begins')\n" + PROGRAM, "utf-8")
+    given = f"'{program}'" if command == "explain" else ""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
+    ran = run(["/bin/sh", "-c", f"exec '{sys.executable}' -m hodiff {command} {given} > /dev/full"], env=environment)
+    if command != "explain":
+        assert (ran.returncode, ran.stderr) == (1, f"hodiff {command}: can't write the output: {FULL}\n")
+    elif buffered:
+        assert ran.returncode == 120 and "=> the same loss is differentiated twice" in ran.stderr
+        assert ran.stderr.endswith(f"OSError: [Errno {errno.ENOSPC}] {FULL}\n") and "hodiff/cli" not in ran.stderr
+    else:  # the program fails where it prints
+        assert ran.returncode == 1 and ran.stderr.endswith(f"OSError: [Errno {errno.ENOSPC}] {FULL}\n")
+
+
+def test_a_reader_who_has_read_enough_hears_the_explanation(program: Path) -> None:
+    program.write_text("print('begins')\n" + PROGRAM, "utf-8")
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    begun = subprocess.Popen(
+        [sys.executable, "-m", "hodiff", "explain", str(program)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert begun.stdout is not None and begun.stderr is not None
+    begun.stdout.close()
+    with begun.stderr as stderr:
+        said = stderr.read()
+    assert begun.wait(240) and "=> the same loss is differentiated twice" in said
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="/dev/null is no folder where there is one")
