@@ -380,7 +380,7 @@ def test_functions_that_can_be_called_are_not_refused() -> None:
 def test_an_error_of_the_loss_says_what_it_was_given() -> None:
     with pytest.raises(AttributeError, match="'tuple' object has no attribute") as caught:
         make(loss=lambda outputs, targets: (F.mse_loss(outputs, targets), 1)) @ draw(39)
-    assert any("loss(outputs, batch) with a batch as data= gave it: a tuple of 2" in n for n in caught.value.__notes__)
+    assert any("loss(outputs, batch) with this batch: a tuple of 2" in n for n in caught.value.__notes__)
 
 
 def test_complex_parameters_are_refused_by_name() -> None:
