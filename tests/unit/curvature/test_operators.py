@@ -158,7 +158,7 @@ def test_bad_losses(pattern: str) -> None:
         hodiff.GaussNewtonOperator(predict, BAD_LOSSES[pattern], network(), data=split(X, LABELS))
 
 
-def test_regulariser_inside_the_loss_is_refused() -> None:
+def test_regularizer_inside_the_loss_is_refused() -> None:
     model = network()
     loss = lambda outputs, batch: (outputs.square().sum() + model[0].weight.square().sum(), len(outputs))
     with pytest.raises(hodiff.GraphError, match=r"0\.weight other than through the outputs.*G \+ 0\.1"):

@@ -754,7 +754,7 @@ def test_with_nothing_recorded_a_changed_weight_leaves_both_ways_open(tmp_path):
 # --- what programs after further reports showed ---------------------------------------------------------------------
 
 
-def test_a_lazy_module_is_initialised_under_a_watch():
+def test_a_lazy_module_is_initialized_under_a_watch():
     lazy = torch.nn.LazyLinear(2)
     with watch():
         assert lazy(torch.ones(1, 3)).shape == (1, 2)
