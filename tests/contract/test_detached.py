@@ -115,7 +115,7 @@ NO_RESULT = {
         "an operator, whose products say it": "T block __copy__ __add__ __radd__ __mul__ __rmul__ __truediv__ __neg__ "
         "__sub__ __rsub__",
         "carries the graph of its vector": "flatten unflatten",
-        "refused": "__array__ __getitem__ __pow__",
+        "refused": "__array__ __float__ __getitem__ __pow__ __rtruediv__",
         "no tensors": "symmetric shape dtype device cost refresh close products",
     }.items()
     for name in names.split()
