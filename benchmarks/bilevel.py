@@ -1,4 +1,4 @@
-"""Through solutions and through optimisers: against loops by hand, and against TorchOpt and higher where installed.
+"""Through solutions and through optimizers: against loops by hand, and against TorchOpt and higher where installed.
 
 Both are in the extra `bench`; their rows say so where they are absent.
 """

@@ -1,6 +1,6 @@
-"""Small calls in a process that has made an optimiser, as every training loop has: what the interpreter costs.
+"""Small calls in a process that has made an optimizer, as every training loop has: what the interpreter costs.
 
-An optimiser loads Dynamo and DTensor, after which each call has more to switch and to ask. Beside each function stands
+An optimizer loads Dynamo and DTensor, after which each call has more to switch and to ask. Beside each function stands
 the same by hand, or the fastest of PyTorch's own.
 """
 

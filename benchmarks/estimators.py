@@ -54,9 +54,9 @@ def digits() -> Problem:
     inputs, targets = torch.tensor(data.data[:300] / 16), torch.tensor(data.target[:300])
     model = nn.Sequential(nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10)).double()
     problem = Problem("digits, 64-6-10", model, inputs, targets)
-    optimiser = hodiff.NewtonCG(model.parameters())
+    optimizer = hodiff.NewtonCG(model.parameters())
     for _ in range(6):
-        optimiser.step(lambda: problem.loss(model))
+        optimizer.step(lambda: problem.loss(model))
     return problem
 
 

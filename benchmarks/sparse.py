@@ -74,10 +74,10 @@ def steps(name: str, f: Function, x: Tensor, rounds: int) -> Iterator[Row]:
     """Each step by itself; the bar is a second."""
     pattern = sparsity_pattern(f, x)
     plan = plan_hessian(f, x, pattern=pattern)
-    case = f"{name}, n = {x.numel()}, {pattern.nnz} entries, {plan.products} colours"
+    case = f"{name}, n = {x.numel()}, {pattern.nnz} entries, {plan.products} colors"
     for step, call in {
         "pattern": lambda: sparsity_pattern(f, x),
-        "colours": lambda: color(pattern),
+        "colors": lambda: color(pattern),
         "evaluation": lambda: plan.values(x),
     }.items():
         seconds = race({step: call}, rounds=rounds, least=0)[step]

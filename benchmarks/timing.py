@@ -94,7 +94,7 @@ def spread(values: list[float], digits: int = 2) -> str:
 
 
 # --- instructions, as valgrind counts them: the same on every run, whatever else the machine does ---------------------
-# Times of small calls are the processor's, its caches' and the neighbours': on a busy machine two runs were 10 to 40 %
+# Times of small calls are the processor's, its caches' and the neighbors': on a busy machine two runs were 10 to 40 %
 # apart. Instructions are not what a user waits for (ours are spread over more code than a loop's, and each takes
 # longer), but they can be compared.
 

@@ -55,7 +55,7 @@ class Problem:
         return torch.stack([f(*of).square().sum() for f, of in pairs]).sum() / 2
 
 
-# --- optimisers: each takes a step, and then another; it is told which part of its time is over
+# --- optimizers: each takes a step, and then another; it is told which part of its time is over
 
 
 Steps = Iterator[None]
@@ -157,7 +157,7 @@ def thinned(curve: Curve) -> Curve:
 
 
 def network(*widths: int, dtype: torch.dtype = D) -> nn.Sequential:
-    """A perceptron with tanh, as PyTorch initialises it."""
+    """A perceptron with tanh, as PyTorch initializes it."""
     layers = [part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.Tanh())]
     return nn.Sequential(*layers[:-1]).to(dtype)
 

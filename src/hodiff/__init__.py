@@ -188,4 +188,5 @@ __getattr__, __dir__ = _lazy.names(
         "rules": (),
         "steps": ("compile_step",),
     },
+    beside=("implicit", "graph", "sparse", "rules", "jets", "plotting"),
 )

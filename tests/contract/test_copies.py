@@ -198,7 +198,7 @@ def test_the_penalty_with_a_state(way: str) -> None:
 
 @pytest.mark.parametrize("way", list(WAYS)[1:])
 def test_newtons_method(way: str) -> None:
-    """A copy goes on as the original would; PyTorch keeps of an optimiser what is in its groups alone."""
+    """A copy goes on as the original would; PyTorch keeps of an optimizer what is in its groups alone."""
     x = torch.zeros(2, dtype=D, requires_grad=True)
     optimizer = hodiff.NewtonCG([x], radius=0.5, rtol=0.1, products=7)
     optimizer.step(lambda: (x - 1).pow(4).sum())

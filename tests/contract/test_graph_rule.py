@@ -607,7 +607,7 @@ def test_embedding_with_max_norm_leaves_the_weight_alone() -> None:
     assert torch.equal(m.weight, before)
 
 
-def test_a_table_met_through_a_closure_is_not_renormalised():
+def test_a_table_met_through_a_closure_is_not_renormalized():
     table = nn.Embedding(3, 2, max_norm=1.0)
     with torch.no_grad():
         table.weight.mul_(5)

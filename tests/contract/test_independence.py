@@ -51,7 +51,7 @@ def running(x):
     return (x.cumsum(0) ** 2).sum(1)
 
 
-def by_neighbours(x):
+def by_neighbors(x):
     """Only two samples know of each other."""
     return separate(x) + torch.cat([x[1:2, 0] ** 2, torch.zeros(len(x) - 1, dtype=D)])
 
@@ -74,7 +74,7 @@ def test_each_function_with_batch_ndim_has_the_check():
 
 
 @calls
-@pytest.mark.parametrize("mixing", [running, by_neighbours, lambda x: separate(x - x.mean(0))])
+@pytest.mark.parametrize("mixing", [running, by_neighbors, lambda x: separate(x - x.mean(0))])
 def test_samples_that_mix_are_seen(name, mixing):
     with pytest.warns(hodiff.BatchMixingWarning, match=r"samples of f are not independent: .* up to \d") as caught:
         SCALARS[name](mixing, X, check_independence=True, **batch(name), **quiet(name))
@@ -92,7 +92,7 @@ def test_samples_that_do_not_are_left_alone(name):
 
 
 def quiet(name):
-    """A penalty of a function without parameters is a constant to the optimiser, and says so."""
+    """A penalty of a function without parameters is a constant to the optimizer, and says so."""
     return {"create_graph": False} if not batch(name) else {}
 
 
@@ -261,7 +261,7 @@ def test_one_sample_is_not_evaluated_to_see_whether_it_mixes():
 
 @pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 3e-4), (D, 1e-9)])
 def test_weak_couplings_are_seen_and_rounding_is_none(dtype: torch.dtype, least: float) -> None:
-    """Deep and wide networks, with normalisation and attention in each sample; and a part of the mean of all."""
+    """Deep and wide networks, with normalization and attention in each sample; and a part of the mean of all."""
     for seed in range(3):
         torch.manual_seed(seed)
         layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]

@@ -388,20 +388,20 @@ def _newton(w: list[torch.Tensor]) -> Callable[[], Any]:
     return lambda: optimizer.step(lambda: (torch.cat(w) ** 2 - 30).square().sum())
 
 
-@pytest.mark.parametrize("optimiser", [_least_squares, _newton])
-def test_no_step_is_half_taken(optimiser: Callable[[list[torch.Tensor]], Callable[[], Any]]) -> None:
+@pytest.mark.parametrize("optimizer", [_least_squares, _newton])
+def test_no_step_is_half_taken(optimizer: Callable[[list[torch.Tensor]], Callable[[], Any]]) -> None:
     """At any moment of its end all parameters are as they were, or all are the new ones."""
     start = lambda: [torch.full((2,), 5.0 + k, dtype=torch.float64, requires_grad=True) for k in range(3)]
-    optimiser(start())()  # what only a first call does
+    optimizer(start())()  # what only a first call does
     after, count = start(), Interrupter()
-    count(optimiser(after))
+    count(optimizer(after))
     taking = [bool({"_take", "_taken"} & {code.co_name for code, _ in stack[1:]}) for stack in count.stacks]
     ends = [at for at, inside in enumerate(taking, 1) if inside]
     assert ends and not any(map(torch.equal, start(), after))
     for at in ends:
         w = start()
         with contextlib.suppress(KeyboardInterrupt):
-            Interrupter(at)(optimiser(w))
+            Interrupter(at)(optimizer(w))
         assert any(all(map(torch.equal, w, whole)) for whole in (start(), after)), at
 
 

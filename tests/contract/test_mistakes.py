@@ -3,12 +3,14 @@
 Those under SIGNATURES are in Python's own words: they are about the signature, before anything of ours runs.
 """
 
+import re
 import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.sparse import linalg as scipy_linalg
 from torch import nn
 
 import hodiff
@@ -286,8 +288,29 @@ TAUGHT = {
         lambda: hodiff.grad(lambda z: z.abs().sum(), torch.ones(2, dtype=torch.complex64)),
         r"x is complex \(torch\.complex64\)",
     ),
-    "an operator for a function": (lambda: H(v), r"not a function: write the product H @ v"),
+    "an operator for a function": (lambda: H(v), r"not a function or a number: write H @ v for a product"),
     "a power of an operator": (lambda: H**2, r"H @ H for a power"),
+    "an inverse of an operator": (lambda: 1 / H, r"hodiff\.solve\(H, b\) for its inverse times b"),
+    "a number of an operator": (lambda: float(H), r"not a function or a number"),
+    "SciPy's H.toarray()": (lambda: H.toarray(), r"^a HessianOperator has no attribute 'toarray': .*H\.dense\(\)"),
+    "PyTorch's H.inverse()": (lambda: M.inverse(), r"no attribute 'inverse': write hodiff\.solve\(H, b\)"),
+    "H.eigenvalues()": (lambda: H.eigenvalues(), r"no attribute 'eigenvalues': write hodiff\.eigsh\(H, k\)"),
+    "H.anything": (lambda: H.anything, r"no attribute 'anything': write H @ v for a product; hodiff\.eigsh"),
+    "a matrix without a function": (lambda: M.value, r"no attribute 'value': only the Hessian and Gauss-Newton"),
+    "record.item()": (lambda: hodiff.trace(M).item(), r"a TraceRecord has no attribute 'item': it is a record with"),
+    "a format for a record": (lambda: f"{hodiff.trace(M):.3f}", r"a TraceRecord has no format '\.3f': it is a record"),
+    "a plan for its matrix": (
+        lambda: hodiff.sparse.plan_hessian(f, x).toarray(),
+        r"a Plan has no attribute 'toarray': plan\(x\) is the matrix at x",
+    ),
+    "a step for its value": (
+        lambda: hodiff.compile_step(loss, m, backend="replay").backward(),
+        r"a CompiledStep has no attribute 'backward': value = step\(\*batch\) is the loss",
+    ),
+    "LM step() without its batch": (
+        lambda: hodiff.LevenbergMarquardt(lambda mod, b: (mod(b[0]) - b[1])[:, 0], m).step(),
+        r"residuals\[0\] is called as residuals\[0\]\(where\) in step\(\), which its signature \(mod, b\)",
+    ),
     "a selection for its module": (lambda: hodiff.select(m, "*")(X), r"call the module itself, model\(x\)"),
     "an estimate that equals a number": (lambda: hodiff.trace(H, samples=9) == 6.0, r"a TraceRecord is not a number"),
     "has_aux but f returns one": (lambda: hodiff.grad(f, x, has_aux=True), r"f returned a single tensor"),
@@ -303,6 +326,31 @@ SIGNATURES = {
     "two points": (lambda: hodiff.grad(lambda a, b: (a * b).sum(), x, x), "2 positional arguments but 3 were given"),
     "a function for an operator": (lambda: hodiff.solve(f, x, v), "2 positional arguments but 3 were given"),
 }
+FOREIGN = {
+    "SciPy's cg": (lambda: scipy_linalg.cg(M, v.numpy()), TypeError, r"Give SciPy's routines H\.to_scipy\(\)"),
+    "SciPy's own operator": (lambda: scipy_linalg.aslinearoperator(H), TypeError, r"H\.to_scipy\(\)"),
+    "a length": (lambda: len(H), TypeError, r"^a HessianOperator has no length: its size is H\.shape\.$"),
+    "torch.tensor of an operator": (lambda: torch.tensor(M), TypeError, r"its size is H\.shape"),
+    "a length of a record": (lambda: len(hodiff.eigsh(M, 2)), TypeError, r"no length: it is a record with fields"),
+    "a name of a submodule": (lambda: hodiff.argmin, AttributeError, r"write hodiff\.implicit\.argmin$"),
+    "a name of none": (lambda: hodiff.argmax, AttributeError, r"^module 'hodiff' has no attribute 'argmax'$"),
+}
+"""Asked by other libraries, or of Python: the class of the error is theirs, the words are ours."""
+NOTED = {
+    "a parameter for its module": (lambda: hodiff.grad(loss, m[0].weight), r"f receives x as one argument: a Tensor"),
+    "loss before predict": (
+        lambda: hodiff.GaussNewtonOperator(lambda o, b: F.mse_loss(o, b[1]), lambda m, b: m(b[0]), m, data=data).value,
+        r"f receives x as one argument: a Sequential",
+    ),
+    "a DataLoader for a batch": (
+        lambda: hodiff.LevenbergMarquardt(lambda mod, b: (mod(b[0]) - b[1])[:, 0], m).step(
+            torch.utils.data.DataLoader([1.0])
+        ),
+        r"^hodiff called residuals\[0\] with this batch: a DataLoader\.$",
+    ),
+    "NumPy in f": (lambda: hodiff.grad(lambda z: np.sin(z).sum(), x), r"NumPy has no derivatives; use PyTorch's"),
+}
+"""Errors of the caller's function pass as they are; a note says what hodiff called it with."""
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor")
@@ -318,6 +366,33 @@ def test_a_wrong_signature_is_told_by_python(mistake):
     call, words = SIGNATURES[mistake]
     with pytest.raises(TypeError, match=words):
         call()
+
+
+@pytest.mark.parametrize("mistake", FOREIGN)
+def test_a_mistake_of_another_kind_is_told(mistake):
+    call, kind, words = FOREIGN[mistake]
+    with pytest.raises(kind, match=words):
+        call()
+
+
+@pytest.mark.parametrize("mistake", NOTED)
+def test_an_error_of_a_function_is_noted(mistake):
+    call, words = NOTED[mistake]
+    with pytest.raises((TypeError, AttributeError, RuntimeError)) as caught:
+        call()
+    (note,) = caught.value.__notes__
+    assert re.search(words, note)
+
+
+def test_what_an_object_lacks_it_has_not():
+    """Tools ask by `hasattr`; an error of a property is its own; and an object without a length is true."""
+    for value in (H, hodiff.trace(M), hodiff.sparse.plan_hessian(f, x)):
+        assert value
+        assert not hasattr(value, "toarray")
+        assert f"{value}" == str(value)
+    absent = nn.Module()
+    with pytest.raises(AttributeError, match="'Module' object has no attribute 'w'"):
+        hodiff.HessianOperator(lambda z: absent.w, x).value  # noqa: B018
 
 
 # --- what fits all names: a record where its number is wanted -------------------------------------

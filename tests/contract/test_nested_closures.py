@@ -129,3 +129,36 @@ def test_but_what_f_keeps_is_refused_as_before() -> None:
 
     with pytest.raises(GraphError, match="kept from an earlier hodiff call"):
         hodiff.grad(q, T)
+
+
+VALUES = {
+    "partials": lambda f, x: hodiff.partials(f, x, [(), (0,)])[()],
+    "partials, alone": lambda f, x: hodiff.partials(f, x, [()])[()],
+    "derivatives": lambda f, x: hodiff.derivatives(f, x[:, 0], 2)[0],
+    "derivatives, none": lambda f, x: hodiff.derivatives(f, x[:, 0], 0)[0],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_value_beside_derivatives_is_a_result(name: str) -> None:
+    """It has f's own graph, which leads to the leaf of a call that has ended."""
+    f = lambda t: lambda s: (t * (s if s.ndim == 1 else s.sum(1))).sin()
+    given = lambda t: VALUES[name](f(t), X).square().sum()
+    x = X[:, 0] if "derivatives" in name else X.sum(1)
+    slope = (2 * (0.37 * x).sin() * (0.37 * x).cos() * x).sum()
+    torch.testing.assert_close(hodiff.grad(given, T), slope[None])
+
+
+def test_residuals_of_a_value_and_its_derivatives() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)).double()
+
+    def decay(model: Any, x: Tensor) -> Tensor:
+        u, u_x = hodiff.partials(lambda x: 1 + x[:, 0] * model(x)[:, 0], x, [(), (0,)])
+        return u + u_x
+
+    optimizer = hodiff.LevenbergMarquardt(decay, model)
+    x = torch.linspace(0, 1, 12, dtype=D).reshape(-1, 1)
+    for _ in range(30):
+        optimizer.step(x)
+    torch.testing.assert_close(1 + x * model(x), torch.exp(-x), atol=1e-4, rtol=0)

@@ -33,7 +33,7 @@ STAYS_OUT = {
          "MatrixOperator", "diagonal", "eigs", "eigsh", "logdet", "nystrom", "solve", "spectral_density",
          "spectral_radius", "trace"), OPERATORS,
     ),
-    **dict.fromkeys(("LevenbergMarquardt", "NewtonCG"), "an optimiser decides by numbers"),
+    **dict.fromkeys(("LevenbergMarquardt", "NewtonCG"), "an optimizer decides by numbers"),
     **dict.fromkeys(("sparse_hessian", "sparse_jacobian"), "a pattern is found by watching operations"),
     **dict.fromkeys(
         ("PathLengthPenalty", "curvature_penalty", "hessian_penalty", "jacobian_penalty",

@@ -32,7 +32,7 @@ BOUNDS = {
     "three steps of a solve": (445, 448),
     "solution and its backward pass": (589, 594),
 }
-"""How many; and in a process that has made an optimiser, as every training loop has: that loads Dynamo and DTensor."""
+"""How many; and in a process that has made an optimizer, as every training loop has: that loads Dynamo and DTensor."""
 SHOWN = 25
 COUNTS, TRAINING = "--counts", "--training"
 

@@ -198,7 +198,7 @@ def test_hvp_of_a_module_does_the_work_of_double_backward_by_hand() -> None:
 
 
 def test_hessian_work_does_not_grow_with_rows_inside_one_chunk() -> None:
-    """Vectorised rows: the number of operations is that of one product, not of D."""
+    """Vectorized rows: the number of operations is that of one product, not of D."""
     counts = []
     for size in (4, 40):
         x = torch.linspace(-1, 1, size, dtype=D)

@@ -135,7 +135,7 @@ ROUTES: dict[str, dict[str, tuple[Callable[[Any], object], Callable[..., Any], i
         "by passes": (lambda f: hodiff.partial(f, BATCH, (0, 0, 1, 2)), lambda x: cube(x.cumsum(-1)).sum(-1), 1 + 1, 4),
     },
     "sparse Jacobian": {
-        "by columns": (  # found by one pass over one evaluation; a product for each of two colours, of one pass
+        "by columns": (  # found by one pass over one evaluation; a product for each of two colors, of one pass
             lambda f: hodiff.sparse_jacobian(f, X, chunk_size=1), lambda x: x.sin() * x[0], 1 + 1, 1 + 1 + 2),
         "by rows": (
             lambda f: hodiff.sparse_jacobian(f, X, chunk_size=1),

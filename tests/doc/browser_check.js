@@ -49,16 +49,16 @@
       }
   }
 
-  // Contrast, once for each pair of colours.
+  // Contrast, once for each pair of colors.
   const probe = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
-  const colours = new Map();
-  const rgba = (colour) => {
-    if (!colours.has(colour)) colours.set(colour, painted(colour));
-    return colours.get(colour);
+  const colors = new Map();
+  const rgba = (color) => {
+    if (!colors.has(color)) colors.set(color, painted(color));
+    return colors.get(color);
   };
-  const painted = (colour) => {
+  const painted = (color) => {
     probe.clearRect(0, 0, 1, 1);
-    probe.fillStyle = colour;
+    probe.fillStyle = color;
     probe.fillRect(0, 0, 1, 1);
     return Array.from(probe.getImageData(0, 0, 1, 1).data, (part) => part / 255);
   };
@@ -69,8 +69,8 @@
     if (!grounds.has(node)) grounds.set(node, over(rgba(getComputedStyle(node).backgroundColor), ground(node.parentElement)));
     return grounds.get(node);
   };
-  const light = (colour) => {
-    const [r, g, b] = colour.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+  const light = (color) => {
+    const [r, g, b] = color.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const seen = new Set();

@@ -115,7 +115,7 @@ def _look(page: Page, home: str, name: str) -> list[str]:
     for event, listener in listeners.items():
         page.on(event, listener)  # type: ignore[call-overload]
     page.goto(home + name, wait_until="load")
-    page.add_style_tag(content="* { transition: none !important }")  # colours are looked at, not their changes
+    page.add_style_tag(content="* { transition: none !important }")  # colors are looked at, not their changes
     page.evaluate(SETTLED)
     far, what = page.evaluate(MOVED)
     if far > FARTHEST:

@@ -517,7 +517,7 @@ def test_an_operator_over_data_that_stay_on_the_cpu(device: torch.device) -> Non
 
 @everywhere
 @pytest.mark.parametrize("kind", ["NewtonCG", "LevenbergMarquardt"])
-def test_optimisers(kind: str, device: torch.device) -> None:
+def test_optimizers(kind: str, device: torch.device) -> None:
     """They find the solution of a linear problem."""
     a, b = seeded(8, 4).to(device), seeded(8, seed=1).to(device)
     x = torch.zeros(4, dtype=D, device=device, requires_grad=True)

@@ -37,13 +37,13 @@ GROWING = {  # what is said, the line that grows, the line of the pass, and word
         r"`w\.grad` holds the graphs of 23 iterations, and \d+ B",
         "",
         "loss.backward(create_graph=True)",
-        r"not known: whether the gradients of all iterations(?s:.*)`\.grad = None`",
+        r"not known: should the gradients of all iterations(?s:.*)`\.grad = None`",
     ),
     "cycles_in_grad": (
         r"\d\d tensors and more hold their own graphs in `\.grad`",
         "",
         "(x**4).sum().backward(create_graph=True)",
-        r"fix: take the gradient by hodiff\.grad",
+        r"fix: take the gradient with hodiff\.grad",
     ),
     "state_retained": (
         r"each pass runs the graphs of all iterations before it again: 108 nodes",
@@ -170,7 +170,7 @@ def test_kept_graphs_have_no_fix(process, capsys, tmp_path):  # noqa: F811
     main(["explain", summed(tmp_path, "", 15, "loss.backward(retain_graph=True)")])
     said = capsys.readouterr().err
     assert re.search(r"`total` holds the graphs of 14 iterations, and \d+ B that they saved", said)
-    assert "not known: whether another pass" in said
+    assert "not known: will another pass" in said
     assert "fix" not in said
 
 

@@ -38,7 +38,7 @@ FAILING = {
     ),
     "spent_then_extended": Failing("two losses", "b", "b = a * torch.tensor(2)", "c.backward()", "(c + d)"),
     "spent_then_extended_e": Failing("two losses", "c", "c = b * torch.tensor(3)", "c.backward()", "(c + e)"),
-    "detached_loss": Failing("detached", "w", "w = z.detach() + 1", "", "leave out the detach()", "retain_graph"),
+    "detached_loss": Failing("detached", "w", "w = z.detach() + 1", "", "remove the detach()", "retain_graph"),
     "running_loss": Failing(
         "carried", "total", "total = total + loss", "total.backward()", "total = total.detach()", "retain_graph"
     ),
@@ -52,7 +52,7 @@ FAILING = {
         "two losses", "fake", "fake = generator(torch.randn(8, 2))", "d_loss.backward()", "fake.detach()", "one pass"
     ),
     "cached_logits": Failing(
-        "cached", "pi.logits", "loss = -pi.log_prob(action).mean()", "loss.backward()", "make the object `pi` again"
+        "cached", "pi.logits", "loss = -pi.log_prob(action).mean()", "loss.backward()", "create the object `pi` again"
     ),
     "made_with_the_object": Failing(
         "hoisted",

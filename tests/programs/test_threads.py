@@ -107,7 +107,7 @@ for i in range(3):
     g_loss.backward()
     opt_g.step()
 """,
-        [r"`fake`", r"belongs to both losses", r"fix 1: .*fake\.detach\(\)"],
+        [r"`fake`", r"both losses depend on it", r"fix 1: .*fake\.detach\(\)"],
         [r"fix \d: pass retain_graph"],
     ),
     "two_losses_one_step": (
@@ -123,7 +123,7 @@ adv_loss.backward()
 (w_rec_loss * 0.5).backward()
 opt.step()
 """,
-        [r"`code`", r"belongs to both losses", r"fix 1: one pass for both"],
+        [r"`code`", r"both losses depend on it", r"fix 1: run one pass for both"],
         [r"detach"],
     ),
     "conv_outside_the_loop": (
@@ -176,8 +176,8 @@ opt_g.step()
 """,
         [
             r"`phi`",
-            r"belongs to both losses",
-            r"fix 1: (one pass for both|pass retain_graph=True at .*loss_fake\.backward)",
+            r"both losses depend on it",
+            r"fix 1: (run one pass for both|pass retain_graph=True at .*loss_fake\.backward)",
         ],
         [r"fix \d: .*detach"],
     ),
@@ -404,7 +404,7 @@ for i in range(2):
             r"set_requires_grad\(netD, False\)|param\.requires_grad = value",
             r"requires_grad_\(True\)",
         ],
-        [r"fix \d: leave out the detach"],
+        [r"fix \d: remove the detach"],
     ),
     "rounded_output": (
         "rounded predictions (forum)",
@@ -446,8 +446,8 @@ for i in range(2):
 """,
         [
             r"`out`",
-            r"belongs to both losses",
-            r"fix 1: compute `out` and `d_loss` once more, from pose\.detach\(\)",
+            r"both losses depend on it",
+            r"fix 1: compute `out` and `d_loss` again, from pose\.detach\(\)",
             r"has changed encoder\.(bias|weight)",
         ],
         [r"retain_graph=True at", r"changed .*disc"],
@@ -526,7 +526,7 @@ for i in range(3):
         [
             r"`cond`",
             r"built once, outside the loop",
-            r"whether the loss is to send a gradient through `cond`",
+            r"should the loss send a gradient through `cond`",
             r"with \.detach\(\)",
         ],
         [r"uncond\.detach"],
@@ -935,7 +935,7 @@ for i in range(2):
             r"made .*latents = latents\.clone\(\)\.detach\(\)",
             r"from that very tensor",
         ],
-        [r"leave out the detach"],
+        [r"remove the detach"],
     ),
     "checkpoint_asked_by_grad": (
         "lucidrains/memory-efficient-attention-pytorch#3, haidog-yaqub/MeanFlow#4",

@@ -122,7 +122,7 @@ class WaveNet(nn.Module):
 
 
 class StyleTransfer(nn.Module):
-    """Adaptive instance normalisation."""
+    """Adaptive instance normalization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -411,11 +411,11 @@ class Siren(nn.Module):
 
 
 class NeRF(nn.Module):
-    """A density and colours along rays, and the rendering that sums them."""
+    """A density and colors along rays, and the rendering that sums them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.density, self.colour = nn.Linear(12, 5), nn.Linear(5, 1), nn.Linear(5, 3)
+        self.body, self.density, self.color = nn.Linear(12, 5), nn.Linear(5, 1), nn.Linear(5, 3)
 
     def forward(self, direction: Tensor) -> Tensor:
         depths = torch.linspace(0.5, 2.0, 4, dtype=direction.dtype)
@@ -423,7 +423,7 @@ class NeRF(nn.Module):
         h = F.softplus(self.body(torch.cat([points.sin(), points.cos(), (2 * points).sin(), (2 * points).cos()], -1)))
         optical = F.softplus(self.density(h))[..., 0] * 0.5
         passed = torch.exp(-(optical.cumsum(-1) - optical))
-        return ((passed * (1 - torch.exp(-optical)))[..., None] * torch.sigmoid(self.colour(h))).sum(1)
+        return ((passed * (1 - torch.exp(-optical)))[..., None] * torch.sigmoid(self.color(h))).sum(1)
 
 
 class FourierFeatures(nn.Module):
@@ -502,7 +502,7 @@ def score_matching(model: nn.Module, x: Tensor) -> Tensor:
     return (0.5 * g.square().sum(-1) - trace).mean()
 
 
-def penalised_critic(model: nn.Module, x: Tensor) -> Tensor:
+def penalized_critic(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).mean() + 10 * hodiff.gradient_penalty(lambda z: model(z)[..., 0], x, target=1.0)
 
 
@@ -651,7 +651,7 @@ class KalmanFilter(nn.Module):
 
 
 class ConditionalRandomField(nn.Module):
-    """The log-likelihood of a labelling, its normaliser by dynamic programming."""
+    """The log-likelihood of a labelling, its normalizer by dynamic programming."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -978,7 +978,7 @@ ARCHITECTURES: tuple[Case, ...] = (
     _case("Hamiltonian network", scalar_net, 3, 2, loss=hamiltonian),
     _case("Lagrangian network", lambda: scalar_net(4), 1, 4, loss=lagrangian),
     _case("energy model, score matching", scalar_net, 3, 2, loss=score_matching),
-    _case("critic with gradient penalty", scalar_net, 3, 2, loss=penalised_critic),
+    _case("critic with gradient penalty", scalar_net, 3, 2, loss=penalized_critic),
     _case("MAML", lambda: linear(1), *ROWS, loss=maml),
     _case("neural ODE, Runge-Kutta", NeuralODE, 3, 2),
     _case("DEQ", Equilibrium, 2, 3),

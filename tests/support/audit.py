@@ -165,7 +165,7 @@ def process() -> dict[str, Any]:
             torch._C._autograd._saved_tensors_hooks_is_enabled(),
             torch._C._autograd._top_saved_tensors_default_hooks(True),
         ),
-        "parametrisations": (parametrize._cache_enabled, id(parametrize._cache)),
+        "parametrizations": (parametrize._cache_enabled, id(parametrize._cache)),
         "methods of tensors": (Tensor.register_hook, Tensor.backward, Tensor.__torch_function__.__func__),
         "methods of modules": (nn.Module.__call__, nn.Module.__getattr__, nn.Module.__setattr__),
         "interpreter": (

@@ -212,7 +212,7 @@ def func_linearize(z: Tensor) -> Tensor:
 
 
 def linear_part(z: Tensor) -> Tensor:
-    """What that is: PyTorch freezes the point at which it linearises."""
+    """What that is: PyTorch freezes the point at which it linearizes."""
     return SCALE * z.detach().sin() * z
 
 

@@ -291,7 +291,7 @@ def _encoder(**kwargs: object) -> nn.Module:
 
 
 ZOO: tuple[Case, ...] = (
-    # normalisation: where stock torch is silently wrong
+    # normalization: where stock torch is silently wrong
     _case("LayerNorm", _norm_in_net(lambda: nn.LayerNorm(4))),
     _case("LayerNorm, no affine", _norm_in_net(lambda: nn.LayerNorm(4, elementwise_affine=False))),
     _case("LayerNorm, two dimensions", lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm((2, 3))), 2, 2, 3),
@@ -357,7 +357,7 @@ ZOO: tuple[Case, ...] = (
             (3, "parameters"): r"(?is)embedding_?bag.*\bembedding\b",
         },
     ),
-    # reparametrisation
+    # reparametrization
     _case("weight_norm", lambda: between(parametrizations.weight_norm(nn.Linear(3, 3)))),
     _case("weight_norm, by hook", lambda: between(nn.utils.weight_norm(nn.Linear(3, 3)))),
     _case(

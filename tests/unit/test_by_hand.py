@@ -88,8 +88,8 @@ def norm(x: Tensor) -> Tensor:
 
 
 def norm_written(x: Tensor) -> Tensor:
-    centred = x - x.mean()
-    return ((centred * (centred.square().mean() + 1e-5).rsqrt()).sin() * W).sum()
+    centered = x - x.mean()
+    return ((centered * (centered.square().mean() + 1e-5).rsqrt()).sin() * W).sum()
 
 
 def norm_of_batch(x: Tensor) -> Tensor:
@@ -301,8 +301,8 @@ def test_an_enclosing_call_counts_towards_the_order():
         return lambda x: (hodiff.grad(f(norm), x) ** 2).sum()
 
     def by_definition(x):
-        centred = x - x.mean()
-        return centred / (centred.square().mean() + 1e-5).sqrt()
+        centered = x - x.mean()
+        return centered / (centered.square().mean() + 1e-5).sqrt()
 
     x = torch.tensor([0.3, -0.7, 1.1, 0.2], dtype=torch.float64)
     found = hodiff.hvp(nested(lambda x: nn.functional.layer_norm(x, (4,))), x, x.cos())

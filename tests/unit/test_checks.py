@@ -11,7 +11,7 @@ import hodiff
 from hodiff._core import _arguments
 
 USERS = """
-def penalise(hodiff, model, x):
+def penalize(hodiff, model, x):
     return hodiff.grad(lambda x: model(x).square().sum(1), x, batch_ndim=1)
 """
 
@@ -23,7 +23,7 @@ def test_a_module_of_the_users_whose_name_begins_like_ours(name):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        theirs.penalise(hodiff, model, torch.rand(4, 2))
+        theirs.penalize(hodiff, model, torch.rand(4, 2))
     assert [warning.filename for warning in caught] == [f"{name}.py"]
 
 

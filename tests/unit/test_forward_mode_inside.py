@@ -104,8 +104,8 @@ def test_forward_mode_over_forward_mode() -> None:
         return torch.func.jvp(inner, (z,), (z.cos(),))[1].sin().sum()  # type: ignore[union-attr,return-value]
 
     def written(z: Tensor) -> Tensor:
-        centred = z - z.mean(-1, keepdim=True)
-        return centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        centered = z - z.mean(-1, keepdim=True)
+        return centered * (centered.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
 
     value, found = hodiff.value_and_grad(lambda z: nested(lambda y: F.layer_norm(y, (3,)), z), X)
     torch.testing.assert_close(value, nested(written, X))

@@ -112,8 +112,8 @@ def test_each_name_is_there_and_listed(package):
 def test_another_name_is_not():
     with pytest.raises(AttributeError, match=r"module 'hodiff\.graph' has no attribute 'inspekt'"):
         _ = hodiff.graph.inspekt
-    with pytest.raises(AttributeError, match=r"module 'hodiff\.sparse' has no attribute 'colour'"):
-        _ = hodiff.sparse.colour
+    with pytest.raises(AttributeError, match=r"module 'hodiff\.sparse' has no attribute 'hue'"):
+        _ = hodiff.sparse.hue
 
 
 def test_importing_loads_nothing_of_sparse_either():

@@ -251,7 +251,7 @@ def test_parametrize_cached_is_filled_anew_by_each_call():
         assert nn.utils.parametrize._cache == theirs
 
 
-def test_the_table_of_an_embedding_with_max_norm_is_not_renormalised():
+def test_the_table_of_an_embedding_with_max_norm_is_not_renormalized():
     table = nn.Embedding(3, 2, max_norm=1.0)
     before = table.weight.detach().clone().mul_(3)
     with torch.no_grad():
@@ -626,7 +626,7 @@ def test_a_functional_call_that_fails_leaves_buffers_as_they_were(name: str) -> 
     assert unchanged(model, before)
 
 
-def test_a_functional_call_of_an_embedding_that_renormalises_leaves_its_table() -> None:
+def test_a_functional_call_of_an_embedding_that_renormalizes_leaves_its_table() -> None:
     table = nn.Embedding(3, 2, max_norm=0.1)
     before = entries(table)
     f = lambda w: torch.func.functional_call(table, {"weight": w * 1}, (torch.arange(3),)).square().sum()

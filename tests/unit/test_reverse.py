@@ -158,10 +158,10 @@ def test_samples_scalars_where_a_mode_looks_on():
         got = hodiff.grad(lambda z: (z**3).sum(-1), x, batch_ndim=1)
     torch.testing.assert_close(got, 3 * x**2)
 
-    def penalised(z):
+    def penalized(z):
         return hodiff.gradient_penalty(lambda y: (y**2).sum(-1), z, target=1.0, create_graph=True)
 
-    third = hodiff.grad(lambda z: hodiff.hvp(penalised, z, x).sum(), x)
+    third = hodiff.grad(lambda z: hodiff.hvp(penalized, z, x).sum(), x)
     flat = hodiff.grad(lambda z: hodiff.hvp(lambda y: (2 * y.norm(dim=1) - 1).square().mean(), z, x).sum(), x)
     torch.testing.assert_close(third, flat)
 

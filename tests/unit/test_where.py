@@ -103,7 +103,7 @@ def test_lazy_modules_are_refused():
         Where(nn.LazyLinear(2))
 
 
-def test_vectors_are_recognised_by_shape():
+def test_vectors_are_recognized_by_shape():
     space = Where({"a": torch.ones(2), "b": torch.ones(())}).space()
     assert space.parse({"b": torch.ones(()), "a": torch.zeros(2)}).number is None
     vectors = space.parse({"a": torch.zeros(5, 2), "b": torch.ones(5)})

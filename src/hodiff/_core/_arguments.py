@@ -6,6 +6,7 @@ import inspect
 import math
 import numbers
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypedDict, TypeGuard
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _tree
 from hodiff._core._faults import interrupts
-from hodiff.errors import GraphError, InputError
+from hodiff.errors import GraphError, HodiffError, InputError
 
 Allowed = Sequence[str | type] | str | type
 """`allow=`: the `autograd.Function` classes, or their names, whose backward may be `@once_differentiable`."""
@@ -139,7 +140,41 @@ def is_set(value: Any, name: str) -> bool:
     raise InputError(f"{name}: got {shown(value)}, expected True or False.")
 
 
-class NoNumber:
+class NoAttribute(HodiffError, AttributeError):
+    """A name that an object does not have: `hasattr` is False, and the error says what to write."""
+
+
+class Unlike(ABC):
+    """What is taken for a tensor or for another library's object: its errors say what to write instead."""
+
+    @abstractmethod
+    def _instead(self, name: str) -> str:
+        """What to write for an attribute of this name."""
+
+    if not TYPE_CHECKING:  # a checker of types says it before anything runs
+
+        def __getattr__(self, name: str) -> Any:
+            """Names of other libraries, and slips."""
+            if hasattr(type(self), name):  # a property whose computation met such an error: that is the one to show
+                return object.__getattribute__(self, name)
+            raise NoAttribute(f"{kind(self)} has no attribute {name!r}: {self._instead(name)}")
+
+        def __format__(self, spec: str) -> str:
+            """A number's format."""
+            if spec:
+                raise InputError(f"{kind(self)} has no format {spec!r}: {self._instead('__format__')}")
+            return str(self)
+
+        def __len__(self) -> NoReturn:
+            """PyTorch and NumPy ask it of sequences."""
+            raise TypeError(f"{kind(self)} has no length: {self._instead('__len__')}")
+
+        def __bool__(self) -> bool:
+            """Without a length it is an object as any other."""
+            return True
+
+
+class NoNumber(Unlike):
     """A record whose number is its value: arithmetic with the record itself is a slip."""
 
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
@@ -150,10 +185,13 @@ class NoNumber:
     def _parts(self) -> str:
         return f"a record with fields .{', .'.join(vars(self))}."
 
+    def _instead(self, name: str) -> str:
+        return f"it is {self._parts}"
+
     def _refuse(self, *others: object) -> NoReturn:
         raise InputError(f"{kind(self)} is not a number but {self._parts}")
 
-    if not TYPE_CHECKING:  # a checker of types says it before anything runs
+    if not TYPE_CHECKING:
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
         __rtruediv__ = __neg__ = __matmul__ = __rmatmul__ = __pow__ = __float__ = _refuse
         __lt__ = __gt__ = __le__ = __ge__ = __getitem__ = __abs__ = __int__ = __round__ = _refuse

@@ -23,13 +23,14 @@ def _without_collections(undo: Undo) -> None:
 
 
 def names(
-    namespace: dict[str, Any], homes: Mapping[str, Sequence[str]]
+    namespace: dict[str, Any], homes: Mapping[str, Sequence[str]], beside: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package.
 
     Args:
         namespace: The package's globals, with its `__all__`.
         homes: The names that each of its modules makes public; the modules are names themselves.
+        beside: Modules whose names are not the package's, though they are looked for there.
     """
     package = namespace["__name__"]
     home = {name: module for module, listed in homes.items() for name in listed}
@@ -38,7 +39,9 @@ def names(
         if name in homes:
             return import_module(f"{package}.{name}")
         if name not in home:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            places = [at for at in beside if name in import_module(f"{package}.{at}").__all__][:1]
+            way = "".join(f"; write {package}.{at}.{name}" for at in places)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{way}")
         value = namespace[name] = getattr(import_module(f"{package}.{home[name]}"), name)
         _compiled_callers.mark(value)
         return value

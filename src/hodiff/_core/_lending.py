@@ -360,8 +360,10 @@ class EvaluationContext:
             points = argument if call.unpack_point else (argument,)
             ours = signature_error(error, call.what, points, call.args, call.kwargs)
             if ours is None:
-                if call.where.given_tree is not _tree.LEAF and not call.unpack_point:
-                    given = _tree.describe(call.where.given_tree)
+                single = call.where.given_tree is _tree.LEAF
+                plain = single and isinstance(argument, Tensor) and "not callable" not in str(error)
+                if not (call.unpack_point or plain or hasattr(error, "__notes__")):
+                    given = _arguments.kind(argument) if single else _tree.describe(call.where.given_tree)
                     error.add_note(f"hodiff: f receives x as one argument: {given}.")
                 raise
             raise ours from error

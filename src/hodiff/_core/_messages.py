@@ -303,6 +303,7 @@ _KINDS = {
     "output_padding is not supported for non-transposed": "output padding",
     "must have a storage_offset divisible by 2": "odd place",
     "is not implemented": "missing",
+    "Can't call numpy() on Tensor": "array",
     "does not require grad": "no graph",
     "appears to not have been used": "not used",
     "implicitly created only for scalar outputs": "not scalar",
@@ -382,6 +383,8 @@ def advice_for_f(error: Exception) -> str | None:
         return "hodiff: f changes its argument in place; begin it with x = x.clone(), or pass lambda x: f(x.clone())."
     if kind == "inference saved":
         return "hodiff: f closes over a tensor created in inference_mode; clone it outside that mode first."
+    if kind == "array":
+        return "hodiff: NumPy has no derivatives; use PyTorch's functions in f. After detach() x would be a constant."
     return None
 
 

@@ -161,7 +161,7 @@ def derivatives(
 
         _check_elementwise(weighted, orders, weights, again)
     if graph.create_graph:
-        return tuple(orders)
+        return graph.value(), *orders[1:]
     return graph.value(), *_reverse.warned_if_not_finite(graph, [part.detach() for part in orders[1:]])
 
 

@@ -242,7 +242,12 @@ def check_total(weight: float) -> None:
 
 
 def check_signature(
-    function: Any, name: str, names: Sequence[str], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    function: Any,
+    name: str,
+    names: Sequence[str],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    given: str = "",
 ) -> None:
     """Raise unless the function can be called with these arguments, `names` and then `args`."""
     callee = function.forward if isinstance(function, nn.Module) else function
@@ -253,7 +258,7 @@ def check_signature(
     try:
         signature.bind(*names, *args, **(kwargs or {}))
     except TypeError as error:
-        given = "with data=, once for each batch" if "batch" in names else "without data="
+        given = given or ("with data=, once for each batch" if "batch" in names else "without data=")
         called = ", ".join([*names, *(type(arg).__name__ for arg in args)])
         raise InputError(
             f"{name} is called as {name}({called}) {given}, which its signature {signature} does not allow ({error})."
@@ -284,5 +289,5 @@ def told_what_it_got(name: str, batch: Any) -> Iterator[None]:
     except (AttributeError, TypeError) as error:
         if batch is not NONE:
             got = _tree.describe(_tree.flatten(batch)[2]) if _tree.is_container(batch) else _arguments.kind(batch)
-            error.add_note(f"hodiff called {name} with a batch as data= gave it: {got}.")
+            error.add_note(f"hodiff called {name} with this batch: {got}.")
         raise

@@ -18,6 +18,7 @@ from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import generic
 from hodiff.calculus._first import tall_jacobian
 from hodiff.calculus._per_sample import GROUP, Samples, check_not_crossed
+from hodiff.curvature import _data
 from hodiff.curvature._damped_system import DampedStep, DampedSystem, flat
 from hodiff.curvature._newton import Rateless, undoing
 from hodiff.curvature._records import LeastSquaresRecord
@@ -231,6 +232,9 @@ class LevenbergMarquardt(Rateless):
                 f"{len(self._functions)}: one for each function of residuals (a batch of several tensors "
                 f"as a tuple), or None."
             )
+        for number, (function, batch) in enumerate(zip(self._functions, batches, strict=True)):
+            names, given = (("where",), "in step()") if batch is None else (("where", "batch"), "in step(batch)")
+            _data.check_signature(function, f"residuals[{number}]", names, given=given)
         with _locks.ThreadClaim(self):  # of several threads one steps
             known, self._known = self._known, None
             while (value := self._stepped(batches, known)) is None:
@@ -529,6 +533,7 @@ class _Joint:
         self.only: int | None = None
         self.outputs: Any = None
         """What is known of all of them, for the first evaluation."""
+        self._batches = batches
         pairs = zip(functions, batches, strict=True)
         self.parts = [f if batch is None else Samples(f, batch) for f, batch in pairs]
 
@@ -538,7 +543,11 @@ class _Joint:
         if self.outputs is not None:
             outputs, self.outputs = self.outputs, None
             return outputs
-        return [part(where) for part in self.parts]
+        results: list[Any] = []
+        for number, (part, batch) in enumerate(zip(self.parts, self._batches, strict=True)):
+            with _data.told_what_it_got(f"residuals[{number}]", _data.NONE if batch is None else batch):
+                results.append(part(where))
+        return results
 
 
 class _Trial(NamedTuple):

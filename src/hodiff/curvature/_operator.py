@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import numbers
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -33,7 +33,7 @@ Scalar = float | Tensor
 """A number, or a tensor of one element."""
 
 
-class LinearOperator(ABC):
+class LinearOperator(_arguments.Unlike):
     r"""A matrix A of shape `(M, D)`, represented by its products A v.
 
     A vector has one of these forms, and the product has the same: the structure of the point (a
@@ -458,15 +458,22 @@ class LinearOperator(ABC):
             f"H.to_scipy(), which computes products; the whole matrix is H.dense().numpy()."
         )
 
+    def _instead(self, name: str) -> str:
+        """What to write for a name of other libraries."""
+        if name == "matvec":  # SciPy asks for it by `hasattr`, which would hide the words
+            self.__array__()
+        return WRITTEN.get(name, "write H @ v for a product; hodiff.eigsh, trace, diagonal, logdet and solve take H.")
+
     if not TYPE_CHECKING:  # a checker of types says it before anything runs
 
         def __call__(self, *args: object) -> NoReturn:
-            """As other libraries write a product; a power is taken for one as well."""
+            """As other libraries write a product; a power or an inverse is taken for one as well."""
             raise InputError(
-                "an operator is not a function: write the product H @ v (H @ H for a power; H.to_scipy() for SciPy)."
+                "an operator is not a function or a number: write H @ v for a product, H @ H for a "
+                "power, hodiff.solve(H, b) for its inverse times b, and H.to_scipy() for SciPy."
             )
 
-        __pow__ = __call__
+        __pow__ = __rtruediv__ = __float__ = __call__
 
         def __getitem__(self, index: object) -> NoReturn:
             """Entries are not known; and a loop over rows would ask for them one by one."""
@@ -543,6 +550,27 @@ class LinearOperator(ABC):
         }
         return ScipyOperator(shape=tuple(self.shape), dtype=dtype, **products)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
+
+WRITTEN = {
+    name: instead
+    for names, instead in (
+        ("toarray todense to_dense numpy tolist item A", "its matrix is the tensor H.dense()."),
+        ("eigenvalues eigvals eigvalsh eig eigh eigs eigsh", "write hodiff.eigsh(H, k)."),
+        ("diag diagonal", "write hodiff.diagonal(H)."),
+        ("trace", "write hodiff.trace(H)."),
+        ("det slogdet logdet", "write hodiff.logdet(H)."),
+        ("inverse inv pinv solve cholesky", "write hodiff.solve(H, b) for its inverse times b."),
+        ("mv mm matmul matmat dot apply", "write H @ v."),
+        ("t transpose mT H adjoint", "write H.T."),
+        ("norm", "write hodiff.spectral_radius(H), or H.dense().norm()."),
+        ("size ndim dim numel __len__", "its size is H.shape."),
+        ("to cpu cuda double float half", "it has the dtype and device of its point; convert that, and make it again."),
+        ("detach requires_grad backward", "its products are detached; for derivatives use hodiff.hvp, jvp or vjp."),
+        ("value gradient", "only the Hessian and Gauss-Newton operators evaluate a function."),
+    )
+    for name in names.split()
+}
+"""What to write for names of tensors, arrays and other libraries' operators."""
 
 COMPOSED: dict[str, Callable[..., LinearOperator]] = {}
 """What makes an operator of others, by what is written: `_algebra`, which is built on the class above, fills it in."""

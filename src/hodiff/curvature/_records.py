@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -20,7 +20,7 @@ from hodiff.errors import HodiffError, InputError
 # --- how records look: a line in a console, a table in a notebook, a sentence, a picture ------------------------------
 
 
-class Shown(NoNumber, ABC):
+class Shown(NoNumber):
     """A record that shows what a reader asks first: the value, how good it is, what it took."""
 
     value: Any

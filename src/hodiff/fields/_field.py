@@ -222,7 +222,10 @@ def released(graph: OutputGraph, results: list[Tensor]) -> list[Tensor]:
     seen = [part for part in results if part.is_cpu and not is_wrapped(part) and not _settings.tracing()]
     _warn_if_not_finite(seen, [*graph.leaves, *graph.tensors()], graph.kinds)
     ours = {id(leaf) for leaf in graph.leaves} if graph.call.builds_graph else set()
-    return results if _nodes.survey(results).leaf_ids() - ours else [result.detach() for result in results]
+    if not _nodes.survey(results).leaf_ids() - ours:
+        return [result.detach() for result in results]
+    _nodes.mark_results(results)  # the value is among them, which no pass of ours has marked
+    return results
 
 
 def refuse_columns(x: Any, name: str) -> NoReturn:

@@ -28,7 +28,9 @@ def summed(e: Evidence) -> str | None:
     first, second = map(_source.loss_of, e.pass_lines)
     if not first or not second or first == second:
         return None
-    return f"one pass for both, at {e.pass_lines[1]}: ({first} + {second}).backward(), and none at {e.pass_lines[0]}."
+    return (
+        f"run one pass for both at {e.pass_lines[1]}: ({first} + {second}).backward(), and none at {e.pass_lines[0]}."
+    )
 
 
 def kept_for_second(e: Evidence) -> str | None:
@@ -42,7 +44,7 @@ def multi(e: Evidence) -> str | None:
     if summed(e) is None or e.pass_lines is None:
         return None
     first, second = map(_source.loss_of, e.pass_lines)
-    return f"each loss's own gradients, one by one: hodiff.multi_grad([{first}, {second}], parameters)."
+    return f"for each loss's own gradients: hodiff.multi_grad([{first}, {second}], parameters)."
 
 
 def first_detached(e: Evidence) -> str | None:
@@ -54,9 +56,9 @@ def first_detached(e: Evidence) -> str | None:
     if line is None:
         return None
     return (
-        f"give the loss that {at(e.freed_by.stack[0])} differentiates {e.first.variable}.detach(), at\n"
-        f"{at(line)}: that pass was for {e.names(others)};\n"
-        f"what it gave {e.names(e.below)} was thrown away unused."
+        f"compute the loss that {at(e.freed_by.stack[0])} differentiates from {e.first.variable}.detach(), at\n"
+        f"{at(line)}: that pass trains {e.names(others)};\n"
+        f"the gradients that it gave {e.names(e.below)} were discarded unused."
     )
 
 
@@ -84,7 +86,7 @@ def by_hand(e: Evidence) -> str | None:
         return None
     return (
         f"take that gradient with hodiff.grad({target}, ...), which frees nothing; "
-        "with create_graph=True, if it enters the loss."
+        "pass create_graph=True if it enters the loss."
     )
 
 
@@ -94,10 +96,10 @@ def whose(e: Evidence) -> str | None:
         return None
     mine, given = e.others
     return (
-        f"whether the pass at {at(given.stack[0])} is to give a gradient to {e.names(e.below)}:\n"
-        f"another optimizer has those than {e.names(mine)}, which it reaches besides.\n"
-        f"If not, compute that loss from {e.detached}. If so, keep the graph: retain_graph=True at\n"
-        f"{at(e.freed_by.stack[0])}, or one pass for the sum of both losses."
+        f"should the pass at {at(given.stack[0])} also give a gradient to {e.names(e.below)}?\n"
+        f"Those belong to another optimizer than {e.names(mine)}.\n"
+        f"If not, compute that loss from {e.detached}. If so, keep the graph with retain_graph=True at\n"
+        f"{at(e.freed_by.stack[0])}, or run one pass for the sum of both losses."
     )
 
 
@@ -126,7 +128,7 @@ def _behind_moved(e: Evidence) -> str | None:
     source = f"{name}.detach()" if name else f"what {e.names(moved)} gave at {at(*lines)}, detached"
     again = _both(e) if e.first.variable else f"`{e.case.loss('the second loss')}`"
     return (
-        f"compute {again} once more, from {source}: this pass is for {e.names(stay)}, and {_changer(e)} "
+        f"compute {again} again, from {source}: this pass trains {e.names(stay)}, and {_changer(e)} "
         f"has changed {e.names(moved)} since."
     )
 
@@ -148,18 +150,18 @@ def computed_again(e: Evidence) -> str | None:
     if what in e.variables:
         why = f":\n{_changer(e)} has changed what it was computed from." if moved else "."
         return (
-            f"whether what {e.all_code} was at {at(e.freed_by.stack[0])} is to count once more, at\n"
-            f"{at(e.call.stack[0])}. If not, begin {e.all_code} anew between them. If so, compute all of it again{why}"
+            f"should what {e.all_code} was at {at(e.freed_by.stack[0])} count again, at\n"
+            f"{at(e.call.stack[0])}? If not, reset {e.all_code} between the two. If so, compute all of it again{why}"
         )
     if moved:
         changed = [leaf for leaf in e.below if e.moved(leaf)]
         return (
-            f"whether the pass at {at(e.call.stack[0])} is to reach {e.names(changed)}, which\n"
-            f"{_changer(e)} has changed since {e.all_code} was computed. If so, compute {_both(e)}\n"
+            f"should the pass at {at(e.call.stack[0])} reach {e.names(changed)}, which\n"
+            f"{_changer(e)} has changed since {e.all_code} was computed? If so, compute {_both(e)}\n"
             f"again before it. If not, compute `{what}` from {e.detached}."
         )
     return (
-        f"whether the pass at {at(e.freed_by.stack[0])} is to give a gradient to {e.names(e.below)}.\n"
+        f"should the pass at {at(e.freed_by.stack[0])} give a gradient to {e.names(e.below)}?\n"
         f"If not, compute that loss from {e.detached}. If so, compute {_both(e)}\n"
         f"again before {at(e.call.stack[0])}."
     )
@@ -174,7 +176,7 @@ def together_unknown(e: Evidence) -> str | None:
     if e.stepped or e.changed or e.others or summed(e) or kept_for_second(e):
         return None
     return (
-        f"what became of the gradients that {at(e.freed_by.stack[0])} gave: they were read or reset\n"
+        f"how the program used the gradients of {at(e.freed_by.stack[0])}: it read or reset them\n"
         f"before this pass. Compute {e.code} again for the second loss, or take each loss's own gradients with\n"
         "hodiff.multi_grad, which frees nothing."
     )
@@ -195,12 +197,12 @@ def same_unknown(e: Evidence) -> str | None:
     target = _source.target_of(e.call.stack[0]) if e.call.name == "autograd.grad" else ""
     given = [name for name in _source.given_by(e.call.stack[0]) if name != target]
     leave = (
-        f"leave the first call out, where `{given[0]}` is what is used, and no `.grad`"
+        f"remove the first call, provided that the program uses `{given[0]}` and no `.grad`"
         if given and e.freed_by.name.endswith("backward")
-        else "leave the call out whose gradient is not used"
+        else "remove the call whose gradient is not used"
     )
     return (
-        f"whether the same gradient is wanted twice. If so, pass retain_graph=True at {at(e.freed_by.stack[0])};\n"
+        f"do you want the same gradient twice? If so, pass retain_graph=True at {at(e.freed_by.stack[0])};\n"
         f"if not, {leave}."
     )
 
@@ -318,20 +320,20 @@ def made_again(e: Evidence) -> str | None:
         loop = _loop_around(e) if line is not None and e.first.path else None
         if line is not None and loop is not None and _reads_the_same(e, line, loop):
             return (
-                f"how {getattr(loop, 'name', 'the loop')}() is to get {e.all_code} anew for each pass: it reads it\n"
-                f"by another name. Give it what makes the value (a function, or what {at(line)} reads), "
-                f"and compute it there.{e.because}"
+                f"how {getattr(loop, 'name', 'the loop')}() should get a new {e.all_code} for each pass: it reads it\n"
+                f"under another name. Pass it what makes the value (a function, or what {at(line)} reads), "
+                f"and compute the value there.{e.because}"
             )
         return (
-            f"what {e.code} reads when it is computed: something there may change from step to step.\n"
-            f"It is to be computed again for each pass{_made(e)}, "
-            f"from what it was computed from then.{e.because}"
+            f"what {e.code} is computed from: some of it may change from step to step.\n"
+            f"Compute {e.code} again for each pass{_made(e)}, "
+            f"from the same inputs.{e.because}"
         )
     return (
-        f"whether the loss is to send a gradient through {e.all_code}. If not (a target, a baseline, an old policy),\n"
-        f"make {'it a constant' if len(e.variables) < 2 else 'each a constant'} where it is made, with .detach():\n"
-        f"{e.names(e.below)} then get none through it.\n"
-        f"If so, compute it again for each pass, from what it was computed from.{e.because}"
+        f"should the loss send a gradient through {e.all_code}? If not (a target, a baseline, an old policy),\n"
+        f"detach {'it' if len(e.variables) < 2 else 'each'} where it is made, with .detach():\n"
+        f"{e.names(e.below)} then get no gradient through it.\n"
+        f"If so, compute it again for each pass, from the same inputs.{e.because}"
     )
 
 
@@ -409,21 +411,21 @@ def object_again(e: Evidence) -> str | None:
     kind = type(e.case.names.values.get(name))
     if not kind.__module__.startswith("torch.distributions"):
         return None
-    return f"make the object `{name}` again for each pass, before it is used: it keeps what it computes."
+    return f"create the object `{name}` again for each pass, before it is used: it keeps what it computes."
 
 
 def memo_cleared(e: Evidence) -> str | None:
     """The function's own way to forget."""
     line = e.last_pass.stack[0] if e.last_pass.path else None
-    return f"after {at(line)}, forget it, so that the next step computes it:\n    {e.memo}.cache_clear()"
+    return f"after {at(line)}, clear the cache, so that the next step computes it:\n    {e.memo}.cache_clear()"
 
 
 def cache(e: Evidence) -> str | None:
     if cleared(e) is not None or object_again(e) is not None:
         return None
     return (
-        f"how {e.code} is emptied. It is to be computed anew in each step{_made(e)};\n"
-        f"detached, it would give {e.names(e.below)} no gradient through it."
+        f"how to empty {e.code}. Compute it again in each step{_made(e)};\n"
+        f"if it were detached, {e.names(e.below)} would get no gradient through it."
     )
 
 
@@ -467,8 +469,8 @@ def unrolled(e: Evidence) -> str | None:
     if e.changed or e.stale or not e.call.name.endswith("backward"):
         return None
     return (
-        "whether a gradient is to flow through several steps. If so, add their losses up and call backward() once,\n"
-        "after them, instead."
+        "should a gradient flow through several steps? If so, add up their losses and call backward() once,\n"
+        "after the last."
     )
 
 
@@ -476,9 +478,9 @@ def silences(e: Evidence) -> str | None:
     if not e.silenced:
         return None
     return (
-        f"where the gradient of {e.names(e.silenced)} is to end: this step reaches it through {e.code}\n"
-        f"alone, and with {e.code} detached it would get none. If each step is to begin anew, set {e.code} again\n"
-        "before it, from what it began with; if steps belong together, add their losses up and call backward() once."
+        f"where the gradient of {e.names(e.silenced)} should end: this step reaches it only through {e.code},\n"
+        f"and with {e.code} detached it would get none. If each step should start afresh, reset {e.code}\n"
+        "before it, to its first value; if the steps belong together, add up their losses and call backward() once."
     )
 
 
@@ -486,9 +488,9 @@ def unwritten(e: Evidence) -> str | None:
     if e.silenced or detached_after(e) is not None:
         return None
     return (
-        f"how {e.code} is written where the step ends. It is to be cut (.detach()) after "
+        f"what {e.code} is called where the step ends. Detach it after "
         f"{at(e.freed_by.stack[0])},\nbefore the next step reads it; "
-        "not within a step, where it would cut this step's gradients as well."
+        "inside a step, .detach() would cut this step's gradients as well."
     )
 
 
@@ -534,10 +536,10 @@ def stored(e: Evidence) -> str | None:
     base = container(e)
     where = f" ({e.first.created})" if e.first.created is not None else ""
     return (
-        f"whether what earlier steps put into `{base}` is to count again. If not, empty `{base}`\n"
-        f"after each step's last pass ({e.last_pass.stack[0]}). If it is, keep what it was computed from,\n"
-        f"and compute it again in each step. If it is a record that is only read,\n"
-        f"put {_one(e)}.detach() into it{where}: no gradient then goes that way."
+        f"should what earlier steps put into `{base}` count again? If not, empty `{base}`\n"
+        f"after each step's last pass ({e.last_pass.stack[0]}). If so, store what it was computed from,\n"
+        f"and compute it again in each step. If the entries are only read,\n"
+        f"put {_one(e)}.detach() into `{base}`{where}: no gradient then flows through them."
     )
 
 
@@ -552,9 +554,9 @@ def within(e: Evidence) -> str | None:
     if not lines:
         return None
     return (
-        f"whether a gradient is to go on to what was computed at {', '.join(map(str, sorted(lines)[:SHOWN]))}, which\n"
-        f"{at(e.freed_by.stack[0])} differentiated already. If not (an advantage, a baseline),\n"
-        "detach that where it enters; the rest is as it was."
+        f"should a gradient flow on to what was computed at {', '.join(map(str, sorted(lines)[:SHOWN]))}, which\n"
+        f"{at(e.freed_by.stack[0])} has differentiated already? If not (an advantage, a baseline),\n"
+        "detach it where it enters, and leave the rest as it is."
     )
 
 
@@ -589,7 +591,7 @@ def _is_member(e: Evidence) -> bool:
 CAUSES = (
     FailureCause(
         "same loss twice",
-        "the same loss is differentiated twice, and the first pass freed what it needs.",
+        "the same loss is differentiated twice, and the first pass freed its graph.",
         (loss_again,),
         (same_unknown,),
         lambda e: e.first.node in e.case.roots,
@@ -603,14 +605,14 @@ CAUSES = (
     ),
     FailureCause(
         "cached",
-        "functools keeps what the function returned once; every pass through it needs that graph again.",
+        "functools keeps the function's first result, and every pass through it needs the same graph again.",
         (memo_cleared,),
         (),
         lambda e: bool(e.memo),
     ),
     FailureCause(
         "carried",
-        lambda e: f"it is state from a previous step, whose pass {e.fate}; this step differentiates into it.",
+        lambda e: f"it is state from a previous step, whose pass {e.fate}; this step's pass runs through it again.",
         (detached_after,),
         (silences, unwritten, unrolled),
         lambda e: (
@@ -621,7 +623,8 @@ CAUSES = (
     FailureCause(
         "stored",
         lambda e: (
-            f"an earlier step put it into `{container(e)}`, and its pass {e.fate}; this step differentiates into it."
+            f"an earlier step put it into `{container(e)}`, and its pass {e.fate}; "
+            "this step's pass runs through it again."
         ),
         (cut_states,),
         (within, stored),
@@ -629,7 +632,7 @@ CAUSES = (
     ),
     FailureCause(
         "two losses",
-        "it belongs to both losses, and the pass of the first freed it.",
+        "both losses depend on it, and the first one's pass freed it.",
         (first_detached, by_hand, summed, multi, kept_for_second, from_new_values),
         (whose, computed_again, together_unknown),
         lambda e: not e.rounds and e.call.path != e.freed_by.path,
@@ -650,7 +653,7 @@ CAUSES = (
 )
 SENTENCES = {
     **{rule.name: rule.sentence for rule in CAUSES if isinstance(rule.sentence, str)},
-    "carried": "it is state from a previous step, whose pass freed its graph; this step differentiates into it.",
+    "carried": "it is state from a previous step, whose pass freed its graph; this step's pass runs through it again.",
 }
 """What is said of a cause that is inferred: a pass that freed its graph, and an object."""
 

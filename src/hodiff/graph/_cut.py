@@ -37,8 +37,8 @@ class Cut(NamedTuple):
 CUTS = {
     "detached": Cut(
         "it was detached there, so nothing below is part of the graph.",
-        "leave out the detach() or .data{where}, if this value is to be trained through.",
-        "drop the detach() (or .data) there, if a derivative through it is wanted.",
+        "remove the detach() or .data{where} if gradients should flow through this value.",
+        "drop the detach() (or .data) there if you want a derivative through it.",
     ),
     "no_grad": Cut(
         "it was computed while gradients were switched off (no_grad or inference_mode).",
@@ -113,7 +113,7 @@ CUTS = {
         by_call={name: f"{way}." for name, way in _messages.CONSTANTS.items()},
     ),
     "frozen": Cut("all parameters that it was computed from have requires_grad=False."),
-    "no graph": Cut("it was computed from nothing that requires grad, or was cut off on the way."),
+    "no graph": Cut("nothing that it was computed from requires grad, or the graph was cut on the way."),
 }
 
 
@@ -127,7 +127,7 @@ def fix_of(kind: str, line: Line | None, call: str) -> str:
     fix = cut.by_call.get(call, cut.fix).replace("{where}", where).replace("{call}", call or "that")
     copied = re.search(_COPY, line.text) if kind == "detached" and line is not None else None
     if copied is not None and copied[1] != copied[2]:  # left out, what is kept would hold the graph
-        fix += f"\nIf {copied[1]} is for what is kept (statistics), leave it, and return or use {copied[2]} after it."
+        fix += f"\nIf {copied[1]} is only stored (statistics), leave it, and return or use {copied[2]} afterwards."
     return fix
 
 
@@ -195,11 +195,11 @@ def _of_frozen(case: FailedPass, lost: Lost, loss: Tensor, *, certain: bool) -> 
     switches = dict.fromkeys(path for leaf in leaves if (path := case.record.switched(leaf)))
     lines = [line for path in switches for line in dict.fromkeys((path[0].line, path[-1].line))]
     names = _listed(_parameters(case, leaves)) or f"the parameters that {at(lost.line)} computes with"
-    again = f"say requires_grad_(True) of them before {at(lost.line)}"
+    again = f"call requires_grad_(True) on them before {at(lost.line)}"
     before = _trained_here(case, leaves)
     fix = f"{again}: earlier passes of this line trained them." if before else ""
     ask = (
-        f"what this loss is to train. If it is {names}: {again}.\nIf they are meant to stay as they are, compute it "
+        f"what this loss should train. If it is {names}, {again}.\nIf they should stay frozen, compute the loss "
         "from something else that requires grad: a layer on\ntop of them, or their input (x.requires_grad_())."
     )
     return case.explanation(
@@ -244,7 +244,7 @@ def _fix(case: FailedPass, lost: Lost, beside: Sequence[Lost]) -> str:
     if not beside:
         return fix
     also = "".join(f"\nLikewise at {at(other.line)}." for other in beside)
-    return f"where the value is to be trained through, {fix}{also}"
+    return f"where gradients should flow through the value, {fix}{also}"
 
 
 OFF = {"no_grad": "torch.enable_grad()", "inference": "torch.inference_mode(False)"}
@@ -256,8 +256,8 @@ def _recorded(case: FailedPass, lost: Lost) -> str:
     until = " on" if torch.is_grad_enabled() else f"\nto {at(case.line)}"
     block = "inference_mode" if lost.kind == "inference" else "no_grad"
     return (
-        f"compute it outside the {block} block, or put `with {OFF[lost.kind]}:` around all that\n"
-        f"the loss is computed by, from {at(lost.line)}{until}."
+        f"compute it outside the {block} block, or put `with {OFF[lost.kind]}:` around everything that\n"
+        f"computes the loss, from {at(lost.line)}{until}."
     )
 
 
@@ -273,14 +273,14 @@ def _which(case: FailedPass, beside: Sequence[Lost]) -> str:
     frozen = _frozen(case, beside)
     if frozen:
         return (
-            f"what this pass is to train: what was cut off, or {_listed(_parameters(case, frozen))}, which is frozen. "
-            "Leave out\nthe cut in the first case; in the second say requires_grad_(True) before "
+            f"what this pass should train: what was cut off, or {_listed(_parameters(case, frozen))}, which is frozen. "
+            "Remove\nthe cut in the first case; in the second call requires_grad_(True) before "
             f"{at(next(each.line for each in beside if each.kind == 'frozen'))}."
         )
     several = "either" if len(beside) == 1 else "each"
     return (
-        f"whether {several} is meant. What is to be trained must reach the loss uncut: where one cut stays, the\n"
-        "program may run, and what lies behind that cut gets no gradient."
+        f"whether {several} is intended. What you train must reach the loss without a cut: if one cut stays, the\n"
+        "program may run, but nothing behind that cut gets a gradient."
     )
 
 
@@ -316,15 +316,14 @@ def _inputs_within(case: FailedPass) -> Explanation | None:
     untracked = [each for each in missing if not each.requires_grad]
     fix = "pass allow_unused=True there: the gradient is then None, which a Function's backward may return."
     alone = (
-        "take the gradient by those that require grad alone, [p for p in inputs if p.requires_grad], and return None\n"
-        "in place of the others."
+        "pass only those that require grad, [p for p in inputs if p.requires_grad], and return None\nfor the others."
     )
     return case.explanation(
         "not used",
         f"not in the graph: {_listed(names) or f'tensors of shape {shapes}'}",
         ("failing call", case.line),
         variable=next(iter(names), ""),
-        reason="a hook or a Function's backward asks for a pass by inputs of which some "
+        reason="a hook or a Function's backward asks for gradients of inputs, some of which "
         + ("do not require grad." if untracked else "are not part of what it differentiates."),
         fixes=(alone if untracked else fix,),
         certain=True,
@@ -354,7 +353,7 @@ def not_scalar(case: FailedPass) -> Explanation | None:
         ("failing call", case.line),
         variable=variable,
         created=line,
-        reason="a gradient is that of one number, and these are several.",
+        reason="a gradient is defined for one number, and this tensor holds several.",
         fixes=(
             fix,
             "take each element's gradient with hodiff.jacobian." if case.name == "autograd.grad" else "",
@@ -370,15 +369,15 @@ def _ask(case: FailedPass, kind: str, line: Line | None, made: Line | None) -> s
         trained = [name for name, each in values.items() if _requires_grad(each)]
         if trained and made is not None:
             hint = "" if case.recorded is not None else "\nUnder `hodiff explain` most cuts are recorded."
-            return f"where it was cut off: `{trained[0]}`, which {at(made)} reads, requires grad.{hint}"
+            return f"where it was cut off. `{trained[0]}`, which {at(made)} reads, requires grad.{hint}"
         tensors = {name: each for name, each in values.items() if isinstance(each, Tensor) and each.is_floating_point()}
         if tensors:
             listed = " and ".join(f"`{name}`" for name in tensors)
-            return f"what it should depend on. It was computed from {listed}: no grad is required there."
-        return "what it should depend on: look for an input that requires no grad; hodiff.graph.inspect shows graphs."
+            return f"what it should depend on. It was computed from {listed}, without requires_grad."
+        return "what it should depend on: look for an input without requires_grad; hodiff.graph.inspect shows graphs."
     there = f" at {line}" if line is not None else ""
     hint = "" if case.recorded is not None else " Under `hodiff explain` most cuts are recorded."
-    return f"whether that cut{there} is the one.{hint}"
+    return f"whether that cut{there} is the cause.{hint}"
 
 
 def _requires_grad(value: object) -> bool:
@@ -420,13 +419,11 @@ def _input_without_grad(case: FailedPass) -> Explanation | None:
     lost = case.record.cuts.of(missing[0])
     if lost is not None and lost.kind in ("gradient", "opaque gradient", "constant gradient"):
         return _by_gradient(case, name, lost)
-    leave = (
-        "give the call what requires grad alone, [p for p in inputs if p.requires_grad], and update no other with it."
-    )
+    leave = "pass only the inputs that require grad, [p for p in inputs if p.requires_grad], and update only those."
     ask = f"call {name}.requires_grad_() before the computation, or give hodiff the function: hodiff.grad(f, x)."
     frozen = (
-        f"whether `{name}` is to be differentiated at all: other inputs require grad, and it may have\n"
-        f"been frozen on purpose. If it is, {ask}"
+        f"do you want a gradient of `{name}`? Other inputs require grad, and it may have been\n"
+        f"frozen on purpose. If so, {ask}"
     )
     return case.explanation(
         "no graph",
@@ -452,8 +449,8 @@ def _by_gradient(case: FailedPass, name: str, lost: Lost) -> Explanation:
         created=lost.line,
         reason="it has no graph, and nothing that was computed before it can depend on it.",
         unknown=(
-            f"which derivative is wanted. For a second one take `{name}` with create_graph=True,\n"
-            f"and differentiate what is computed from `{name}` by what `{name}` was taken by;\n"
+            f"which derivative you want. For a second one, take `{name}` with create_graph=True,\n"
+            f"and differentiate what is computed from `{name}` with respect to the same variables as before;\n"
             "hodiff.hessian(f, x) and "
             "hodiff.hvp(f, x, v) do both.",
         ),
@@ -483,12 +480,12 @@ def not_used(case: FailedPass) -> Explanation | None:
     made = [(f"`{names[0]}`", since), ("the loss", loss)]
     leave = (
         f"if the loss does not depend on {names[0]}, leave it out of the inputs; or pass allow_unused=True: its\n"
-        "gradient is then None, and must be skipped, not updated with."
+        "gradient is then None, and the update must skip it."
     )
     depends = (
-        f"whether the loss should depend on `{names[0]}`. If so, compute it from that very tensor: one made by a "
-        "view,\nan index, .to() or a detach() after the loss, or beside it, is another"
-        + (f"; what it gave before\n{at(since)} is a constant." if missing[0].is_leaf and since else ".")
+        f"should the loss depend on `{names[0]}`? If so, compute it from that very tensor: what a view,\nan index, "
+        ".to() or detach() makes after the loss, or beside it, is another one"
+        + (f"; what was computed before\n{at(since)} is a constant." if missing[0].is_leaf and since else ".")
     )
     return case.explanation(
         "not used",
@@ -543,9 +540,9 @@ def _why_not_used(case: FailedPass, tensor: Tensor, name: str) -> Explanation | 
         ("made at", case.line),
         "it was made after the loss, which cannot depend on it.",
         unknown=(
-            f"what is wanted. The derivative by `{written}` takes a loss that was computed\n"
-            f"from it: make it before, y = {written}, and compute the loss from y.\n"
-            "Else differentiate by what it is made of.",
+            f"which derivative you want. One with respect to `{written}` needs a loss that was computed\n"
+            f"from it: before, write y = {written}, and compute the loss from y.\n"
+            "Otherwise differentiate with respect to what it is made of.",
         ),
     )
 
@@ -597,7 +594,7 @@ def _used_cut(case: FailedPass, name: str, cut: Lost) -> Explanation:
         ("cut at", cut.line),
         CUTS[cut.kind].reason,
         unknown=(
-            f"whether the loss should depend on `{name}`. If so, {fix_of(cut.kind, cut.line, cut.call)}\n"
+            f"should the loss depend on `{name}`? If so, {fix_of(cut.kind, cut.line, cut.call)}\n"
             f"If not (an index, a mask, a target), leave `{name}` out of the inputs, or pass allow_unused=True.",
         ),
     )
@@ -627,7 +624,7 @@ def second_derivative(case: FailedPass) -> Explanation | None:
     way = _messages.way_out("compiledfunction" if compiled else operation)
     where = f"at {line}: " if line is not None else ""
     forbidden = f"a second derivative of {operation}: its backward forbids one. Write it without the Function."
-    without = f"how to do without {operation}: hodiff.hvp(f, x, v) looks for a substitute, or names it."
+    without = f"what to use instead of {operation}: hodiff.hvp(f, x, v) finds a substitute, or names one."
     unknown = forbidden if kind == "once" else without
     return case.explanation(
         "no second derivative",
@@ -680,12 +677,12 @@ def reentrant(case: FailedPass) -> Explanation:
     read = next(filter(None, map(case.record.made, above)), None) if line is None else None
     return case.explanation(
         "checkpoint",
-        "a re-entrant checkpoint prevents a gradient by inputs",
+        "a re-entrant checkpoint has no gradients with respect to inputs",
         ("computed at", line),
         ("read at", read),
         ("failing call", case.line),
         created=line or read,
-        reason="it runs its function again in the pass, and knows nothing of the inputs asked for.",
+        reason="it runs its function again during the pass, and does not know which inputs were asked for.",
         fixes=(CUTS["checkpoint"].fix,),
     )
 
@@ -737,7 +734,7 @@ def unpacked_twice(case: FailedPass, line: Line | None) -> Explanation | None:
         ("failing call", case.call or case.line),
         variable="ctx.saved_tensors",
         created=line,
-        reason="under a checkpoint each saved tensor is computed again for one reading, and something read one twice.",
+        reason="a checkpoint computes each saved tensor again for one reading, and something read one twice.",
         fixes=("read ctx.saved_tensors once in a backward, into a variable, and use that.",),
         certain=True,
     )

@@ -626,43 +626,43 @@ class Kind(NamedTuple):
 KINDS = {
     "spent": Kind(
         "`{variable}` holds the graphs of {count} iterations, whose passes have run",
-        "the passes freed what another pass would need; what is left is of no use, and more in each iteration.",
-        "put the value alone into `{variable}`: `.detach()`, or `.item()` for a number.",
+        "the passes freed what another pass would need; the rest is useless, and grows in each iteration.",
+        "store only the value in `{variable}`: `.detach()`, or `.item()` for a number.",
     ),
     "kept": Kind(
         "`{variable}` holds the graphs of {count} iterations, and {bytes} B that they saved",
         "the passes were told to keep them.",
-        unknown="whether another pass is to go through them. If not, leave `retain_graph` and `create_graph` out,\n"
-        "and put the value alone into `{variable}`: `.detach()`, or `.item()` for a number.",
+        unknown="will another pass go through them? If not, remove `retain_graph` and `create_graph`,\n"
+        "and store only the value in `{variable}`: `.detach()`, or `.item()` for a number.",
     ),
     "gradient": Kind(
         "`{variable}` holds the graphs of {count} iterations, and {bytes} B that they saved",
         "backward(create_graph=True) adds a gradient with its graph to `.grad`, which was never reset.",
-        unknown="whether the gradients of all iterations are to be added up. If not, set `.grad = None` before each\n"
-        "pass; hodiff.grad and torch.autograd.grad return a gradient, and leave `.grad` alone.",
+        unknown="should the gradients of all iterations add up? If not, set `.grad = None` before each\n"
+        "pass; hodiff.grad and torch.autograd.grad return a gradient and do not write `.grad`.",
     ),
     "cycle": Kind(
         "{count} tensors and more hold their own graphs in `.grad`, and will until the program ends",
         "backward(create_graph=True) leaves in `.grad` a gradient whose graph leads back to the tensor: a cycle\n"
         "       that no garbage collector sees.",
-        "take the gradient by hodiff.grad or torch.autograd.grad(..., create_graph=True), which write no `.grad`.",
+        "take the gradient with hodiff.grad or torch.autograd.grad(..., create_graph=True), which write no `.grad`.",
     ),
     "again": Kind(
         "each pass runs the graphs of all iterations before it again: {count} nodes in the largest",
         "`{variable}` hands the graph of one iteration to the next, and `retain_graph=True` keeps them all.",
-        unknown="whether gradients are to reach back through all iterations. If not, `{variable} = "
-        "{variable}.detach()` at the\nstart of each cuts there, and `retain_graph=True` is no longer needed.",
+        unknown="should gradients reach back through all iterations? If not, write `{variable} = "
+        "{variable}.detach()` at the\nstart of each; `retain_graph=True` is then no longer needed.",
     ),
     "unused": Kind(
         "`{variable}` holds the graphs of {count} iterations and more, and {bytes} B that they saved",
         "no backward pass has gone through them.",
-        unknown="whether one was meant to. If not, compute them under torch.no_grad(), or put the value alone into\n"
+        unknown="should one? If not, compute them under torch.no_grad(), or store only the value in\n"
         "`{variable}`: `.detach()`, or `.item()` for a number.",
     ),
     "freed": Kind(
         "`{variable}` holds the graphs of {count} iterations and more, of losses whose passes have run",
-        "the passes freed what one through `{variable}` would need; what is left is of no use.",
-        "put the value alone into `{variable}`: `.detach()`, or `.item()` for a number.",
+        "the passes freed what one through `{variable}` would need; the rest is useless.",
+        "store only the value in `{variable}`: `.detach()`, or `.item()` for a number.",
     ),
 }
 

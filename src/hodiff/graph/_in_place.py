@@ -98,16 +98,16 @@ def _advice(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[str
         return "", "which line changed it: run the program under `hodiff explain`, which records that."
     fix = _of_activation(change.call, change.line) or _copied(case, stale, change)
     unknown = (
-        f"which value the later lines are to have. Where the change at {change.line} is made to a new tensor\n"
+        f"which value the later lines should see. If {change.line} makes a new tensor instead\n"
         "(x = x + 1 for x += 1, torch.where for a masked assignment, torch.stack of a list for\n"
-        "rows that a loop writes), the old one stays as it was saved; whoever else holds the\n"
-        "tensor then sees the old values."
+        "rows that a loop writes), the saved one stays as it was; other references to the\n"
+        "tensor then see the old values."
     )
     return fix, "" if fix else unknown
 
 
 def _of_activation(call: str, line: Line) -> str:
-    return f"let the module or function at {at(line)} not work in place: inplace=False." if call in ACTIVATIONS else ""
+    return f"pass inplace=False to the module or function at {at(line)}." if call in ACTIVATIONS else ""
 
 
 def _copied(case: FailedPass, stale: _Stale, change: Change) -> str:
@@ -128,27 +128,27 @@ def _of_leaf(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[st
     """A parameter has moved on: the loss is computed again, from there on, with all else that is spent."""
     if case.recorded is None:
         return "", (
-            f"whether the loss is to be computed again, after the line that changed `{stale.variable}`; or whether\n"
-            "this is the graph of an earlier step, through a value that step handed on (a recurrent state):\n"
-            "then that is to be cut (.detach()) where the step ends."
+            f"should the loss be computed again, after the line that changed `{stale.variable}`? Or does\n"
+            "the pass reach the graph of an earlier step, through a value that it handed on (a recurrent\n"
+            "state)? Then detach that value where the step ends."
         )
     changes = [change, *(case.record.changed(value) for _, _, value in _stale_slots(case))]
     change = max(filter(None, changes), key=lambda each: each.order, default=None)
     term = _of_loop(case, change) if change is not None else None
     if change is not None and term is not None:
         return "", (
-            f"which values of `{stale.variable or 'the parameter'}` are meant: "
-            f"what {at(term)} computed is of those\n"
+            f"which values of `{stale.variable or 'the parameter'}` you want: "
+            f"what {at(term)} computed used those\n"
             f"before {at(change.line)}, in the same loop; computed again after the loop, it\n"
-            "would be of the last. If it is meant as it was, differentiate each term in the loop, "
-            "before that line:\n"
-            "torch.autograd.grad(term, parameters), whose results are added up."
+            "would use the last ones. To keep what it used, differentiate each term in the loop, "
+            "before that line,\n"
+            "with torch.autograd.grad(term, parameters), and add up the results."
         )
     after = f" after {at(change.line)}" if change is not None else " after the change"
     left = _chain(case) + _left(case, stale)
     return f"compute `{case.loss('the loss')}` again{after}, from the forward pass on.{left}", (
-        "whether it was meant to be differentiated before the change. A pass moved there adds its gradients to all\n"
-        f"the parameters that it reaches, `{stale.variable or 'the changed one'}` included, whose step would use them."
+        "should the pass have come before the change? A pass moved there adds its gradients to all\n"
+        f"the parameters that it reaches, including `{stale.variable or 'the changed one'}`, whose step would use them."
     )
 
 
@@ -180,8 +180,8 @@ def _left(case: FailedPass, stale: _Stale) -> str:
     shown = ", ".join(list(names)[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
     last = next(iter(names.values()))
     return (
-        f"\n{shown} hold what {at(last.stack[0])} gave,\n"
-        "and this pass adds to it: zero that first, unless both are meant."
+        f"\nThe .grad of {shown} still holds what {at(last.stack[0])} gave,\n"
+        "and this pass adds to it: zero it first, unless you want the sum."
     )
 
 
@@ -211,7 +211,7 @@ def _chain(case: FailedPass) -> str:
     if not shown:
         return ""
     more = f" and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
-    return "\nWhat cannot be used any more was computed at " + ", ".join(map(str, shown)) + more + "."
+    return "\nThe values that can no longer be used were computed at " + ", ".join(map(str, shown)) + more + "."
 
 
 SHOWN = 6
@@ -240,7 +240,7 @@ def _of_refused_leaf(refused: Refused) -> str:
     if any(tensor.requires_grad for tensor in tensors_in([*args[1:], *kwargs.values()])):
         return ""
     also = "".join(f"\nThe same goes for {at(line)}." for line in _source.also_changed(refused.line)[:PLACES_SHOWN])
-    return f"change its value without a record: put {at(refused.line)} into `with torch.no_grad():`.{also}"
+    return f"change its value without recording: put {at(refused.line)} into `with torch.no_grad():`.{also}"
 
 
 def _of_view(refused: Refused) -> str:
@@ -264,19 +264,19 @@ _VIEW = (_in_place_of, _of_view)
 REFUSALS = {
     "leaf changed": FailureCause(
         "refused in place",
-        "a leaf that requires grad was to be changed in place while operations are recorded.",
+        "a leaf that requires grad cannot be changed in place while operations are recorded.",
         (_in_place_of, _of_refused_leaf),
         (
-            "whether the new value is to be part of the graph. If so, make a new tensor of another name:\n"
-            "w = p + ...; an update of a parameter is made under torch.no_grad().",
+            "should the new value be part of the graph? If so, make a new tensor under another name:\n"
+            "w = p + ... If not, update the parameter under torch.no_grad().",
         ),
     ),
     "inference saved": FailureCause(
         "inference tensor",
-        "it was made under inference_mode, which forbids it in any graph.",
+        "it was made under inference_mode, so no graph can save it.",
         unknown=(
-            "where it was made. Make it under torch.no_grad() instead of inference_mode(); a .clone() of it, made\n"
-            "outside, is an ordinary constant.",
+            "where it was made. Make it under torch.no_grad() instead of inference_mode(), or use a .clone() of it,\n"
+            "made outside, which is an ordinary constant.",
         ),
     ),
     "inference changed": FailureCause(
@@ -288,25 +288,25 @@ REFUSALS = {
     ),
     "hooked view changed": FailureCause(
         "refused in place",
-        "a full backward hook makes what its module takes or returns a view that may not be changed in place.",
+        "a full backward hook makes the inputs and outputs of its module views, which may not be changed in place.",
         _VIEW,
-        ("who reads the changed values: make the change to a new tensor, or leave the hook out.",),
+        ("who reads the changed values. Make the change in a new tensor, or remove the hook.",),
     ),
     "view changed": FailureCause(
         "refused in place",
-        "it is one of several views that an operation gave, and those may not be changed in place.",
+        "it is one of several views that an operation returned, and those may not be changed in place.",
         _VIEW,
         (
-            "who reads the changed values. Where it is what the views are of, compute all of that anew "
+            "who reads the changed values. If they are read from the whole tensor, compute all of it anew "
             "(x = (x - m) / s);\na copy of the view would leave it unchanged.",
         ),
     ),
     "copied": FailureCause(
         "copied",
-        "a tensor with a graph was to be copied: an attribute of the object holds a result of its forward.",
+        "a tensor with a graph cannot be copied: an attribute of the object holds a result of its forward.",
         unknown=(
-            "whether that attribute is to keep its graph. Copy before the first forward; or keep a detached value in "
-            "it,\nand the one that is trained through in a local variable.",
+            "should that attribute keep its graph? If so, copy before the first forward. If not, store a detached "
+            "value\nin it, and keep the one that you train through in a local variable.",
         ),
     ),
 }

@@ -55,7 +55,7 @@ def _recorded(case: FailedPass, evidence: Evidence) -> Explanation:
     )
 
 
-ONE_NODE = "torch.compile makes all outputs of a call one node: the pass of one frees what the others need."
+ONE_NODE = "torch.compile makes one node of all outputs of a call: a pass through one frees what the others need."
 SHOWN = 4
 """Values that a sentence names, where several begin the old part."""
 
@@ -292,7 +292,7 @@ def _inferred(case: FailedPass) -> Explanation | None:
         created=likely.created,
         freed=freed,
         reason=_causes.SENTENCES[likely.cause],
-        unknown=("which fix is sound here: that takes a record of what changed between the passes.",),
+        unknown=("which fix is sound here: only a record of what changed between the passes can tell.",),
         certain=False,
     )
 

@@ -22,7 +22,7 @@ BREAK_EVEN = 600
 """With fewer columns the dense matrix is computed sooner than a pattern and its colors."""
 
 
-class Plan:
+class Plan(_arguments.Unlike):
     """A sparse matrix of derivatives, ready to be evaluated at many points.
 
     Returned by `plan_hessian` and `plan_jacobian`. `plan(x)` is the matrix at *x*; `plan.values(x)`
@@ -50,6 +50,9 @@ class Plan:
         self._point = point
         self._order = order
         self._options = options
+
+    def _instead(self, name: str) -> str:
+        return "plan(x) is the matrix at x, plan.values(x) are its entries."
 
     @property
     def shape(self) -> tuple[int, int]:

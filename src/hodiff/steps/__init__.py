@@ -21,7 +21,7 @@ from torch.utils import _pytree
 from torch.utils._device import DeviceContext
 
 from hodiff._core import _settings, _tree, _versions
-from hodiff._core._arguments import kind, outside
+from hodiff._core._arguments import Unlike, kind, outside
 from hodiff._core._call import tangents
 from hodiff._core._compiled_callers import uncompiled
 from hodiff._core._graph import split
@@ -117,7 +117,7 @@ def _watched() -> str:
     return ""
 
 
-class CompiledStep:
+class CompiledStep(Unlike):
     """A step made by `compile_step`, which says what its methods do.
 
     Attributes:
@@ -142,6 +142,9 @@ class CompiledStep:
 
     def __repr__(self) -> str:
         return f"compile_step({self._loss!r}, backend={self._backend!r})"
+
+    def _instead(self, name: str) -> str:
+        return "value = step(*batch) is the loss, and value.backward() its gradient; parameters are those of the model."
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -103,7 +103,7 @@ def _agree(point: Point, expected: float, numeric: Slope, failed: Check) -> bool
 
 def _inside_transforms(evaluation: ScalarEvaluation) -> list[Cause]:
     """The cuts whose values cannot be held."""
-    fix = "leave it out, if this value is to be trained through; or check the function that is transformed by itself."
+    fix = "remove it if gradients should flow through this value; or check the transformed function by itself."
     return [
         cause("cut", line, f"{_written(name)} inside a torch.func transform may be it: its value cannot be held", fix)
         for line, name in dict.fromkeys((place.line, name) for name, place in evaluation.recorded().unheld)
@@ -133,7 +133,7 @@ def _of_cut(site: Site, part: float, failed: Check) -> Cause:
     reason = f"{how}: it counts as a constant, and {part:+.6e} of the derivative of order {failed.order} is missing"
     named = site.place.inside.partition(" ")[0] or str(line)
     fix = _cut.fix_of(site.kind, None, word.rstrip("()")).replace("\n", " ").rstrip(".")
-    meant = f'if it is meant as a constant, allow="{named}" checks the rest.'
+    meant = f'if you mean it as a constant, allow="{named}" checks the rest.'
     fix = f"{fix or 'write it with operations that are recorded'}; {meant}"
     return cause("cut", line, reason, fix)
 

@@ -247,14 +247,14 @@ def test_equal_eigenvalues_are_refused_with_their_gap() -> None:
 
 def test_a_model_learns_a_flat_minimum() -> None:
     model = network(False)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     sharpness = []
     for step in range(15):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         top = hodiff.eigsh(operator(model), 1, create_graph=True, generator=torch.Generator().manual_seed(step))
         sharpness.append(float(top.value.detach()))
         (F.cross_entropy(model(X), LABELS) + top.value.sum()).backward()
-        optimiser.step()
+        optimizer.step()
     assert sharpness[-1] < 0.8 * sharpness[0]
 
 

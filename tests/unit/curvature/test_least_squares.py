@@ -263,7 +263,7 @@ def test_a_column_whose_squares_underflow_has_no_direction():
 
 
 def test_rounding_of_products_is_no_negative_curvature():
-    """What a normalised layer does not see is a zero of J'J, of either sign."""
+    """What a normalized layer does not see is a zero of J'J, of either sign."""
     torch.manual_seed(3)
     layers = nn.Linear(1, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 1)
     model, x = nn.Sequential(*layers).double(), torch.randn(6, 1, dtype=D)

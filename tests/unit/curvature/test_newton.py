@@ -35,7 +35,7 @@ def random_model(seed, eigenvalues):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_convex_model_is_minimised_inside(seed):
+def test_a_convex_model_is_minimized_inside(seed):
     A, g = random_model(seed, [1.0, 2.0, 3.0, 10.0])
     found = steihaug(lambda v: A @ v, g, 100.0, 1e-12, 10)
     assert found.end == "interior"

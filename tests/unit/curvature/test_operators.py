@@ -158,7 +158,7 @@ def test_bad_losses(pattern: str) -> None:
         hodiff.GaussNewtonOperator(predict, BAD_LOSSES[pattern], network(), data=split(X, LABELS))
 
 
-def test_regulariser_inside_the_loss_is_refused() -> None:
+def test_regularizer_inside_the_loss_is_refused() -> None:
     model = network()
     loss = lambda outputs, batch: (outputs.square().sum() + model[0].weight.square().sum(), len(outputs))
     with pytest.raises(hodiff.GraphError, match=r"0\.weight other than through the outputs.*G \+ 0\.1"):
@@ -380,7 +380,7 @@ def test_functions_that_can_be_called_are_not_refused() -> None:
 def test_an_error_of_the_loss_says_what_it_was_given() -> None:
     with pytest.raises(AttributeError, match="'tuple' object has no attribute") as caught:
         make(loss=lambda outputs, targets: (F.mse_loss(outputs, targets), 1)) @ draw(39)
-    assert any("loss(outputs, batch) with a batch as data= gave it: a tuple of 2" in n for n in caught.value.__notes__)
+    assert any("loss(outputs, batch) with this batch: a tuple of 2" in n for n in caught.value.__notes__)
 
 
 def test_complex_parameters_are_refused_by_name() -> None:

@@ -213,7 +213,7 @@ def test_convergence_of_eigenvalues_a_trace_and_a_training(axes):
     plt.close(third.figure)
 
 
-def test_the_style_in_force_decides_the_colours():
+def test_the_style_in_force_decides_the_colors():
     with plt.style.context("dark_background"):
         axes = hodiff.eigsh(A, 3, generator=generator()).plot()
         assert axes.get_facecolor()[:3] == (0, 0, 0)

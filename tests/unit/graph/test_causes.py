@@ -54,7 +54,7 @@ def test_frozen_parameters_are_named_with_the_line_that_froze_them(explained):
     assert "cut at" not in note
     assert "loss.item()" not in note
     assert "hodiff explain" not in note
-    assert "not known: what this loss is to train" in note
+    assert "not known: what this loss should train" in note
 
 
 def test_what_is_frozen_on_purpose_is_not_to_be_trained(explained):
@@ -76,7 +76,7 @@ for _ in range(2):
     g_loss.backward(); opt_g.step()
 """)
     assert "switched off program.py:12 d.requires_grad_(False)" in note
-    assert "fix 1: say requires_grad_(True) of them before program.py:10 (d_loss" in note
+    assert "fix 1: call requires_grad_(True) on them before program.py:10 (d_loss" in note
     assert "detach()`" not in note
     assert "leave out" not in note
 
@@ -105,7 +105,7 @@ def test_a_cut_beside_what_is_frozen_is_a_question_where_both_are_to_be_trained(
 
 def test_a_frozen_network_of_features_is_not_the_cause(explained):
     note = explained(GAN.format(line="loss = (vgg(fake) - vgg(torch.randn(4, 3))).square().mean()"))
-    assert "fix 1: leave out the detach()" in note
+    assert "fix 1: remove the detach()" in note
     assert "frozen" not in note
 
 
@@ -121,8 +121,8 @@ net, observer = nn.Linear(3, 1), Observer()
 loss = observer(net(torch.randn(4, 3))).mean()
 loss.backward()
 """)
-    assert "fix 1: leave out the detach() or .data at program.py:" in note
-    assert "If x is for what is kept (statistics), leave it, and return or use x_orig after it." in note
+    assert "fix 1: remove the detach() or .data at program.py:" in note
+    assert "If x is only stored (statistics), leave it, and return or use x_orig afterwards." in note
 
 
 def test_a_cut_that_leads_to_nothing_that_is_trained_is_left_out(explained):
@@ -215,16 +215,14 @@ d_loss.backward()
 
 def test_the_second_network_s_pass_begins_behind_what_the_first_optimizer_changed(explained):
     note = explained(TWO_NETWORKS.format(between="g_loss.backward(); opt_g.step(); opt_d.zero_grad()"))
-    assert (
-        "fix 1: compute `score` and `d_loss` once more, from fake.detach(): this pass is for d.bias, d.weight" in note
-    )
+    assert "fix 1: compute `score` and `d_loss` again, from fake.detach(): this pass trains d.bias, d.weight" in note
     assert "has changed g.bias, g.weight since" in note
     assert "not known" not in note
 
 
 def test_only_what_was_changed_is_said_to_be(explained):
     note = explained(TWO_NETWORKS.format(between="g_loss.backward(); opt_g.step()"))  # what d was given is there still
-    assert "to reach g.bias, g.weight, which" in note
+    assert "reach g.bias, g.weight, which" in note
     assert "fix" not in note
 
 
@@ -235,7 +233,7 @@ loss = net(torch.randn(4, 3)).square().mean()
 loss.backward()
 gradients = torch.autograd.grad(loss, list(net.parameters()))
 """)
-    assert "leave the first call out, where `gradients` is what is used, and no `.grad`" in note
+    assert "remove the first call, provided that the program uses `gradients` and no `.grad`" in note
 
 
 def test_sentences_are_wrapped_and_code_is_not(explained, tmp_path):
@@ -283,15 +281,15 @@ g_loss.backward(); opt_e.step()
 
 def test_two_outputs_are_one_node_by_torch_compile(explained, tmp_path):
     """Each program is right without it, and detach() is a fix only where the first pass was for the critic alone."""
-    same = "torch.compile makes all outputs of a call one node: the pass of one frees what the others need. => "
+    same = "torch.compile makes one node of all outputs of a call: a pass through one frees what the others need. => "
     torch.compiler.reset()
     note = explained(COMPILED + CRITIC_FIRST)
     assert same in note
-    assert "fake.detach(), at program.py:11 (d_loss = critic(fake).square().mean()): that pass was for critic." in note
+    assert "fake.detach(), at program.py:11 (d_loss = critic(fake).square().mean()): that pass trains critic." in note
     note = explained(COMPILED + BOTH_FOR_THE_ENCODER)
     assert same in note
     assert "fix" not in note
-    assert "those outputs of the compiled call that it reads, detached. If so, keep the graph: retain_graph" in note
+    assert "those outputs of the compiled call that it reads, detached. If so, keep the graph with retain_graph" in note
     torch.compiler.reset()
     eager = COMPILED.replace("aot_eager", "eager")
     for k, program in enumerate((CRITIC_FIRST, BOTH_FOR_THE_ENCODER)):

@@ -141,7 +141,7 @@ for _ in range(2):
 """)
     assert "state from a previous step" in note
     assert "fix" not in note
-    assert "where the gradient of w is to end" in note
+    assert "where the gradient of w should end" in note
 
 
 def test_a_line_is_not_moved_where_it_would_read_something_else(said):
@@ -165,7 +165,7 @@ for i in range(2):
         y.sum().backward()
     y.square().sum().backward()
 """)
-    assert "belongs to both losses" in note
+    assert "both losses depend on it" in note
 
 
 def test_a_state_is_cut_behind_the_last_pass_of_the_step(said):
@@ -268,7 +268,7 @@ def test_of_views_no_copy_is_advised(said, text):
     note = said(text)
     assert "was changed in place" in note
     assert "clone()" not in note
-    assert "which value the later lines are to have" in note
+    assert "which value the later lines should see" in note
 
 
 def test_another_tensor_at_the_same_address_lost_nothing():
@@ -384,7 +384,7 @@ def test_one_line_that_asks_twice_wants_it_twice_or_not_the_same(said):
     assert "the same loss is differentiated twice" in again
     assert "the same loss is differentiated twice" in lines
     assert "not known" not in again
-    assert "not known: whether the same gradient is wanted twice" in lines
+    assert "not known: do you want the same gradient twice?" in lines
 
 
 def test_a_transpose_has_a_line_and_a_name(said):
@@ -468,7 +468,7 @@ for step in range(2):
 
 def test_what_a_loop_of_this_step_made_is_no_state_of_an_earlier_one(said):
     note = said(ROLLED_OUT.format(first="loss.backward()"))
-    assert "belongs to both losses" in note
+    assert "both losses depend on it" in note
     assert "an earlier step" not in note
     note = said(ROLLED_OUT.format(first="loss.backward(retain_graph=True); opt.step()"))
     assert "was changed in place" in note
@@ -546,9 +546,9 @@ loss.backward()
 
 def test_a_sum_that_goes_on_after_its_pass(said):
     stepped = said(SUM.format(between="with torch.no_grad():\n    w -= 0.1 * w.grad"))
-    assert "it belongs to both losses" in stepped
-    assert "not known: whether what `loss` was at program.py:10 (loss.backward()) is to count once more" in stepped
-    assert "begin `loss` anew" in stepped
+    assert "both losses depend on it" in stepped
+    assert "not known: should what `loss` was at program.py:10 (loss.backward()) count again" in stepped
+    assert "reset `loss` between the two" in stepped
     assert "program.py:12 (w -= 0.1 * w.grad) has changed what it was computed from." in stepped
     assert "fix" not in stepped
     assert "`loss` and `loss`" not in stepped
@@ -628,7 +628,7 @@ loss = 1 - accuracy(net(x), target)
 loss.backward()
 """
     (trained,) = likely(text.format(frozen="")).unknown
-    assert trained.startswith("where it was cut off: `net`, which program.py:11 (loss = 1")
+    assert trained.startswith("where it was cut off. `net`, which program.py:11 (loss = 1")
     assert "hodiff explain" in trained
     frozen = likely(text.format(frozen=".requires_grad_(False)"))
     assert frozen.cause == "frozen"
@@ -652,8 +652,8 @@ for _ in range(2):
     kept.value().sum().backward()
 """)
     assert "an object computed it once and keeps it" in note
-    assert "not known: how `kept.made` is emptied. It is to be computed anew in each step" in note
-    assert "detached, it would give kept.w no gradient through it." in note
+    assert "not known: how to empty `kept.made`. Compute it again in each step" in note
+    assert "if it were detached, kept.w would get no gradient through it." in note
     assert "fix" not in note
 
 
@@ -747,14 +747,14 @@ def test_with_nothing_recorded_a_changed_weight_leaves_both_ways_open(tmp_path):
         False,
         (),
     )
-    assert "a recurrent state" in found.unknown[0]
+    assert "a recurrent\nstate" in found.unknown[0]
     assert "computed again" in found.unknown[0]
 
 
 # --- what programs after further reports showed ---------------------------------------------------------------------
 
 
-def test_a_lazy_module_is_initialised_under_a_watch():
+def test_a_lazy_module_is_initialized_under_a_watch():
     lazy = torch.nn.LazyLinear(2)
     with watch():
         assert lazy(torch.ones(1, 3)).shape == (1, 2)
@@ -793,9 +793,9 @@ hidden.sum().backward()
 @pytest.mark.parametrize(
     ("name", "off", "fix"),
     [
-        ("decorated", "@torch.no_grad()", "put `with torch.enable_grad():` around all that"),
-        ("with", "with torch.no_grad():", "put `with torch.enable_grad():` around all that"),
-        ("inference", "with torch.inference_mode():", "put `with torch.inference_mode(False):` around all that"),
+        ("decorated", "@torch.no_grad()", "put `with torch.enable_grad():` around everything that"),
+        ("with", "with torch.no_grad():", "put `with torch.enable_grad():` around everything that"),
+        ("inference", "with torch.inference_mode():", "put `with torch.inference_mode(False):` around everything"),
     ],
 )
 def test_a_block_without_gradients_is_shown_and_left_as_a_whole(name, off, fix, tmp_path):
@@ -825,7 +825,7 @@ def test_cuts_of_several_kinds_are_shown_and_none_is_called_the_fault(tmp_path):
     )
     assert "cut at       script.py:3   prediction" in note
     assert "cut at       script.py:5   target" in note
-    assert "not known: whether either is meant" in note
+    assert "not known: whether either is intended" in note
     assert "fix" not in note
 
 
@@ -837,7 +837,7 @@ def test_no_grad_blocks_of_two_functions_are_not_both_left(tmp_path):
         "def student():\n    with torch.no_grad():\n        return w.sin()\n"
         "loss = (student() - teacher()).sum()\nloss.backward()\n",
     )
-    assert "not known: whether either is meant" in note
+    assert "not known: whether either is intended" in note
     assert "fix" not in note
 
 
@@ -864,8 +864,8 @@ def test_a_stored_loss_whose_baseline_a_pass_has_freed_says_where_that_was_compu
         "for _ in range(3):\n    step()\n"
         "objective = torch.stack(terms).sum()\nobjective.backward()\n",
     )
-    assert "whether a gradient is to go on to what was computed at script.py:5" in note
-    assert "script.py:6 (value.backward()) differentiated already" in note
+    assert "should a gradient flow on to what was computed at script.py:5" in note
+    assert "script.py:6 (value.backward()) has differentiated already" in note
 
 
 # --- the words --------------------------------------------------------------------------------------------------------
@@ -975,5 +975,5 @@ kernel = made()
 for _ in range(2):
     kernel.values().sum().backward()
 """)
-    assert "functools keeps what the function returned once" in note
+    assert "functools keeps the function's first result" in note
     assert "Kernel.values.cache_clear()" in note  # whose class no variable holds

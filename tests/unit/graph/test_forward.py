@@ -12,7 +12,9 @@ from tests.unit.graph.test_fixes import said  # noqa: F401 -- a fixture
 def test_a_leaf_that_is_changed_by_numbers(said):  # noqa: F811
     note = said("w = torch.ones(3, requires_grad=True)\nw -= 0.1\nw.mul_(2)\n")
     assert "refused: sub_, of `w`\n    at           program.py:6   w -= 0.1\n" in note
-    assert "fix 1: change its value without a record: put program.py:6 (w -= 0.1) into `with torch.no_grad():`." in note
+    assert (
+        "fix 1: change its value without recording: put program.py:6 (w -= 0.1) into `with torch.no_grad():`." in note
+    )
     assert "\n           The same goes for program.py:7 (w.mul_(2))." in note
     assert "not known" not in note
 
@@ -22,7 +24,7 @@ def test_a_leaf_that_is_to_get_a_graph_of_its_own(said, change):  # noqa: F811
     note = said(f"w, v = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)\n{change}\n")
     assert "of `w`" in note
     assert not re.search(r"^ *fix", note, re.MULTILINE)
-    assert "not known: whether the new value is to be part of the graph." in note
+    assert "not known: should the new value be part of the graph?" in note
 
 
 def test_the_way_to_it(said):  # noqa: F811
@@ -73,7 +75,7 @@ MADE = "net = nn.Linear(3, 3)\nwith torch.inference_mode():\n    x = torch.ones(
 def test_the_inference_tensor_is_named(said, call):  # noqa: F811
     note = said(MADE + call)
     assert "of `x`\n    at           program.py:8 " in note
-    assert "it was made under inference_mode, which forbids it in any graph." in note
+    assert "it was made under inference_mode, so no graph can save it." in note
     assert "not known: where it was made." in note
 
 

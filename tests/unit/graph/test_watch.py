@@ -208,7 +208,7 @@ def test_one_line_that_differentiates_two_losses():
         step(first)
         with pytest.raises(RuntimeError, match="second time") as caught:
             step(second)
-    assert "belongs to both losses" in note(caught.value)
+    assert "both losses depend on it" in note(caught.value)
 
 
 def test_a_failing_pass_is_known_to_have_freed_what_it_ran():

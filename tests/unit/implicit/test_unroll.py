@@ -136,7 +136,7 @@ def test_results_share_no_memory_with_the_point() -> None:
     assert torch.equal(x, torch.ones(2, dtype=D))
 
 
-def test_a_table_that_is_renormalised_in_place_is_refused() -> None:
+def test_a_table_that_is_renormalized_in_place_is_refused() -> None:
     """Its scaling depends on the steps before, and PyTorch takes it for a constant."""
     table = nn.Embedding(5, 3, max_norm=1.0, dtype=D)
     before = table.weight.detach().clone()
@@ -161,7 +161,7 @@ def test_a_rule_of_ones_own() -> None:
     torch.testing.assert_close(new["a"].detach(), torch.full((2,), 0.8**3, dtype=D))
 
 
-def test_an_optimiser_describes_a_rule() -> None:
+def test_an_optimizer_describes_a_rule() -> None:
     model = network()
     groups = [{"params": model[0].parameters(), "lr": 0.3}, {"params": model[2].parameters()}]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -419,7 +419,7 @@ REFUSED = {
     "a tensor of steps": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(), ONE), r"steps: got a Tensor"),
     "a float": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD(), 2.0), r"steps: got a float"),
     "a rule's class": (lambda: hodiff.unroll(SQUARE, ONE, rules.SGD, 2), r"rule: got the class SGD, not an instance"),
-    "an optimiser without a rule": (
+    "an optimizer without a rule": (
         lambda: hodiff.unroll(SQUARE, ONE, torch.optim.LBFGS([ONE.clone().requires_grad_()]), 2),
         r"rule: got an LBFGS, which has no rule in hodiff\.rules; there are Adadelta, .*SGD",
     ),
@@ -496,7 +496,7 @@ class Mixed(nn.Module):
 
 
 def test_darts_the_architect_s_step() -> None:
-    """A step of momentum and weight decay, from where an optimiser stands; its gradient, without the difference."""
+    """A step of momentum and weight decay, from where an optimizer stands; its gradient, without the difference."""
     torch.manual_seed(0)
     model, alpha, xi = Mixed().double(), 0.1 * randn(2, 3), 0.05
     optimizer = torch.optim.SGD(model.parameters(), lr=xi, momentum=0.9, weight_decay=3e-4)

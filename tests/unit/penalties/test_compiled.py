@@ -1,4 +1,4 @@
-"""The whole penalised step inside `torch.compile`, as one graph."""
+"""The whole penalized step inside `torch.compile`, as one graph."""
 
 import pytest
 import torch

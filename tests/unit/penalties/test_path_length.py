@@ -1,4 +1,4 @@
-"""StyleGAN2's path length regularisation: formula, running mean, state, and what its backward reaches."""
+"""StyleGAN2's path length regularization: formula, running mean, state, and what its backward reaches."""
 
 import copy
 

@@ -15,7 +15,7 @@ REAL = torch.randn(N, 1, SIDE, SIDE, dtype=DOUBLE, generator=torch.Generator().m
 FAKE = torch.randn(N, 1, SIDE, SIDE, dtype=DOUBLE, generator=torch.Generator().manual_seed(2))
 
 # The published penalties of a gradient g of shape (N, C, H, W), and the norm of a linear critic's weight that
-# minimises each. All of them can reach 0, so that the loss curve looks right.
+# minimizes each. All of them can reach 0, so that the loss curve looks right.
 NORMS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "per sample (right)": (lambda g: (g.flatten(1).norm(dim=1) - 1).square().mean(), 1.0),
     "over channels only, norm(dim=1)": (lambda g: (g.norm(dim=1) - 1).square().mean(), 28.0),
@@ -68,7 +68,7 @@ WEIGHTS: dict[str, tuple[Callable[[int, int], Tensor], float]] = {
 
 
 def best_c(points: Tensor) -> float:
-    """The minimiser of mean (c |x| - 1)², found with hodiff's own penalty: a parabola in c, from three values."""
+    """The minimizer of mean (c |x| - 1)², found with hodiff's own penalty: a parabola in c, from three values."""
     with torch.no_grad():
         low, middle, high = (
             float(hodiff.gradient_penalty(lambda x, c=c: c * x.square().sum(1) / 2, points, target=1.0))

@@ -60,7 +60,7 @@ def double():
 
 
 @ROWS
-def test_a_rule_is_the_optimiser(name: str, options: dict, double: None) -> None:
+def test_a_rule_is_the_optimizer(name: str, options: dict, double: None) -> None:
     p, inner = start().requires_grad_(), uphill if options.get("maximize") else loss
     optimizer = getattr(torch.optim, name)([p], **options, foreach=False)
     path = []

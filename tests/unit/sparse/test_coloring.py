@@ -1,4 +1,4 @@
-"""Colours: valid by a slow and obvious predicate, as few as theory says where it says so."""
+"""Colors: valid by a slow and obvious predicate, as few as theory says where it says so."""
 
 import random
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ def pattern_of(pairs: Iterable[tuple[int, int]], shape: tuple[int, int]) -> Patt
 
 
 def is_star_coloring(held: list[list[bool]], colors: list[int]) -> bool:
-    """Neighbours differ, and each path of four vertices has three colours."""
+    """Neighbors differ, and each path of four vertices has three colors."""
     n = len(held)
     near = [[j for j in range(n) if held[i][j] and i != j] for i in range(n)]
     if any(colors[i] == colors[j] for i in range(n) for j in near[i]):
@@ -37,7 +37,7 @@ def is_star_coloring(held: list[list[bool]], colors: list[int]) -> bool:
 
 
 def is_column_coloring(held: list[list[bool]], colors: list[int]) -> bool:
-    """In each row, each colour once."""
+    """In each row, each color once."""
     rows = [[colors[j] for j, there in enumerate(row) if there] for row in held]
     return all(len(set(row)) == len(row) for row in rows)
 
@@ -51,7 +51,7 @@ def symmetric(draw: st.DrawFn) -> list[list[bool]]:
 
 @settings(max_examples=150, deadline=None)
 @given(symmetric(), st.sampled_from(ORDERS))
-def test_star_colourings_are_valid(held: list[list[bool]], order: str) -> None:
+def test_star_colorings_are_valid(held: list[list[bool]], order: str) -> None:
     n = len(held)
     pattern = pattern_of([(i, j) for i in range(n) for j in range(n) if held[i][j]], (n, n))
     for colors in (color(pattern, "star", order=order), *(way.run(pattern) for way in coloring._STAR)):
@@ -61,7 +61,7 @@ def test_star_colourings_are_valid(held: list[list[bool]], order: str) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=7), st.sampled_from(ORDERS))
-def test_column_and_row_colourings_are_valid(held: list[list[bool]], order: str) -> None:
+def test_column_and_row_colorings_are_valid(held: list[list[bool]], order: str) -> None:
     pattern = pattern_of([(i, j) for i, row in enumerate(held) for j, t in enumerate(row) if t], (len(held), 6))
     assert is_column_coloring(held, color(pattern, "columns", order=order).tolist())
     turned = [list(column) for column in zip(*held, strict=True)]
@@ -76,7 +76,7 @@ def test_a_pattern_holds_whole_numbers_of_64_bits(dtype: torch.dtype) -> None:
     assert found.columns.tolist() == [3, 200]
 
 
-def test_a_jacobian_is_coloured_by_rows_or_by_columns_whichever_takes_fewer() -> None:
+def test_a_jacobian_is_colored_by_rows_or_by_columns_whichever_takes_fewer() -> None:
     chance, kinds = random.Random(0), set()
     for _ in range(100):
         pattern = pattern_of([(i, j) for i in range(8) for j in range(8) if chance.random() < 0.5], (8, 8))
@@ -138,14 +138,14 @@ def test_blocks_and_diagonals() -> None:
 
 
 def test_trees_take_few() -> None:
-    """Any tree has a star colouring in three (Fertin, Raspaud, Reed, 2004); greedily in not many more."""
+    """Any tree has a star coloring in three (Fertin, Raspaud, Reed, 2004); greedily in not many more."""
     draw = random.Random(0)
     edges = [(i, draw.randrange(i)) for i in range(1, 300)]
     tree = pattern_of([*edges, *[(j, i) for i, j in edges]], (300, 300))
     assert count(tree) <= 5
 
 
-# --- graphs whose numbers of colours are known ------------------------------------------------------------------------
+# --- graphs whose numbers of colors are known ------------------------------------------------------------------------
 
 Edges = list[tuple[int, int]]
 
@@ -180,7 +180,7 @@ PETERSEN = [*cycle(5), *[(i, i + 5) for i in range(5)], *[(5 + i, 5 + (i + 2) % 
 BINARY_TREE = [(i, (i - 1) // 2) for i in range(1, 63)]
 
 KNOWN: dict[str, tuple[Edges, int, int]] = {
-    # edges; star chromatic number; colours of columns: the chromatic number of the square of the graph
+    # edges; star chromatic number; colors of columns: the chromatic number of the square of the graph
     "path": (path(10), 3, 3),
     "cycle of 4": (cycle(4), 3, 4),
     "cycle of 5": (cycle(5), 4, 5),
@@ -207,7 +207,7 @@ def symmetric_pattern(edges: Edges) -> Pattern:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_as_many_colours_as_are_needed(name: str) -> None:
+def test_as_many_colors_as_are_needed(name: str) -> None:
     """Stars: paths, cycles, K(m, n), trees and lattices by Fertin, Raspaud, Reed (2004), J. Graph Theory 47(3),
     doi:10.1002/jgt.20029; columns: one more than the largest degree at least, 2^k for a cube of 2^k - 1 dimensions
     (Wan, 1997, J. Comb. Optim. 1(2)). All of 16 vertices or fewer were also found by exhaustive search.
@@ -228,7 +228,7 @@ def test_lattices(m: int, n: int, star: int) -> None:
     assert 5 <= count(pattern, "columns") <= 7
 
 
-# --- far more neighbours than most ------------------------------------------------------------------------------------
+# --- far more neighbors than most ------------------------------------------------------------------------------------
 
 
 def several_arrows(n: int, heads: list[int]) -> Pattern:
@@ -236,8 +236,8 @@ def several_arrows(n: int, heads: list[int]) -> Pattern:
     return pattern_of(sorted(pairs | {(j, i) for i, j in pairs}), (n, n))
 
 
-def test_crowded_vertices_have_their_own_colours() -> None:
-    """Three heads that are not neighbours of each other: in one colour, they would make all others differ."""
+def test_crowded_vertices_have_their_own_colors() -> None:
+    """Three heads that are not neighbors of each other: in one color, they would make all others differ."""
     pattern = several_arrows(300, [0, 100, 299])
     colors = color(pattern).tolist()
     assert len(set(colors)) == 4
@@ -249,7 +249,7 @@ def test_crowded_vertices_have_their_own_colours() -> None:
 # --- large matrices ---------------------------------------------------------------------------------------------------
 
 
-def test_a_large_matrix_is_coloured_in_the_way_that_is_best_on_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_matrix_is_colored_in_the_way_that_is_best_on_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coloring, "PART", 30)
     held = grid(9, FIVE).to_torch().to_dense().tolist()
     assert is_star_coloring(held, color(grid(9, FIVE)).tolist())
@@ -265,7 +265,7 @@ def test_a_large_matrix_is_coloured_in_the_way_that_is_best_on_a_part(monkeypatc
     [("star", (60, 60))]
     + [(kind, shape) for kind in ("columns", "rows") for shape in [(60, 60), (60, 30), (30, 60), (60, 15), (15, 60)]],
 )
-def test_many_columns_are_coloured_in_the_way_that_is_best_on_the_first(
+def test_many_columns_are_colored_in_the_way_that_is_best_on_the_first(
     kind: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The part is what a dense matrix is cut to; all ways see it, and the best of them alone sees the whole."""
@@ -327,17 +327,17 @@ def test_seeds_are_sums_of_unit_vectors() -> None:
     assert found.tolist() == [[1, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1]]
 
 
-def test_colours_that_do_not_tell_entries_apart_are_never_read_off() -> None:
+def test_colors_that_do_not_tell_entries_apart_are_never_read_off() -> None:
     from hodiff.sparse import _coloring
 
-    path, pair = banded(4, 1), torch.tensor([0, 1, 0, 1])  # a path of four vertices in two colours
+    path, pair = banded(4, 1), torch.tensor([0, 1, 0, 1])  # a path of four vertices in two colors
     for recover in (_coloring.symmetric, _coloring.by_columns, _coloring.by_rows):
         with pytest.raises(AssertionError, match=r"does not separate entry \(\d, \d\)"):
             recover(path, pair)
 
 
 def test_a_vertex_is_crowded_from_twenty_times_what_is_usual() -> None:
-    """And more than 64 neighbours."""
+    """And more than 64 neighbors."""
     assert coloring._crowded(torch.tensor([5] * 9 + [101])).tolist() == [False] * 9 + [True]
     assert not coloring._crowded(torch.tensor([5] * 9 + [100])).any()
     assert coloring._crowded(torch.tensor([1] * 9 + [64, 65])).tolist() == [False] * 10 + [True]

@@ -64,7 +64,7 @@ def test_a_jacobian_of_a_container() -> None:
     close(hodiff.sparse_jacobian(CONTAINER, X, check=True).to_dense(), torch.cat(rows))
 
 
-def test_several_colours_of_few_rows() -> None:
+def test_several_colors_of_few_rows() -> None:
     f = lambda x: torch.stack([x[:6].prod(), x[4:].prod(), x[8:].prod()])
     plan = plan_jacobian(f, X)
     assert (plan.kind, plan.products, plan.shape) == ("rows", 2, (3, 12))
@@ -72,7 +72,7 @@ def test_several_colours_of_few_rows() -> None:
 
 
 def test_rows_or_columns_whichever_are_fewer() -> None:
-    """One full row takes n colours of columns; one full column n colours of rows."""
+    """One full row takes n colors of columns; one full column n colors of rows."""
     full_row = plan_jacobian(lambda x: torch.cat([x**2, x.sum()[None] ** 2]), X)
     full_column = plan_jacobian(lambda x: x * x[0], X)
     assert (full_row.kind, full_row.products) == ("rows", 2)

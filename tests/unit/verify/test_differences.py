@@ -32,7 +32,7 @@ def test_each_extrapolation_takes_away_its_order(power, levels):
     assert abs(slope(lambda t: t**power + t, 0.5, levels=levels).value - 1) < 1e-12
 
 
-def test_the_error_is_told_by_both_neighbours():
+def test_the_error_is_told_by_both_neighbors():
     """Of t^5 + t the third column is exact, and differs from the second by 6e-5."""
     assert slope(lambda t: t**5 + t, 0.5, levels=4).error < 1e-13
 
