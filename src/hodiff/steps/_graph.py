@@ -454,8 +454,8 @@ def compiled(traced: fx.GraphModule, stand_ins: Sequence[Any], backend: str) -> 
 
         # PyTorch's cache takes kernels for vectors of one width for those of another
         tag = f"{_private.compiler.config.cache_key_tag} {torch.backends.cpu.get_cpu_capability()}"
-        ours = settings.patch(fallback_random=True), _private.compiler.config.patch(cache_key_tag=tag)
-        with ours[0], ours[1], _settings.grad_mode(False):
+        kept = _private.compiler.config.patch(cache_key_tag=tag)
+        with settings.patch(fallback_random=True), kept, _settings.grad_mode(False):
             try:
                 return standalone_compile(traced, list(stand_ins), dynamic_shapes="from_tracing_context")
             except (exc.InductorError, UnicodeDecodeError) as error:  # no compiler; an ASCII locale
