@@ -253,9 +253,8 @@ class CompiledStep(Unlike):
         from hodiff.steps._graph import StepGraph
 
         graph = StepGraph(module, given, self._backend, MARK)
-        report = self.report
-        report.graphs += 1
-        report.operations, report.order = graph.operations, graph.order
+        self.report.graphs += 1
+        self.report.operations, self.report.order = graph.operations, graph.order
         return graph
 
     def _replay(self, graph: StepGraph, inputs: tuple[Any, ...]) -> Any:
@@ -337,8 +336,7 @@ class HandOver(torch.autograd.Function):
                 "create_graph=True. Take the further derivative inside the loss, or differentiate "
                 "the loss itself."
             )
-        gradients: Any = ctx.saved_tensors[: ctx.count]
-        return None, None, *_foreach._foreach_mul(gradients, factors[0].reshape(()))
+        return None, None, *_foreach._foreach_mul(ctx.saved_tensors[: ctx.count], factors[0].reshape(()))
 
 
 # --- DistributedDataParallel: gradients are reduced only after its own forward ----------------------------------------

@@ -452,7 +452,10 @@ def compiled(traced: fx.GraphModule, stand_ins: Sequence[Any], backend: str) -> 
         import torch._inductor.config as settings
         from torch._inductor import exc, standalone_compile
 
-        with settings.patch(fallback_random=True), _settings.grad_mode(False):
+        # PyTorch's cache takes kernels for vectors of one width for those of another
+        tag = f"{_private.compiler.config.cache_key_tag} {torch.backends.cpu.get_cpu_capability()}"
+        kept = _private.compiler.config.patch(cache_key_tag=tag)
+        with settings.patch(fallback_random=True), kept, _settings.grad_mode(False):
             try:
                 return standalone_compile(traced, list(stand_ins), dynamic_shapes="from_tracing_context")
             except (exc.InductorError, UnicodeDecodeError) as error:  # no compiler; an ASCII locale

@@ -96,6 +96,7 @@ BY_INDUCTOR = [
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch._prims_common.check. is deprecated:FutureWarning")  # inductor's own calls
 @pytest.mark.parametrize("kind", BY_INDUCTOR if RELEASE[:2] == (2, 13) else BY_INDUCTOR[:6])
 def test_a_step_by_inductor(kind: str) -> None:
     net, loss = NETS["tanh"](), KINDS[kind]
@@ -107,6 +108,23 @@ def test_a_step_by_inductor(kind: str) -> None:
         _, by_name = hodiff.value_and_grad(loss, copy.deepcopy(net), args=(x,))
         ours = [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
         assert off(ours, list(by_name.values())) <= 1e-10
+
+
+def test_kernels_are_kept_for_one_vector_width(monkeypatch) -> None:
+    """The key of PyTorch's cache lacks it: a loop over 8 numbers at a time was taken for one over 4."""
+    inductor = pytest.importorskip("torch._inductor")
+    tags = []
+
+    def noted(traced, *args: object, **kwargs: object):
+        tags.append(torch.compiler.config.cache_key_tag)
+        return traced
+
+    monkeypatch.setattr(inductor, "standalone_compile", noted)
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "theirs")
+    for width in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda width=width: width)
+        hodiff.compile_step(plain, NETS["tanh"](), fallback="raise")(torch.randn(5, 3))
+    assert tags == ["theirs AVX2", "theirs AVX512"] and torch.compiler.config.cache_key_tag == "theirs"
 
 
 @pytest.mark.slow
