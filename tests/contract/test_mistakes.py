@@ -346,7 +346,7 @@ NOTED = {
         lambda: hodiff.LevenbergMarquardt(lambda mod, b: (mod(b[0]) - b[1])[:, 0], m).step(
             torch.utils.data.DataLoader([1.0])
         ),
-        r"^hodiff called residuals\[0\] with this batch: a DataLoader\.$",
+        r"hodiff called residuals\[0\] with this batch: a DataLoader\.",
     ),
     "NumPy in f": (lambda: hodiff.grad(lambda z: np.sin(z).sum(), x), r"NumPy has no derivatives; use PyTorch's"),
 }
@@ -378,7 +378,7 @@ def test_a_mistake_of_another_kind_is_told(mistake):
 @pytest.mark.parametrize("mistake", NOTED)
 def test_an_error_of_a_function_is_noted(mistake):
     call, words = NOTED[mistake]
-    with pytest.raises((TypeError, AttributeError, RuntimeError)) as caught:
+    with pytest.raises((TypeError, AttributeError, RuntimeError), match=words) as caught:
         call()
     (note,) = caught.value.__notes__
     assert re.search(words, note)

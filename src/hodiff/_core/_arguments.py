@@ -160,7 +160,7 @@ class Unlike(ABC):
             raise NoAttribute(f"{kind(self)} has no attribute {name!r}: {self._instead(name)}")
 
         def __format__(self, spec: str) -> str:
-            """A number's format."""
+            """Refuse the format of a number."""
             if spec:
                 raise InputError(f"{kind(self)} has no format {spec!r}: {self._instead('__format__')}")
             return str(self)

@@ -39,8 +39,8 @@ def names(
         if name in homes:
             return import_module(f"{package}.{name}")
         if name not in home:
-            places = [at for at in beside if name in import_module(f"{package}.{at}").__all__][:1]
-            way = "".join(f"; write {package}.{at}.{name}" for at in places)
+            places = (f"{package}.{at}" for at in beside if name in import_module(f"{package}.{at}").__all__)
+            way = next((f"; write {at}.{name}" for at in places), "")
             raise AttributeError(f"module {package!r} has no attribute {name!r}{way}")
         value = namespace[name] = getattr(import_module(f"{package}.{home[name]}"), name)
         _compiled_callers.mark(value)

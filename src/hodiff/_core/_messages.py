@@ -376,16 +376,19 @@ LESS_MEMORY = (
 )
 
 
+_ADVICE_FOR_F = {
+    **dict.fromkeys(
+        ("leaf changed", "leaf's view changed", "hooked view changed", "view changed"),
+        "hodiff: f changes its argument in place; begin it with x = x.clone(), or pass lambda x: f(x.clone()).",
+    ),
+    "inference saved": "hodiff: f closes over a tensor created in inference_mode; clone it outside that mode first.",
+    "array": "hodiff: NumPy has no derivatives; use PyTorch's functions in f. After detach() x would be a constant.",
+}
+
+
 def advice_for_f(error: Exception) -> str | None:
     """A note for an exception from the user's function that our leaves provoked."""
-    kind = kind_of(error)
-    if kind in ("leaf changed", "leaf's view changed", "hooked view changed", "view changed"):
-        return "hodiff: f changes its argument in place; begin it with x = x.clone(), or pass lambda x: f(x.clone())."
-    if kind == "inference saved":
-        return "hodiff: f closes over a tensor created in inference_mode; clone it outside that mode first."
-    if kind == "array":
-        return "hodiff: NumPy has no derivatives; use PyTorch's functions in f. After detach() x would be a constant."
-    return None
+    return _ADVICE_FOR_F.get(kind_of(error))
 
 
 # --- which line, which variable: asked of whoever can say -------------------------------------------------------------

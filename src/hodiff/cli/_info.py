@@ -109,7 +109,7 @@ def _installed(name: str) -> bool:
 # docs/explain/operations.md is its page.
 
 
-WIDTH = 110
+WIDTH = 92
 
 
 class Sweep(NamedTuple):

@@ -177,14 +177,14 @@ def whats_more(screen: Screen) -> None:
     """Where to read on."""
     screen.heading("4  More, in these pages of the documentation")
     for what, page in PAGES.items():
-        screen.say(f"{what:<68}{page}")
+        screen.say(f"{what:<64}{page}")
 
 
 PAGES = {
     "which function do I need?": "choose/",
     "gradients, Jacobians, Hessians, products, nth derivatives": "api/calculus/",
     "gradient penalties: WGAN-GP, R1, eikonal, score matching": "api/penalties/",
-    "curvature without the matrix: eigenvalues, traces, solves, Newton": "api/curvature/",
+    "curvature without the matrix: eigenvalues, traces, Newton": "api/curvature/",
     "fields and PINNs, by Taylor mode: Laplacian, divergence, u_xxy": "api/fields/",
     "sparse Hessians and Jacobians of very many variables": "api/sparse/",
     "through solutions and through the steps of an optimizer": "api/implicit/",
@@ -267,7 +267,7 @@ class Screen:
 
     @staticmethod
     def _line(label: str, got: str, expected: str, state: str = "", remark: str = "") -> None:
-        print(f"{label:<54}{got:>11}{expected:>11}  {state:<7}{remark}".rstrip())
+        print(f"{label:<51}{got:>9}{expected:>10}  {state:<7}{remark}".rstrip())
 
 
 def agree(got: float, expected: float, tolerance: float) -> bool:

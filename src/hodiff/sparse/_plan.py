@@ -73,7 +73,7 @@ class Plan(_arguments.Unlike):
         """A plan of the lower triangle alone: what interior-point solvers take of a Hessian."""
         held = self.rows >= self.columns
         part = Plan.__new__(Plan)
-        part.__dict__.update(self.__dict__)
+        vars(part).update(vars(self))
         remarks = self.pattern.without_rule, self.pattern.values_read
         part.pattern = Pattern(self.rows[held], self.columns[held], self.shape, *remarks)
         part.place = self.place[held]
