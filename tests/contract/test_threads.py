@@ -442,6 +442,7 @@ DISCIPLINE = {
     "_core._refusals.said": OWN,
     "_core._reverse._cleared": GROWS,
     "_core._reverse._without_functions": GROWS,
+    "_core._settings._flagged": LOCKED,
     "_core._settings._lost": ONE_STEP,
     "_core._settings.eager": LOCKED,
     "_core._settings.no_cudnn": LOCKED,

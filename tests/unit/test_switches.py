@@ -12,6 +12,7 @@ from hodiff._core import _call, _hooks, _kernels, _locks, _settings
 from hodiff._core._call import call
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._settings import Counted
+from tests.support.limits import in_threads
 
 
 def asked(passes, create_graph=False):
@@ -262,3 +263,28 @@ def test_cudnn_is_switched_back(monkeypatch):
             assert not torch.backends.cudnn.enabled
             _settings.undo_all(undo)
             assert torch.backends.cudnn.enabled is wanted
+
+
+def test_modes_of_threads_that_overlap_leave_no_flag() -> None:
+    """PyTorch keeps for the whole process whether a mode is on; a flag that stays on keeps Dynamo from compiling."""
+
+    class Mode(_settings.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **kwargs or {})
+
+    before, inside, first_left = _settings._flags(), threading.Barrier(2), threading.Event()
+
+    def first() -> None:
+        with _settings.on(Mode()):
+            inside.wait(10)
+        first_left.set()
+
+    def second() -> None:
+        with _settings.on(Mode()):
+            with _settings.on(Mode()):
+                inside.wait(10)
+                assert first_left.wait(10)
+            assert _settings._flags() != before  # one of its modes is still on
+
+    in_threads(first, second)
+    assert _settings._flags() == before

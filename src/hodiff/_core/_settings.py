@@ -339,16 +339,34 @@ def take_off(mode: Any) -> None:
         _torch._push_on_torch_function_stack(other)
 
 
+def _flags() -> dict[str, bool]:
+    """Whether a mode that sees operations is on, as PyTorch keeps it in Python: for the process, not for a thread."""
+    return {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+
+
+def _tell(flags: dict[str, bool]) -> None:
+    vars(_python_dispatch).update(flags)
+    for name, told in _TOLD.items():
+        told(flags[name])
+
+
+def _keep_flags(undo: Undo) -> None:
+    undo += [partial(_tell, _flags())]
+
+
+_flagged = Counted(_keep_flags)
+"""Of threads whose modes overlap the last puts back what the first found: else nothing compiles any more."""
+
+
 def _push_operations(mode: M, undo: Undo) -> M:
-    depth, module = _torch._len_torch_dispatch_stack(), _python_dispatch.__dict__
-    flags = {name: value for name, value in module.items() if name.startswith("_is_in_")}  # kept in Python, and in C
+    _flagged.enter(undo)
+    depth, flags = _torch._len_torch_dispatch_stack(), _flags()
 
     def leave() -> None:
         while _torch._len_torch_dispatch_stack() > depth:
             _torch._pop_torch_dispatch_stack(None)
-        module.update(flags)
-        for name, told in _TOLD.items():
-            told(flags[name])
+        if depth:
+            _tell(flags)
 
     undo += [leave]
     mode.__enter__()
