@@ -471,7 +471,7 @@ REPORTS = {
     ),
     "dehazing_losses_together": Report(
         "changed in place",
-        "self.gen.net.2.weight, self.gen.net.2.bias and 2 more hold what",
+        "self.gen.net.2.weight, self.gen.net.2.bias and 2 more still holds what",
         "self.dis_optimizer.step()",
         swap(
             "        dis_fake = self.disc(outputs)\n",
