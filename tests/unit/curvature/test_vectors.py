@@ -66,9 +66,11 @@ def test_an_operator_is_no_array(case: Case) -> None:
     for convert in (np.asarray, np.array, lambda H: np.array([H, H]), lambda H: np.linalg.norm(H)):
         with pytest.raises(TypeError, match=r"is not an array.*H\.to_scipy\(\).*H\.dense\(\)\.numpy\(\)"):
             convert(H)
-    with pytest.raises(InputError, match="not a function or a number"):
+    with pytest.raises(hodiff.InputError, match="not a function or a number"):
         float(H)
-    with pytest.raises((TypeError, RuntimeError, InputError), match=f"{type(H).__name__}|not a function or a number"):
+    with pytest.raises(
+        (TypeError, RuntimeError, hodiff.InputError), match=f"{type(H).__name__}|not a function or a number"
+    ):
         torch.as_tensor(H)
     ones = np.ones(len(dense.T))
     np.testing.assert_allclose(
