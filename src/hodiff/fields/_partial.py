@@ -287,18 +287,18 @@ def _mixed(call: FieldCall, index: Index) -> dict[Index, Any]:
         # An inner expansion that is not recorded would cut its point off from the outer ones.
         record = call.record or level > 0
         outputs, expansion = _pushforward.push(lambda y: expand(level + 1, y), [x], seeds, power, record=record)
-        found = [_pushforward.coefficients(output, expansion) for output in outputs]
+        expanded = [_pushforward.coefficients(output, expansion) for output in outputs]
         factor = _pushforward.factorials(power, call.x.dtype)
-        parts = [series[0] for series in found]
-        return parts + [entry(series, k, 1)[0] * factor[k] for k in range(1, power + 1) for series in found]
+        parts = [series[0] for series in expanded]
+        return parts + [entry(series, k, 1)[0] * factor[k] for k in range(1, power + 1) for series in expanded]
 
     # apart: in one tensor, a derivative would depend on all that others depend on
-    found = expand(0, call.x)
-    _arguments.check_rows(found[0], call.batch)
+    derivatives = expand(0, call.x)
+    _arguments.check_rows(derivatives[0], call.batch)
     keys: list[Index] = [()]
     for axis, power in reversed(powers):
         keys = [tuple(sorted((axis,) * k + key)) for k in range(power + 1) for key in keys]
-    return dict(zip(keys, found, strict=True))
+    return dict(zip(keys, derivatives, strict=True))
 
 
 @_compiled_callers.traced
