@@ -310,6 +310,13 @@ M: Any
 M, TRAINING = net(), net(nn.BatchNorm1d(4))
 LEAF = X.clone().requires_grad_()
 DOUBLE = 2 * LEAF
+WEIGHT = M[0].weight
+
+
+def beside(m: Any) -> Tensor:
+    return of_module(m) * WEIGHT.sum()
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "Function": (lambda: hodiff.grad(lambda z: Cubed.apply(M(z)).sum(), X, **KEEP), "autograd.Function"),
     "bypass": (lambda: hodiff.grad(lambda z: (M(z) * LEAF).sum(), LEAF, **KEEP), "other than through its argument"),
@@ -330,6 +337,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             (6, True, "past its argument"),
         )
     },
+    "beside its module": (lambda: hodiff.grad(beside, M), "reaches 0.weight other than through its argument"),
+    "beside its module, second": (lambda: hodiff.hvp(beside, M, like(M), **KEEP), "other than through its argument"),
+    "beside its module, further down": (
+        lambda: hodiff.grad(lambda m: tensors(hodiff.grad(beside, m, **KEEP))[0].sum(), M),
+        "other than through its argument",
+    ),
     "parameter": (lambda: hodiff.grad(lambda w: M(X).sum() * w.sum(), M[0].weight), "other than through its argument"),
     "in place": (lambda: hodiff.grad(lambda z: M(z.mul_(2)).sum(), X), "in place"),
     "buffers": (lambda: hodiff.grad(lambda z: TRAINING(z).square().sum(), X), "changes a buffer"),
@@ -369,6 +382,7 @@ if RELEASE >= (2, 15):  # which has that second derivative
 
 WEIGHTED = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).double()
 RAISES = {
+    "beside its module", "beside its module, second", "beside its module, further down",
     "bypass", "bypass, detached", "parameter", "in place", "inside vmap", "inside torch.func", "nothing", "strict",
     "no second derivative", "constant", "entries mix",
 } | {name for name in REFUSED if name.startswith("bypass, order")}  # fmt: skip
@@ -379,7 +393,7 @@ OUTSIDE = {"in place": "in-place|in place"} | {
 SHOWN = {
     "bypass, order 2, create_graph=False, leaf", "bypass, order 3, create_graph=True, parameter",
     "bypass, order 6, create_graph=True, constant",
-    "Function", "bypass", "buffers", "entries mix", "eigenvalues", "penalty inside",
+    "Function", "beside its module", "bypass", "buffers", "entries mix", "eigenvalues", "penalty inside",
 }  # fmt: skip
 
 

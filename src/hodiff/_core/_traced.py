@@ -3,8 +3,7 @@
 `OutputGraph` and the passes are the same for all public functions, so these forms of them serve all.
 A graph is judged as outside, by what autograd records of the tracer's stand-ins for tensors: these
 have shapes, dtypes and graphs, and no numbers. Where a judgment needs numbers, the trace ends, in
-words. Parameters of a module are not replaced: no pass of a traced region runs their hooks, or
-writes to them.
+words.
 """
 
 from __future__ import annotations
@@ -376,11 +375,28 @@ def leave(self: Any, *error: object) -> None:
 
 
 def _leaves(call: Any) -> list[Tensor]:
-    """Parameters of modules are their own leaves, for `f` finds them in the module."""
-    own: set[int] = set()
-    for part in call.where.module_slices:
-        own.update(range(part.start, part.start + len(part.names)))
-    return [x if number in own else _leaf(x, call.create_graph) for number, x in enumerate(call.where.tensors)]
+    """A view of each parameter; those of RNNs, which keep a list of them as well, are their own leaves."""
+    lent = {number for _, _, number in _slots(call)}
+    own = {n for part in call.where.module_slices for n in range(part.start, part.start + len(part.names))} - lent
+    return [
+        x if number in own else _leaf(x, call.create_graph or number in lent)
+        for number, x in enumerate(call.where.tensors)
+    ]
+
+
+def _slots(call: Any) -> list[tuple[Any, str, int]]:
+    """Where `f` finds the leaves of modules, RNNs left out. No other leaf's identity is read: that has a guard."""
+    numbers = {
+        id(call.where.tensors[number]): number
+        for part in call.where.module_slices
+        for number in range(part.start, part.start + len(part.names))
+    }
+    return [
+        (module._parameters, name, numbers[id(x)])
+        for part in call.where.module_slices
+        for module, name, _, x in part.assembly.slots
+        if id(x) in numbers and not isinstance(module, nn.RNNBase)
+    ]
 
 
 def _leaf(tensor: Tensor, connected: bool) -> Tensor:
@@ -393,6 +409,9 @@ def _run(call: Any, leaves: list[Tensor], exact: int) -> tuple[Any, int]:
     for buffers, originals in theirs:
         for name in originals:
             buffers[name] = _copied(originals[name])
+    for parameters, name, number in _slots(call):
+        theirs += [(parameters, {name: parameters[name]})]
+        parameters[name] = leaves[number]
     functions = functions_traced()
     argument = call.where.argument(leaves)
     points = argument if call.unpack_point else (argument,)

@@ -278,26 +278,27 @@ def _mixed(call: FieldCall, index: Index) -> dict[Index, Any]:
     powers = sorted(Counter(index).items())
     units = _pushforward.units(call.x, call.batch_ndim)
 
-    def expand(level: int, x: Any) -> Any:
-        """A stack of the derivatives by the coordinates from `level` on, all those up to their powers."""
+    def expand(level: int, x: Any) -> list[Any]:
+        """The derivatives by the coordinates from `level` on, all those up to their powers."""
         if level == len(powers):
-            return call.f(x, *call.args, **(call.kwargs or {})).unsqueeze(0)
+            return [call.f(x, *call.args, **(call.kwargs or {}))]
         axis, power = powers[level]
         seeds = [[units[axis : axis + 1]]]
         # An inner expansion that is not recorded would cut its point off from the outer ones.
         record = call.record or level > 0
-        output, expansion = _pushforward.push(lambda y: expand(level + 1, y), [x], seeds, power, record=record)
-        series = _pushforward.coefficients(output, expansion)
+        outputs, expansion = _pushforward.push(lambda y: expand(level + 1, y), [x], seeds, power, record=record)
+        expanded = [_pushforward.coefficients(output, expansion) for output in outputs]
         factor = _pushforward.factorials(power, call.x.dtype)
-        parts = [series[0], *(entry(series, k, 1)[0] * factor[k] for k in range(1, power + 1))]
-        return torch.cat(parts, 0)
+        parts = [series[0] for series in expanded]
+        return parts + [entry(series, k, 1)[0] * factor[k] for k in range(1, power + 1) for series in expanded]
 
-    stacked = expand(0, call.x)
-    _arguments.check_rows(stacked[0], call.batch)
+    # apart: in one tensor, a derivative would depend on all that others depend on
+    derivatives = expand(0, call.x)
+    _arguments.check_rows(derivatives[0], call.batch)
     keys: list[Index] = [()]
     for axis, power in reversed(powers):
         keys = [tuple(sorted((axis,) * k + key)) for k in range(power + 1) for key in keys]
-    return dict(zip(keys, stacked.unbind(0), strict=True))
+    return dict(zip(keys, derivatives, strict=True))
 
 
 @_compiled_callers.traced

@@ -237,11 +237,26 @@ def forget() -> None:
         gc.collect()
 
 
+_REASONS = {
+    r"expression .*\bzuf\d": (
+        "a Python number that it reads has changed, and what runs would depend on the new one; keep it, or write "
+        "torch.tensor(number) where a tensor can stand"
+    ),
+    r"(Unsupported|setattr\(\) on) Tensor\.requires_grad": (
+        "it sets requires_grad on a tensor from outside of it; begin with x = x.detach().requires_grad_(), or pass "
+        "a tensor that requires grad"
+    ),
+}
+"""Ours for words of PyTorch's that say nothing to a caller: `zuf0` is a number that changes."""
+
+
 def reason(error: BaseException) -> str:
     """What kept a step from being compiled, in a line."""
     inner = getattr(error, "inner_exception", None) or error.__cause__
     if isinstance(inner, NotCompiled):
         return str(inner)
+    if told := [words for pattern, words in _REASONS.items() if re.search(pattern, str(error))]:
+        return told[0]
     if inner is not None and not isinstance(error, exc.Unsupported):
         error = inner
     first, _, text = str(error).partition("\n")

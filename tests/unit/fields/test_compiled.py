@@ -62,6 +62,39 @@ def test_in_one_graph_as_in_eager_mode(name, create_graph, nets):
         agree(*(torch.autograd.grad(part.square().sum(), weight)[0] for part in parts))
 
 
+UNUSED = {(0, 0, 1): [3, 4], (0, 1): [3, 4], (0,): [3], (1,): [3]}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("method", ["auto", "jets", "reverse"])
+def test_a_mixed_derivative_depends_on_no_more_than_by_nested_passes(method, compiled, nets):
+    """What the value alone depends on, or another derivative, has no gradient: None, not zeros."""
+    x, scale = torch.randn(5, 3, dtype=D), torch.ones(1, dtype=D, requires_grad=True)
+    f = lambda x: nets[0](x) + x[:, :1] * scale
+    call = lambda: [*hodiff.partials(f, x, [*UNUSED], method=method)]
+    wanted = (*nets[0].parameters(), scale)
+    found = torch.compile(call, fullgraph=method != "reverse", backend="eager")() if compiled else call()
+    for (index, unused), derivative in zip(UNUSED.items(), found, strict=True):
+        theirs = by_hand(f, x, index)
+        agree(derivative, theirs)
+        ours, theirs = (
+            torch.autograd.grad(u.square().sum(), wanted, retain_graph=True, allow_unused=True)
+            for u in (derivative, theirs)
+        )
+        for gradients in (ours, theirs):
+            assert [number for number, each in enumerate(gradients) if each is None] == unused
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine is None or agree(mine, other) is None
+
+
+def by_hand(f, x, index):
+    x = x.clone().requires_grad_()
+    u = f(x)
+    for axis in index:
+        u = torch.autograd.grad(u.sum(), x, create_graph=True)[0][:, axis : axis + 1]
+    return u
+
+
 def test_a_result_that_is_not_recorded_is_new_memory():
     """While compiling no addresses can be compared."""
     x = torch.ones(2, 3, dtype=D)

@@ -311,6 +311,59 @@ def test_a_reason_is_said_where_dynamo_explains_nothing() -> None:
     assert step.report.eager == 1
 
 
+def _marked(x: Tensor) -> Tensor:
+    x.requires_grad = True
+    return x
+
+
+@pytest.mark.parametrize("mark", [Tensor.requires_grad_, _marked])
+def test_a_tensor_marked_in_the_loss_has_a_reason_and_a_way_out(mark) -> None:
+    net = NETS["tanh"]()
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        x = mark(x)
+        return torch.autograd.grad(net(x).sum(), x, create_graph=True)[0].square().mean() + net(x).mean()
+
+    step = hodiff.compile_step(loss, net, backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match=r"sets requires_grad on a tensor from outside .*x\.detach\(\)"):
+        value = step(torch.ones(2, 3))
+    assert value == forces(net, torch.ones(2, 3)) and step.report.eager == 1
+    out = hodiff.compile_step(forces, net, backend="replay", fallback="raise")  # begins as the reason says
+    assert out(torch.ones(2, 3)) == value
+
+
+@pytest.mark.parametrize("number", [lambda lr: lr, torch.tensor])
+def test_a_learning_rate_read_from_an_optimizer_may_vary(number) -> None:
+    net = NETS["tanh"]()
+    group = torch.optim.SGD(net.parameters(), lr=0.1).param_groups[0]
+
+    def scaled(net: nn.Module, x: Tensor) -> Tensor:
+        return net(x).square().mean() * number(group["lr"])
+
+    def power(net: nn.Module, x: Tensor) -> Tensor:
+        return net(x).abs().pow(number(group["lr"])).mean()
+
+    for loss in (scaled, power):
+        step = hodiff.compile_step(loss, net, backend="replay")
+        for lr in (0.1, 0.05, 0.02):
+            group["lr"] = lr
+            assert off([step(torch.ones(2, 3)).detach()], [loss(net, torch.ones(2, 3)).detach()]) <= 1e-14
+        if loss is power and number is not torch.tensor and RELEASE < (2, 14):
+            assert "torch.tensor(number)" in step.report.reasons[0]
+        else:
+            assert not step.report.reasons
+
+
+def test_a_probability_that_varies_has_a_reason() -> None:
+    net = nn.Sequential(nn.Dropout(0.5), NETS["tanh"]())
+    step = hodiff.compile_step(plain, net, backend="replay")
+    step(torch.ones(2, 3))
+    net[0].p = 0.25
+    with pytest.warns(hodiff.HodiffWarning, match="a Python number that it reads has changed"):
+        step(torch.ones(2, 3))
+    assert step.report.eager == 1
+
+
 def test_calls_are_held_against_eager_at_powers_of_two() -> None:
     net = NETS["tanh"]()
     step = hodiff.compile_step(plain, net, backend="replay")
