@@ -345,7 +345,7 @@ def _flags() -> dict[str, bool]:
 
 
 def _tell(flags: dict[str, bool]) -> None:
-    vars(_python_dispatch).update(flags)
+    _python_dispatch.__dict__.update(flags)
     for name, told in _TOLD.items():
         told(flags[name])
 
