@@ -297,6 +297,7 @@ ENTERED: dict[str, Call] = {
     "_core/_settings.py: Scope(enter)": _under(_bfloat16, lambda _: _with_data(memory_budget=0)),
     "_core/_settings.py: Scope(partial(push_calls, mode))": _of_inference,
     "_core/_settings.py: Scope(partial(_push_operations, mode))": CALLS["sparse_hessian, module in f"],
+    "_core/_settings.py: Counted(_keep_flags)": CALLS["sparse_hessian, module in f"],
     "_core/_settings.py: Counted(_eager)": _eager,
     "_core/_settings.py: Counted(_no_cudnn)": _entered(lambda: _settings.Scope(_settings.no_cudnn.enter)),
     "_core/_settings.py: Scope": _inspected,

@@ -14,6 +14,7 @@ from scipy.sparse import linalg as scipy_linalg
 from torch import nn
 
 import hodiff
+from tests.support.releases import STEPS
 
 D = torch.float64
 torch.manual_seed(0)
@@ -354,7 +355,9 @@ NOTED = {
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor")
-@pytest.mark.parametrize("mistake", TAUGHT)
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(name, marks=[STEPS] * (name == "a step for its value")) for name in TAUGHT]
+)
 def test_a_mistake_is_told(mistake):
     call, words = TAUGHT[mistake]
     with pytest.raises(hodiff.HodiffError, match=rf"(?s){words}"):
