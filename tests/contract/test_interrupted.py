@@ -10,6 +10,7 @@ The state is then put back when the context is forgotten, which is when the inte
 
 import ast
 import contextlib
+import functools
 import importlib
 import re
 import warnings
@@ -267,6 +268,9 @@ def _in_blocks(model: Model) -> object:
 
 
 _OF_STEPS = _entered(_settings_of_steps)
+_OF_INDUCTOR = _entered(
+    lambda: _settings.Scope(functools.partial(importlib.import_module("hodiff.steps._backends")._set_inductor, True))
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -315,6 +319,7 @@ ENTERED: dict[str, Call] = {
     "graph/_saved.py: Scope(_normal)": _inspected,
     "graph/_watch.py: Watch": CALLS["graph.watch"],
     "steps/_guards.py: Scope(_enter)": _OF_STEPS,
+    "steps/_backends.py: Scope(partial(_set_inductor, wrapper))": _OF_INDUCTOR,
     "steps/__init__.py: Scope(self._freeze)": _frozen,
     "sparse/_tracer.py: Counted(_watch)": CALLS["sparse_hessian, module in f"],
     "sparse/_tracer.py: Scope(enter)": CALLS["sparse_hessian, module in f"],

@@ -60,7 +60,11 @@ STANDING = {
     ("penalties._critic", "_ordinary", "RuntimeError"): "raised again where its text is not of `torch.vmap`",
     ("sparse._tracer", "sorted_unique", "(ImportError, RuntimeError)"): "PyTorch without NumPy",
     ("steps", "CompiledStep._compiled", "_guards.FAILED"): "what cannot be compiled: said why, and run eagerly",
-    ("steps._graph", "replayed", "_NotInterpreted"): "our own: the interpreter does not know it, Python runs the list",
+    (
+        "steps._backends",
+        "replayed",
+        "suppress(_NotInterpreted)",
+    ): "our own: the interpreter does not know it, Python runs the list",
     ("verify._blame", "_definition", "(OSError, TypeError, StopIteration)"): "a definition without source",
     ("verify._evaluation", "_variables", "TypeError"): "`inspect` knows no closure of what is not a function",
 }
@@ -113,6 +117,7 @@ def test_who_asks_what_a_failure_is():
         ("jets._dispatch", "_applied"),
         ("jets.rules.fallback", "_along"),
         ("sparse._tracer", "Tracer._decomposed"),
+        ("steps._backends", "_by_inductor"),
         ("verify._blame", "_held"),
         ("verify._check", "check_derivatives"),
         ("verify._blame", "_first_wrong"),

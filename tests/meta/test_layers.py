@@ -121,7 +121,7 @@ ONLY_IN = {
     # the first stands in for operators that are made with it; Dynamo follows it
     "torch.utils._pytree": ("_core._substitutes", "steps"),
     "torch.fx": ("_core._traced", "steps"),
-    "torch._inductor": ("steps._graph",),
+    "torch._inductor": ("steps._backends",),
     # Contexts that an interrupt leaves half done; `_settings` has what to use instead. The tour shows what users write.
     "torch.no_grad": ("cli._tour",),
     "torch.enable_grad": ("_core._traced",),

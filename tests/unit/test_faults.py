@@ -220,6 +220,25 @@ def stopped(stop: Callable[[], object]) -> Callable[[Tensor], Tensor]:
     return f
 
 
+@pytest.mark.skipif(_versions.RELEASE < (2, 13), reason="compiled steps need PyTorch 2.13")
+@pytest.mark.parametrize("error", [Limit, TimeoutError, RuntimeError])
+@pytest.mark.parametrize("at", ["make_fx", "standalone_compile"])
+def test_a_time_limit_passes_a_compilation(
+    at: str, error: type[Exception], alarm: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo makes its own exceptions of it, and inductor of those."""
+    from hodiff.steps import _graph
+
+    alarm(functools.partial(handler, error=error))
+    owner = _graph if at == "make_fx" else pytest.importorskip("torch._inductor")
+    uses = fail(monkeypatch, owner, at, 1, lambda: signal.raise_signal(signal.SIGUSR1))
+    w = torch.ones(2, requires_grad=True)
+    step = hodiff.compile_step(lambda w, x: (w * x).sum() ** 2, w)
+    with pytest.raises(error, match="time is up"):
+        step(X[:2].float())
+    assert uses == [1] and not step.report.reasons
+
+
 def test_a_time_limit_passes_an_explanation(alarm: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """f is called once more to find its line: that may be what takes too long."""
     alarm(functools.partial(handler, error=TimeoutError))

@@ -69,6 +69,11 @@ def test_importing_loads_no_operators_and_no_solutions():
     assert run(f"print({parts} & {{'hodiff.curvature', 'hodiff.implicit', 'hodiff.rules'}})") == "set()"
 
 
+def test_what_tools_look_for_loads_none_of_them():
+    """Doctest and inspect ask each object for a `__wrapped__`."""
+    assert run("print(hasattr(hodiff, '__wrapped__'), 'hodiff.implicit' in sys.modules)") == "False False"
+
+
 def test_they_are_there_when_they_are_asked_for():
     program = (
         "names = set(hodiff.__all__)\n"

@@ -39,7 +39,8 @@ def names(
         if name in homes:
             return import_module(f"{package}.{name}")
         if name not in home:
-            places = (f"{package}.{at}" for at in beside if name in import_module(f"{package}.{at}").__all__)
+            public = () if name[0] == "_" else beside  # doctest and inspect ask whether there is a `__wrapped__`
+            places = (f"{package}.{at}" for at in public if name in import_module(f"{package}.{at}").__all__)
             way = next((f"; write {at}.{name}" for at in places), "")
             raise AttributeError(f"module {package!r} has no attribute {name!r}{way}")
         value = namespace[name] = getattr(import_module(f"{package}.{home[name]}"), name)

@@ -36,6 +36,14 @@ Switch = Callable[[Undo], object]
 """Switches a setting; it is given where to note what restores it, before it does."""
 
 
+def assign(undo: Undo, target: Any, values: dict[str, Any]) -> None:
+    """Set attributes, or settings of PyTorch's."""
+    before = {name: getattr(target, name) for name in values}
+    undo += [partial(setattr, target, name, value) for name, value in before.items()]
+    for name, value in values.items():
+        setattr(target, name, value)
+
+
 class _Opened(threading.local):
     """What undoes each context of a thread that is open, the innermost last."""
 
@@ -344,6 +352,13 @@ def _flags() -> dict[str, bool]:
     return {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
 
 
+_TOLD = {
+    f"_is_in_any_mode_{name}": vars(_python_dispatch)[f"set_is_in_mode_{name}"]
+    for name in ("without_ignore_compile_internals",)
+    if f"set_is_in_mode_{name}" in vars(_python_dispatch)
+}
+
+
 def _tell(flags: dict[str, bool]) -> None:
     _python_dispatch.__dict__.update(flags)
     for name, told in _TOLD.items():
@@ -380,13 +395,6 @@ def take_off_absent() -> None:
         if mode is not None:
             take_off(mode)
     absent.modes = ()
-
-
-_TOLD = {
-    f"_is_in_any_mode_{name}": vars(_python_dispatch)[f"set_is_in_mode_{name}"]
-    for name in ("without_ignore_compile_internals",)
-    if f"set_is_in_mode_{name}" in vars(_python_dispatch)
-}
 
 
 class DispatchMode(TorchDispatchMode):

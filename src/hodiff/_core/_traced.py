@@ -350,10 +350,11 @@ def enter(self: Any) -> Any:
     _begin()
     if call.builds_graph:
         with torch.enable_grad():
-            self.leaves = _leaves(call)
-        value, exact = _run(call, self.leaves, 0)
+            slots = _slots(call)
+            self.leaves = _leaves(call, slots)
+        value, exact = _run(call, self.leaves, slots, 0)
         if exact:
-            value, _ = _run(call, self.leaves, exact)
+            value, _ = _run(call, self.leaves, slots, exact)
         self.outputs, self.aux = _graph.split(value) if call.has_aux else (value, None)
     else:
         self._check_tensors()
@@ -374,9 +375,12 @@ def leave(self: Any, *error: object) -> None:
     return None
 
 
-def _leaves(call: Any) -> list[Tensor]:
+_Slots = list[tuple[Any, str, int]]
+
+
+def _leaves(call: Any, slots: _Slots) -> list[Tensor]:
     """A view of each parameter; those of RNNs, which keep a list of them as well, are their own leaves."""
-    lent = {number for _, _, number in _slots(call)}
+    lent = {number for _, _, number in slots}
     own = {n for part in call.where.module_slices for n in range(part.start, part.start + len(part.names))} - lent
     return [
         x if number in own else _leaf(x, call.create_graph or number in lent)
@@ -384,7 +388,7 @@ def _leaves(call: Any) -> list[Tensor]:
     ]
 
 
-def _slots(call: Any) -> list[tuple[Any, str, int]]:
+def _slots(call: Any) -> _Slots:
     """Where `f` finds the leaves of modules, RNNs left out. No other leaf's identity is read: that has a guard."""
     numbers = {
         id(call.where.tensors[number]): number
@@ -403,13 +407,13 @@ def _leaf(tensor: Tensor, connected: bool) -> Tensor:
     return tensor.view_as(tensor) if connected and tensor.requires_grad else leaf_like(tensor)
 
 
-def _run(call: Any, leaves: list[Tensor], exact: int) -> tuple[Any, int]:
+def _run(call: Any, leaves: list[Tensor], slots: _Slots, exact: int) -> tuple[Any, int]:
     """What `f` returns, and the order up to which it has to be written out, where it was not and should be."""
     theirs = [(module._buffers, dict(module._buffers)) for module in _changing(call)]
     for buffers, originals in theirs:
         for name in originals:
             buffers[name] = _copied(originals[name])
-    for parameters, name, number in _slots(call):
+    for parameters, name, number in slots:
         theirs += [(parameters, {name: parameters[name]})]
         parameters[name] = leaves[number]
     functions = functions_traced()

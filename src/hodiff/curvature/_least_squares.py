@@ -167,6 +167,8 @@ class LevenbergMarquardt(Rateless):
         *("_search", "_tries", "_budget", "_warned", "last"),
     )
     _known: _Trial | None = None
+    _alone: Sequence[bool] = ()
+    """For which functions it is known that they take *where* alone, or a batch beside it."""
 
     def __init__(
         self,
@@ -232,14 +234,21 @@ class LevenbergMarquardt(Rateless):
                 f"{len(self._functions)}: one for each function of residuals (a batch of several tensors "
                 f"as a tuple), or None."
             )
-        for number, (function, batch) in enumerate(zip(self._functions, batches, strict=True)):
-            names, given = (("where",), "in step()") if batch is None else (("where", "batch"), "in step(batch)")
-            _data.check_signature(function, f"residuals[{number}]", names, given=given)
+        self._check_signatures([batch is None for batch in batches])
         with _locks.ThreadClaim(self):  # of several threads one steps
             known, self._known = self._known, None
             while (value := self._stepped(batches, known)) is None:
                 known = None
             return value
+
+    def _check_signatures(self, alone: list[bool]) -> None:
+        """Raise where a function does not take what it is given; looked at once, not in each step."""
+        if alone == self._alone:
+            return
+        for number, (function, without) in enumerate(zip(self._functions, alone, strict=True)):
+            names, given = (("where",), "in step()") if without else (("where", "batch"), "in step(batch)")
+            _data.check_signature(function, f"residuals[{number}]", names, given=given)
+        self._alone = alone
 
     def _stepped(self, batches: Sequence[Any], known: _Trial | None) -> Tensor | None:
         """One step; None where what is known beforehand is not what the residuals are now."""

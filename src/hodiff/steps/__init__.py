@@ -24,6 +24,7 @@ from hodiff._core import _settings, _tree, _versions
 from hodiff._core._arguments import Unlike, kind, outside
 from hodiff._core._call import tangents
 from hodiff._core._compiled_callers import uncompiled
+from hodiff._core._faults import interrupt_behind
 from hodiff._core._graph import split
 from hodiff._core._settings import Scope, Undo
 from hodiff._core._where import Selection, Where
@@ -227,6 +228,8 @@ class CompiledStep(Unlike):
         except Different as error:
             return self._for_once(str(error) or "torch.compile is switched off", args, kwargs)
         except _guards.FAILED as error:
+            if limit := interrupt_behind(_guards.inner(error) or error):
+                raise limit from None
             reason = _guards.reason(error)
         finally:
             self.report.seconds += time.perf_counter() - begun

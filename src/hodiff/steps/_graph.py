@@ -6,11 +6,9 @@ list in which nothing is differentiated any more: so `detach` is the identity th
 
 from __future__ import annotations
 
-import operator
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,17 +17,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hodiff._core import _settings
 from hodiff._core._substitutes import ExactNorms, weight_norm
+from hodiff.steps._backends import NotCompiled, compiled, replayed
 
-_torch: Any = torch._C
 _private: Any = torch
 _aten: Any = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 _BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
 _NORMS = {_private._weight_norm, weight_norm}
-
-
-class NotCompiled(Exception):
-    """Why a step is not compiled, in words that end a sentence."""
 
 
 lock = threading.RLock()
@@ -84,7 +78,10 @@ class StepGraph:
         self.eps = self._precision()
         traced.recompile()
         self.traced = traced
-        self.run = replayed(traced) if backend == "replay" else compiled(traced, stand_ins, backend)
+        if backend == "replay":
+            self.run = replayed(traced, in_script=not any(map(_acts_unseen, self.graph.nodes)))
+        else:
+            self.run = compiled(traced, stand_ins, backend)
         for node in [*nodes, *self.graph.nodes]:  # a tensor whose stand-in is kept cannot be swapped
             node.meta = {"stack_trace": node.meta.get("stack_trace")}
 
@@ -271,7 +268,7 @@ def _acts(node: fx.Node) -> bool:
 def _acts_unseen(node: fx.Node) -> bool:
     """Whether it acts in a way that no schema says: TorchScript leaves it out, or takes two reads for one."""
     writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-    idle = _acts(node) and not writes and not node.users
+    idle = node.op == "call_function" and _acts(node) and not writes and not node.users
     return idle or any(len(each.users) > 1 for each in _statistics(node))
 
 
@@ -338,130 +335,3 @@ def _plain(argument: Any) -> Any:
     if isinstance(argument, dict):
         return tuple((name, _plain(each)) for name, each in argument.items())
     return argument if isinstance(argument, fx.Node) else (type(argument), repr(argument))
-
-
-# --- what runs it -----------------------------------------------------------------------------------------------------
-
-
-def replayed(traced: fx.GraphModule) -> Callable[..., Any]:
-    """The list by TorchScript's interpreter as it stands; by Python, which is slower, where that lacks something."""
-    try:
-        run = _Script(traced).function()
-    except _NotInterpreted:
-        run = partial(type(traced).forward, traced)  # not by the module, which hands each call on three times
-
-    def replay(*inputs: Any) -> Any:
-        with _torch._AutoDispatchBelowAutograd():
-            return run(*inputs)
-
-    return replay
-
-
-class _NotInterpreted(Exception):
-    """An operation, or an argument, that TorchScript's interpreter does not know."""
-
-
-_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
-_INTEGERS = {operator.add: "add", operator.sub: "sub", operator.mul: "mul", operator.floordiv: "floordiv"}
-_CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, type(None))
-
-
-class _Script:
-    """A list of operations as a graph of TorchScript's, without its compiler: it runs in the same order."""
-
-    def __init__(self, traced: fx.GraphModule) -> None:
-        if not hasattr(_torch, "_create_function_from_graph"):
-            raise _NotInterpreted
-        self.traced, self.graph = traced, _torch.Graph()
-        self.values: dict[fx.Node, Any] = {}
-        for node in traced.graph.nodes:
-            if node.op == "call_function" and _acts_unseen(node):
-                raise _NotInterpreted
-            self.values[node] = getattr(self, node.op)(node)
-
-    def function(self) -> Callable[..., Any]:
-        """The function that runs the graph."""
-        self.graph.makeMultiOutputIntoTuple()
-        run = _torch._create_function_from_graph("step", self.graph)
-        run._set_ignore_amp(True)  # the list holds its casts
-        return run
-
-    def placeholder(self, node: fx.Node) -> Any:
-        """An input: a tensor, or a size."""
-        value = self.graph.addInput()
-        if not isinstance(node.meta["val"], Tensor):
-            value.setType(_torch.IntType.get())
-        return value
-
-    def get_attr(self, node: fx.Node) -> Any:
-        """A constant of the graph."""
-        return self.graph.insertConstant(getattr(self.traced, str(node.target)))
-
-    def output(self, node: Any) -> None:
-        """The results of the graph."""
-        for each in node.args[0]:
-            self.graph.registerOutput(self.value(each, _torch.TensorType.get()))
-
-    def call_function(self, node: Any) -> Any:
-        """An operation, with all arguments that its schema has."""
-        schema = getattr(node.target, "_schema", None)
-        integer, tensor = _torch.IntType.get(), _torch.TensorType.get()
-        if node.target is operator.getitem and isinstance(self.values[node.args[0]], list):
-            return self.values[node.args[0]][node.args[1]]
-        if node.target is operator.getitem:
-            return self.made("aten::__getitem__", map(self.value, node.args, (tensor, integer)), [tensor])
-        if node.target in _INTEGERS:
-            given = [self.value(each, integer) for each in node.args]
-            return self.made(f"aten::{_INTEGERS[node.target]}", given, [integer])
-        if schema is None:
-            raise _NotInterpreted
-        named = {each.name: each.default_value for each in schema.arguments} | node.kwargs
-        named |= dict(zip(named, node.args, strict=False))
-        given = [self.value(named[each.name], each.type) for each in schema.arguments]
-        return self.made(schema.name, given, [each.type for each in schema.returns])
-
-    def made(self, name: str, given: Iterable[Any], kinds: Sequence[Any]) -> Any:
-        """The result of an operation, or its several."""
-        node = self.graph.insertNode(self.graph.create(name, list(given), len(kinds)))
-        if not name.startswith("prim::") and node.schema() == "(no schema)":
-            raise _NotInterpreted
-        results = list(node.outputs())
-        for result, kind in zip(results, kinds, strict=True):
-            result.setType(kind)
-        return results[0] if len(kinds) == 1 else results
-
-    def value(self, x: Any, kind: Any) -> Any:
-        """A result, or a constant, as an argument of its kind."""
-        if isinstance(x, fx.Node):
-            return self.values[x]
-        if x is not None and kind.kind() == "OptionalType":
-            kind = kind.getElementType()
-        if isinstance(x, (list, tuple)):
-            of = kind.getElementType()
-            return self.made("prim::ListConstruct", [self.value(each, of) for each in x], [_torch.ListType(of)])
-        if isinstance(x, torch.memory_format):
-            x = _FORMATS.index(x)
-        if not isinstance(x, _CONSTANTS):
-            raise _NotInterpreted
-        return self.graph.insertConstant(float(x) if type(x) is int and kind.kind() == "FloatType" else x)
-
-
-def compiled(traced: fx.GraphModule, stand_ins: Sequence[Any], backend: str) -> Callable[..., Any]:
-    """The list by one of the backends that `torch.compile` knows."""
-    if backend == "inductor":
-        import torch._inductor.config as settings
-        from torch._inductor import exc, standalone_compile
-
-        # PyTorch's cache takes kernels for vectors of one width for those of another
-        tag = f"{_private.compiler.config.cache_key_tag} {torch.backends.cpu.get_cpu_capability()}"
-        kept = _private.compiler.config.patch(cache_key_tag=tag)
-        with settings.patch(fallback_random=True), kept, _settings.grad_mode(False):
-            try:
-                return standalone_compile(traced, list(stand_ins), dynamic_shapes="from_tracing_context")
-            except (exc.InductorError, UnicodeDecodeError) as error:  # no compiler; an ASCII locale
-                why = f"{error}".partition("\n")[0]
-                raise NotCompiled(f"inductor fails ({why}); backend='replay' needs no compiler") from error
-    from torch._dynamo.backends.registry import lookup_backend
-
-    with _settings.grad_mode(False):
-        return lookup_backend(backend)(traced, list(stand_ins))

@@ -30,9 +30,10 @@ from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 
 from hodiff._core import _settings
-from hodiff._core._settings import Scope, Undo
+from hodiff._core._settings import Scope, Undo, assign
 from hodiff.errors import InputError
-from hodiff.steps._graph import NotCompiled, StepGraph
+from hodiff.steps._backends import NotCompiled
+from hodiff.steps._graph import StepGraph
 
 _torch: Any = torch._C
 
@@ -74,18 +75,14 @@ def settings() -> Scope[None]:
 def _enter(undo: Undo) -> None:
     import torch._functorch.config as functorch
 
-    for config, values in (
-        (torch._dynamo.config, _SETTINGS),
-        (functorch, {"remat_using_tags_for_fwd_loss_bwd_graph": False}),
-    ):
-        patch = config.patch(values)
-        undo += [partial(patch.__exit__, None, None, None)]
-        patch.__enter__()
-    # a graph of `_Script`'s that runs first in this mode is never rewritten
+    assign(undo, torch._dynamo.config, _SETTINGS)
+    assign(undo, functorch, {"remat_using_tags_for_fwd_loss_bwd_graph": False})
+    assign(undo, _compiling, {"on": True})
+    # wrong shapes are reported by the eager loss; which operations have no form in C is nothing to a caller
+    for name in ("_subclasses.fake_tensor", "_inductor.ir"):
+        assign(undo, logging.getLogger(f"torch.{name}"), {"disabled": True})
+    # a graph of `Script`'s that runs first in this mode is never rewritten
     undo += [partial(_torch._jit_set_profiling_mode, _torch._jit_set_profiling_mode(False))]
-    for each, name in ((_compiling, "on"), (logging.getLogger("torch._subclasses.fake_tensor"), "disabled")):
-        undo += [partial(setattr, each, name, getattr(each, name))]
-        setattr(each, name, True)  # wrong shapes are reported by the eager loss
 
 
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), functools.__file__)
@@ -174,6 +171,10 @@ def _check_side_effects() -> None:
             raise NotCompiled(f"it changes a Python object, {source.name if source else changed}; return that as aux")
 
 
+_IMMUTABLE = 1 << 8
+"""The flag of a class of Python's own, as `dict`: it stays as it is."""
+
+
 def _attributes() -> tuple[list[tuple[Any, str, Any]], list[tuple[Any, int]]]:
     """What classes have that a loss meets, methods and what is inherited; and how much.
 
@@ -195,8 +196,10 @@ def _attributes() -> tuple[list[tuple[Any, str, Any]], list[tuple[Any, int]]]:
                 sizes.append((vars(variable.value), len(vars(variable.value))))
     attributes: list[tuple[Any, str, Any]] = []
     for cls, inherited in classes.items():
+        if cls.__flags__ & _IMMUTABLE:
+            continue
         names = {"forward", "__call__", "_call_impl", "__getattr__"}
-        if not cls.__module__.startswith("torch."):
+        if not cls.__module__.startswith(("torch.", "hodiff.")):
             names |= {name for name, value in vars(cls).items() if inherited or callable(value)}
             sizes.append((vars(cls), len(vars(cls))))
         attributes += [(vars(cls), name, vars(cls).get(name)) for name in names]
@@ -250,15 +253,19 @@ _REASONS = {
 """Ours for words of PyTorch's that say nothing to a caller: `zuf0` is a number that changes."""
 
 
+def inner(error: BaseException) -> BaseException | None:
+    """What Dynamo made its own exception of."""
+    return getattr(error, "inner_exception", None) or error.__cause__
+
+
 def reason(error: BaseException) -> str:
     """What kept a step from being compiled, in a line."""
-    inner = getattr(error, "inner_exception", None) or error.__cause__
-    if isinstance(inner, NotCompiled):
-        return str(inner)
+    if isinstance(cause := inner(error), NotCompiled):
+        return str(cause)
     if told := [words for pattern, words in _REASONS.items() if re.search(pattern, str(error))]:
         return told[0]
-    if inner is not None and not isinstance(error, exc.Unsupported):
-        error = inner
+    if cause is not None and not isinstance(error, exc.Unsupported):
+        error = cause
     first, _, text = str(error).partition("\n")
     explained = re.search(r"Explanation:(.*?)\n\s*(?:Hint|Developer debug)", text, re.DOTALL)
     if explained is None:

@@ -120,11 +120,73 @@ def test_kernels_are_kept_for_one_vector_width(monkeypatch) -> None:
         return traced
 
     monkeypatch.setattr(inductor, "standalone_compile", noted)
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "theirs")
-    for width in ("AVX2", "AVX512"):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda width=width: width)
-        hodiff.compile_step(plain, NETS["tanh"](), fallback="raise")(torch.randn(5, 3))
-    assert tags == ["theirs AVX2", "theirs AVX512"] and torch.compiler.config.cache_key_tag == "theirs"
+    with torch.compiler.config.patch(cache_key_tag="theirs"):  # monkeypatch would take it away for good
+        for width in ("AVX2", "AVX512"):
+            monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda width=width: width)
+            hodiff.compile_step(plain, NETS["tanh"](), fallback="raise")(torch.randn(5, 3))
+        assert tags == ["theirs AVX2", "theirs AVX512"] and torch.compiler.config.cache_key_tag == "theirs"
+
+
+@pytest.mark.parametrize("raised", [0, 1, 2])
+def test_what_has_no_form_in_cpp_is_called_from_python(raised: int, monkeypatch) -> None:
+    inductor = pytest.importorskip("torch._inductor")
+    asked = []
+
+    def failing(traced, *args: object, **kwargs: object):
+        asked.append(inductor.config.cpp_wrapper)
+        if len(asked) <= raised:
+            raise (
+                RuntimeError("no such form") if raised == 1 else inductor.exc.InductorError(OSError("no compiler"), [])
+            )
+        return traced
+
+    monkeypatch.setattr(inductor, "standalone_compile", failing)
+    step, x = hodiff.compile_step(plain, NETS["tanh"](), fallback="raise"), torch.randn(5, 3)
+    if raised < 2:
+        step(x).backward()
+    else:
+        with pytest.raises(hodiff.GraphError, match=r"inductor fails \(OSError.*backend='replay' needs no compiler"):
+            step(x)
+    assert asked == [True, False, False][: raised + 1 if raised < 2 else 2] and not inductor.config.cpp_wrapper
+
+
+def test_sizes_are_inputs_that_cpp_does_not_take(monkeypatch) -> None:
+    inductor = pytest.importorskip("torch._inductor")
+    asked = []
+
+    def noted(traced, *args: object, **kwargs: object):
+        asked.append(inductor.config.cpp_wrapper)
+        return traced
+
+    monkeypatch.setattr(inductor, "standalone_compile", noted)
+    step = hodiff.compile_step(plain, NETS["tanh"](), fallback="raise")
+    for count in (5, 6, 7):
+        step(torch.randn(count, 3)).backward()
+    assert asked == [True, False] and not step.report.eager
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("points", "dtype", "calls"), [(128, "float32", 2), (127, "float32", 0), (128, "float64", 0)])
+def test_tanh_of_many_float32_is_a_call_of_its_own(points: int, dtype: str, calls: int) -> None:
+    """4,096 numbers in each of two layers; in the loops of inductor it takes three times as long."""
+    from torch._inductor import lowering
+
+    tanh = torch.ops.aten.tanh.default
+    before = lowering.lowerings[tanh]
+    kind = getattr(torch, dtype)
+    net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)).to(kind)
+    step, x = hodiff.compile_step(forces, net, fallback="raise"), torch.randn(points, 3, dtype=kind)
+    step(x).backward()
+    assert lowering.lowerings[tanh] is before
+    ours = gradients(net)
+    net.zero_grad()
+    forces(net, x).backward()
+    assert off(ours, gradients(net)) <= (1e-12 if dtype == "float64" else 1e-5)
+    for _ in range(3):  # the alarm looks at the first, second and fourth
+        step(x)
+    with torch.profiler.profile() as seen:
+        step(x)
+    assert sum(event.name == "aten::tanh" for event in seen.events()) == calls * torch.backends.mkl.is_available()
 
 
 @pytest.mark.slow
@@ -146,10 +208,10 @@ def test_inductor_draws_as_eager_does() -> None:
 @pytest.mark.parametrize("kind", ["forces", "samples", "dense_hessian", "pair"])
 def test_the_interpreter_and_python_give_the_same_bits(kind: str, monkeypatch) -> None:
     """Of one size of batch, and of sizes that vary; Python serves what the interpreter does not know."""
-    from hodiff.steps import _graph
+    from hodiff.steps import _backends
 
     def unknown(self, node):
-        raise _graph._NotInterpreted
+        raise _backends._NotInterpreted
 
     batches, results = [torch.randn(n, 3) for n in (5, 7, 9)], []
     for interpreted in (True, False):
@@ -157,39 +219,39 @@ def test_the_interpreter_and_python_give_the_same_bits(kind: str, monkeypatch) -
         net = NETS["residual"]()
         step = hodiff.compile_step(KINDS[kind], net, backend="replay", fallback="raise")
         if not interpreted:
-            monkeypatch.setattr(_graph._Script, "call_function", unknown)
-        made = watched(monkeypatch, _graph)
+            monkeypatch.setattr(_backends.Script, "call_function", unknown)
+        made = watched(monkeypatch)
         results.append([each for x in batches for each in step.value_and_grad(x)[1].values()])
         assert made[0] is interpreted
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def watched(monkeypatch, graph) -> list[bool]:
+def watched(monkeypatch) -> list[bool]:
     """Of each graph from now on whether the interpreter runs it."""
+    from hodiff.steps import _backends, _graph
+
     made: list[bool] = []
-    function = graph._Script.function
+    function = _backends.Script.function
 
     def noted(self):
         made[-1] = True
         return function(self)
 
-    begin = graph.replayed
+    begin = _graph.replayed
 
-    def replayed(traced):
+    def replayed(*args, **kwargs):
         made.append(False)
-        return begin(traced)
+        return begin(*args, **kwargs)
 
-    monkeypatch.setattr(graph._Script, "function", noted)
-    monkeypatch.setattr(graph, "replayed", replayed)
+    monkeypatch.setattr(_backends.Script, "function", noted)
+    monkeypatch.setattr(_graph, "replayed", replayed)
     return made
 
 
 def test_without_the_interpreter_python_runs_the_list(monkeypatch) -> None:
-    from hodiff.steps import _graph
-
     monkeypatch.delattr(torch._C, "_create_function_from_graph")
     net, x = NETS["tanh"](), torch.randn(4, 3)
-    step, made = hodiff.compile_step(forces, net, backend="replay", fallback="raise"), watched(monkeypatch, _graph)
+    step, made = hodiff.compile_step(forces, net, backend="replay", fallback="raise"), watched(monkeypatch)
     step(x).backward()
     ours = gradients(net)
     net.zero_grad()

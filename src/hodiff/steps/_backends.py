@@ -1,0 +1,183 @@
+"""What runs the list of operations of a step: TorchScript's interpreter, Python, or a compiler of PyTorch's."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hodiff._core import _settings
+from hodiff._core._faults import interrupts
+from hodiff._core._settings import Scope, Undo, assign
+
+_torch: Any = torch._C
+_private: Any = torch
+
+
+class NotCompiled(Exception):
+    """Why a step is not compiled, in words that end a sentence."""
+
+
+def replayed(traced: fx.GraphModule, in_script: bool) -> Callable[..., Any]:
+    """The list by TorchScript's interpreter as it stands; by Python, which is slower, where that lacks something."""
+    run: Any = partial(type(traced).forward, traced)  # not by the module, which hands each call on three times
+    if in_script and hasattr(_torch, "_create_function_from_graph"):
+        with suppress(_NotInterpreted):
+            run = Script(traced).function()
+
+    def replay(*inputs: Any) -> Any:
+        with _torch._AutoDispatchBelowAutograd():
+            return run(*inputs)
+
+    return replay
+
+
+class _NotInterpreted(Exception):
+    """An operation, or an argument, that TorchScript's interpreter does not know."""
+
+
+_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+_INTEGERS = {operator.add: "add", operator.sub: "sub", operator.mul: "mul", operator.floordiv: "floordiv"}
+_CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, type(None))
+
+
+class Script:
+    """A list of operations as a graph of TorchScript's, without its compiler: it runs in the same order."""
+
+    def __init__(self, traced: fx.GraphModule) -> None:
+        self.traced, self.graph = traced, _torch.Graph()
+        self.values: dict[fx.Node, Any] = {}
+        for node in traced.graph.nodes:
+            self.values[node] = getattr(self, node.op)(node)
+
+    def function(self) -> Callable[..., Any]:
+        """The function that runs the graph."""
+        self.graph.makeMultiOutputIntoTuple()
+        run = _torch._create_function_from_graph("step", self.graph)
+        run._set_ignore_amp(True)  # the list holds its casts
+        return run
+
+    def placeholder(self, node: fx.Node) -> Any:
+        """An input: a tensor, or a size."""
+        value = self.graph.addInput()
+        if not isinstance(node.meta["val"], Tensor):
+            value.setType(_torch.IntType.get())
+        return value
+
+    def get_attr(self, node: fx.Node) -> Any:
+        """A constant of the graph."""
+        return self.graph.insertConstant(getattr(self.traced, str(node.target)))
+
+    def output(self, node: Any) -> None:
+        """The results of the graph."""
+        for each in node.args[0]:
+            self.graph.registerOutput(self.value(each, _torch.TensorType.get()))
+
+    def call_function(self, node: Any) -> Any:
+        """An operation, with all arguments that its schema has."""
+        schema = getattr(node.target, "_schema", None)
+        integer, tensor = _torch.IntType.get(), _torch.TensorType.get()
+        if node.target is operator.getitem and isinstance(self.values[node.args[0]], list):
+            return self.values[node.args[0]][node.args[1]]
+        if node.target is operator.getitem:
+            return self.made("aten::__getitem__", map(self.value, node.args, (tensor, integer)), [tensor])
+        if node.target in _INTEGERS:
+            given = [self.value(each, integer) for each in node.args]
+            return self.made(f"aten::{_INTEGERS[node.target]}", given, [integer])
+        if schema is None:
+            raise _NotInterpreted
+        named = {each.name: each.default_value for each in schema.arguments} | node.kwargs
+        named |= dict(zip(named, node.args, strict=False))
+        given = [self.value(named[each.name], each.type) for each in schema.arguments]
+        return self.made(schema.name, given, [each.type for each in schema.returns])
+
+    def made(self, name: str, given: Iterable[Any], kinds: Sequence[Any]) -> Any:
+        """The result of an operation, or its several."""
+        node = self.graph.insertNode(self.graph.create(name, list(given), len(kinds)))
+        if not name.startswith("prim::") and node.schema() == "(no schema)":
+            raise _NotInterpreted
+        results = list(node.outputs())
+        for result, kind in zip(results, kinds, strict=True):
+            result.setType(kind)
+        return results[0] if len(kinds) == 1 else results
+
+    def value(self, x: Any, kind: Any) -> Any:
+        """A result, or a constant, as an argument of its kind."""
+        if isinstance(x, fx.Node):
+            return self.values[x]
+        if x is not None and kind.kind() == "OptionalType":
+            kind = kind.getElementType()
+        if isinstance(x, (list, tuple)):
+            of = kind.getElementType()
+            return self.made("prim::ListConstruct", [self.value(each, of) for each in x], [_torch.ListType(of)])
+        if isinstance(x, torch.memory_format):
+            x = _FORMATS.index(x)
+        if not isinstance(x, _CONSTANTS):
+            raise _NotInterpreted
+        return self.graph.insertConstant(float(x) if type(x) is int and kind.kind() == "FloatType" else x)
+
+
+def compiled(traced: fx.GraphModule, stand_ins: Sequence[Any], backend: str) -> Callable[..., Any]:
+    """The list by one of the backends that `torch.compile` knows."""
+    with _settings.grad_mode(False):
+        if backend == "inductor":
+            return _by_inductor(traced, stand_ins)
+        from torch._dynamo.backends.registry import lookup_backend
+
+        return lookup_backend(backend)(traced, list(stand_ins))
+
+
+def _by_inductor(traced: fx.GraphModule, stand_ins: Sequence[Any]) -> Callable[..., Any]:
+    """The list as kernels; on the CPU C++ calls them, too: from Python a call takes longer than a small kernel."""
+    from torch._inductor import exc, standalone_compile
+
+    in_cpp = all(isinstance(x, Tensor) for x in stand_ins) and all(map(_on_cpu, traced.graph.nodes))
+    failed: Exception | None = None
+    for wrapper in (True, False) if in_cpp else (False,):
+        with Scope(partial(_set_inductor, wrapper)):
+            try:
+                return standalone_compile(traced, list(stand_ins), dynamic_shapes="from_tracing_context")
+            except Exception as error:  # no compiler; an ASCII locale; an operation that has no form in C++
+                known = wrapper or isinstance(error, (exc.InductorError, UnicodeDecodeError))
+                if not known or interrupts(error):
+                    raise
+                failed = error
+    why = f"{failed}".partition("\n")[0]
+    raise NotCompiled(f"inductor fails ({why}); backend='replay' needs no compiler") from failed
+
+
+def _on_cpu(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.device.type == "cpu"
+
+
+_MANY = 4096
+"""From how many numbers on a kernel of its own pays for tanh."""
+
+
+def _set_inductor(wrapper: bool, undo: Undo) -> None:
+    """Its settings. MKL takes a third of the time of inductor's loops for tanh of many float32."""
+    import torch._inductor.config as settings
+    from torch._inductor import lowering
+
+    assign(undo, settings, {"fallback_random": True, "cpp_wrapper": wrapper})
+    # PyTorch's cache takes kernels for vectors of one width for those of another
+    cached = _private.compiler.config
+    assign(undo, cached, {"cache_key_tag": f"{cached.cache_key_tag} {torch.backends.cpu.get_cpu_capability()}"})
+    if not torch.backends.mkl.is_available():
+        return
+    table, tanh = lowering.lowerings, _private.ops.aten.tanh.default
+    fused, apart = table[tanh], lowering.fallback_handler(tanh, add_to_fallback_set=False)
+
+    def lowered(x: Any) -> Any:
+        count = x.get_numel()
+        many = x.get_dtype() == torch.float32 and x.get_device().type == "cpu" and count.is_number and count >= _MANY
+        return (apart if many else fused)(x)
+
+    undo += [partial(table.__setitem__, tanh, fused)]
+    table[tanh] = lowered
