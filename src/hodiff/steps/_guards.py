@@ -166,9 +166,12 @@ def _check_side_effects() -> None:
     effects = tracer.output.side_effects
     for changed in effects._get_modified_vars():
         new = isinstance(changed.mutation_type, (AttributeMutationNew, ValueMutationNew))
-        if not new and not _restored(changed, effects.store_attr_mutations.get(changed, {})):
+        attributes = effects.store_attr_mutations.get(changed, {})
+        if not new and not _restored(changed, attributes):
             source = getattr(changed, "source", None)
-            raise NotCompiled(f"it changes a Python object, {source.name if source else changed}; return that as aux")
+            name = f"{source.name if source else changed}".replace("L['where']", "where")
+            what = f"{name}.{next(iter(attributes))}" if attributes else name
+            raise NotCompiled(f"it changes a Python object, {what}; return that as aux")
 
 
 _IMMUTABLE = 1 << 8
@@ -248,6 +251,9 @@ _REASONS = {
     r"(Unsupported|setattr\(\) on) Tensor\.requires_grad": (
         "it sets requires_grad on a tensor from outside of it; begin with x = x.detach().requires_grad_(), or pass "
         "a tensor that requires grad"
+    ),
+    r"requires_grad_\(\) called on it": (
+        "it stores a tensor in a Python object, as self.features = y in a forward does; return that as aux"
     ),
 }
 """Ours for words of PyTorch's that say nothing to a caller: `zuf0` is a number that changes."""

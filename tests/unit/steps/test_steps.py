@@ -6,6 +6,7 @@ import gc
 import importlib
 import logging
 import pickle
+import re
 import threading
 import warnings
 import weakref
@@ -257,6 +258,49 @@ def test_without_the_interpreter_python_runs_the_list(monkeypatch) -> None:
     net.zero_grad()
     forces(net, x).backward()
     assert off(ours, gradients(net)) == 0 and made == [False]
+
+
+class Keeping(nn.Module):
+    """Its forward keeps something, as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how, self.kept, self.count = nn.Linear(3, 1), how, {}, 0
+
+    def forward(self, x):
+        y = self.layer(x).sin()
+        if self.how == "attribute":
+            self.features = y
+        if self.how == "entry":
+            self.kept["features"] = y
+        if self.how == "count":
+            self.count += 1
+        return y
+
+
+def slopes(net: nn.Module, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(net(x).sum(), x, create_graph=True)[0].square().mean()
+
+
+STORED = "it stores a tensor in a Python object, as self.features = y in a forward does; return that as aux"
+
+
+@pytest.mark.parametrize(
+    ("loss", "how", "told"),
+    [
+        (slopes, "attribute", STORED),  # of which PyTorch says no name
+        (slopes, "entry", STORED),
+        (slopes, "count", "it changes a Python object, where.count; return that as aux"),
+        (plain, "attribute", "it changes a Python object, where.features; return that as aux"),
+        (plain, "entry", "it changes a Python object, where.kept; return that as aux"),
+    ],
+)
+def test_a_module_that_keeps_something_is_told_what(loss, how: str, told: str) -> None:
+    step = hodiff.compile_step(loss, Keeping(how), backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match=re.escape(told)):
+        step(torch.randn(4, 3)).backward()
+    assert step.report.eager == 1
 
 
 # --- what changes between calls ---------------------------------------------------------------------------------------
