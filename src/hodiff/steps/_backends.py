@@ -122,14 +122,32 @@ class Script:
         return self.graph.insertConstant(float(x) if type(x) is int and kind.kind() == "FloatType" else x)
 
 
-def compiled(traced: fx.GraphModule, stand_ins: Sequence[Any], backend: str) -> Callable[..., Any]:
+def compiled(
+    traced: fx.GraphModule, stand_ins: Sequence[Any], given: Sequence[Any], backend: str
+) -> Callable[..., Any]:
     """The list by one of the backends that `torch.compile` knows."""
     with _settings.grad_mode(False):
         if backend == "inductor":
-            return _by_inductor(traced, stand_ins)
-        from torch._dynamo.backends.registry import lookup_backend
+            run = _by_inductor(traced, stand_ins)
+        else:
+            from torch._dynamo.backends.registry import lookup_backend
 
-        return lookup_backend(backend)(traced, list(stand_ins))
+            run = lookup_backend(backend)(traced, list(stand_ins))
+    lazy = [i for i, x in enumerate(given) if isinstance(x, Tensor) and _is_lazy(x)]
+    return partial(_with_copies, run, lazy) if lazy else run
+
+
+def _is_lazy(x: Any) -> bool:
+    """Whether its memory holds other numbers. Dynamo guards it; kernels of inductor read the memory as it is."""
+    return x.is_neg() or x.is_conj() or x._is_zerotensor()
+
+
+def _with_copies(run: Callable[..., Any], lazy: Sequence[int], *inputs: Any) -> Any:
+    given = [*inputs]
+    for i in lazy:
+        x = given[i].detach()
+        given[i] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    return run(*given)
 
 
 def _by_inductor(traced: fx.GraphModule, stand_ins: Sequence[Any]) -> Callable[..., Any]:

@@ -71,7 +71,7 @@ class StepGraph:
         clean(self.graph)
         self.own_results()
         self.written = _written(self.graph)
-        self.shared = memories(given) if self.written else None
+        self.shared = memories(given) if self.written else []
         self.leaves = [given[i].is_leaf for i in self.wanted]
         self.inner = [i for i, node in enumerate(placeholders) if _differentiated(node)]
         self.operations = sum(node.op == "call_function" for node in self.graph.nodes)
@@ -81,7 +81,9 @@ class StepGraph:
         if backend == "replay":
             self.run = replayed(traced, in_script=not any(map(_acts_unseen, self.graph.nodes)))
         else:
-            self.run = compiled(traced, stand_ins, backend)
+            if any(self.shared.count(self.shared[i]) > 1 for i in self.written):
+                raise NotCompiled("it writes into a tensor that shares memory with another; backend='replay' can")
+            self.run = compiled(traced, stand_ins, given, backend)
         for node in [*nodes, *self.graph.nodes]:  # a tensor whose stand-in is kept cannot be swapped
             node.meta = {"stack_trace": node.meta.get("stack_trace")}
 
@@ -128,7 +130,7 @@ class StepGraph:
             return "a tensor that it differentiates with respect to has a different graph than when it was traced"
         if self.order > 1 and any(inputs[i]._backward_hooks for i in self.inner):
             return "a tensor that the loss differentiates with respect to has a hook"
-        if self.shared is not None and memories(inputs) != self.shared:
+        if self.shared and memories(inputs) != self.shared:
             return "tensors share memory that did not before, or the reverse, and it writes into one"
         return ""
 

@@ -190,6 +190,65 @@ def test_tanh_of_many_float32_is_a_call_of_its_own(points: int, dtype: str, call
     assert sum(event.name == "aten::tanh" for event in seen.events()) == calls * torch.backends.mkl.is_available()
 
 
+LAZY = {
+    "negative": lambda: torch.randn(4, dtype=torch.complex128).conj().imag,
+    "conjugate": lambda: torch.randn(4, dtype=torch.complex128).conj(),
+    "zeros without memory": lambda: torch._efficientzerotensor((4,), dtype=torch.float64),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex:UserWarning")
+@pytest.mark.parametrize("kind", LAZY)
+def test_kernels_see_the_numbers_of_a_lazy_view(kind: str) -> None:
+    """Of PyTorch's own `torch.compile` they read the memory, without the sign that the view has (2.13 to 2.15)."""
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad((w * x).exp().abs().square().sum(), x, create_graph=True)
+        return slope.abs().square().sum()
+
+    w = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    step = hodiff.compile_step(loss, w, fallback="raise")
+    for _ in range(3):
+        x = LAZY[kind]()
+        value, gradient = step.value_and_grad(x)
+        exact, theirs = hodiff.value_and_grad(loss, w, args=(x,))
+        assert off([value, gradient], [exact, theirs]) <= 1e-12
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "replay"])
+def test_a_loss_that_writes_into_memory_which_another_argument_has(backend: str) -> None:
+    def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return (w * y).sum() ** 2
+
+    w = torch.ones(3, requires_grad=True)
+    step, row = hodiff.compile_step(loss, w, backend=backend), torch.arange(18.0).reshape(6, 3)
+    twin = row.clone()
+    with contextlib.nullcontext() if backend == "replay" else pytest.warns(hodiff.HodiffWarning, match="shares memory"):
+        value = step(row[:5], row[1:])
+    assert value == loss(w, twin[:5], twin[1:]) and torch.equal(row, twin)
+
+
+def test_the_alarm_sees_what_is_wrong_at_the_inputs_themselves_alone(monkeypatch) -> None:
+    """How the result moves with the inputs is no rounding, if where it moves to is the eager result."""
+    step, x = hodiff.compile_step(plain, NETS["tanh"](), backend="replay"), torch.randn(5, 3)
+    replay = hodiff.steps.CompiledStep._replay
+
+    def wrong(self, graph, inputs):
+        if not hasattr(graph, "right"):
+            graph.right, graph.run = (
+                graph.run,
+                lambda *given: graph.right(*(-each if each is x else each for each in given)),
+            )
+        return replay(self, graph, inputs)
+
+    monkeypatch.setattr(hodiff.steps.CompiledStep, "_replay", wrong)
+    with pytest.warns(hodiff.HodiffWarning, match="its result differs from the eager one"):
+        step(x)
+
+
 @pytest.mark.slow
 def test_inductor_draws_as_eager_does() -> None:
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1))
