@@ -133,6 +133,7 @@ class CompiledStep(Unlike):
         self._selects = bool(_selections(where))
         self._whole = _whole(loss, where, has_aux, traced=False)
         self._traceable: Any = None
+        self._compiler: Any = None
         self._settled = False
         self._call = _Call()
 
@@ -220,11 +221,12 @@ class CompiledStep(Unlike):
         if self._traceable is None:
             _guards.check_backend(self._backend)
             self._traceable = _guards.fresh(_whole(self._loss, self._where, self._has_aux, traced=True))
-        backend = _guards.compiler(weakref.WeakMethod(self._build), weakref.WeakMethod(self._replay))
+            # one for all graphs: by that Dynamo knows what another thread has compiled meanwhile
+            self._compiler = _guards.compiler(weakref.WeakMethod(self._build), weakref.WeakMethod(self._replay))
         begun = time.perf_counter()
         try:
             with _graph.lock, _guards.settings():
-                return torch.compile(self._traceable, backend=backend, fullgraph=True)(*args, **kwargs)
+                return torch.compile(self._traceable, backend=self._compiler, fullgraph=True)(*args, **kwargs)
         except Different as error:
             return self._for_once(str(error) or "torch.compile is switched off", args, kwargs)
         except _guards.FAILED as error:

@@ -112,9 +112,9 @@ class EagerCheck:
         for index, x in enumerate(self.inputs):
             x = written[index].clone() if index in written else x
             if isinstance(x, Tensor) and x.is_floating_point():
-                draws = torch.Generator(x.device).manual_seed(index)
-                noise = torch.rand(x.shape, generator=draws, device=x.device) - 0.5
-                x = x.detach() * (1 + 2 * self.graph.eps * noise).to(x.dtype)
+                draws = torch.Generator("cpu").manual_seed(index)
+                noise = torch.rand(x.shape, generator=draws, dtype=torch.float64, device="cpu") - 0.5
+                x = x.detach() * (1 + 2 * self.graph.eps * noise).to(x)
             moved.append(x)
         return moved
 

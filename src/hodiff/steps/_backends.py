@@ -154,6 +154,7 @@ def _by_inductor(traced: fx.GraphModule, stand_ins: Sequence[Any]) -> Callable[.
     """The list as kernels; on the CPU C++ calls them, too: from Python a call takes longer than a small kernel."""
     from torch._inductor import exc, standalone_compile
 
+    _draw_as_eager(traced.graph)
     in_cpp = all(isinstance(x, Tensor) for x in stand_ins) and all(map(_on_cpu, traced.graph.nodes))
     failed: Exception | None = None
     for wrapper in (True, False) if in_cpp else (False,):
@@ -167,6 +168,17 @@ def _by_inductor(traced: fx.GraphModule, stand_ins: Sequence[Any]) -> Callable[.
                 failed = error
     why = f"{failed}".partition("\n")[0]
     raise NotCompiled(f"inductor fails ({why}); backend='replay' needs no compiler") from failed
+
+
+def _draw_as_eager(graph: fx.Graph) -> None:
+    """`bernoulli(p)` is `empty_like(p).bernoulli_(p)`, which draws the same; inductor has float32 numbers for it."""
+    aten: Any = _private.ops.aten
+    for node in graph.nodes:
+        if node.target is aten.bernoulli.default:
+            contiguous: Any = {"memory_format": torch.contiguous_format}
+            with graph.inserting_before(node):
+                node.args = (graph.call_function(aten.empty_like.default, node.args[:1], contiguous), node.args[0])
+            node.target = aten.bernoulli_.Tensor
 
 
 def _on_cpu(node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ import logging
 import re
 import threading
 import types
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -78,11 +79,23 @@ def _enter(undo: Undo) -> None:
     assign(undo, torch._dynamo.config, _SETTINGS)
     assign(undo, functorch, {"remat_using_tags_for_fwd_loss_bwd_graph": False})
     assign(undo, _compiling, {"on": True})
-    # wrong shapes are reported by the eager loss; which operations have no form in C is nothing to a caller
-    for name in ("_subclasses.fake_tensor", "_inductor.ir"):
+    for name in _LOGGERS:
         assign(undo, logging.getLogger(f"torch.{name}"), {"disabled": True})
+    # PyTorch's own calls of what it deprecates, which end a compilation where warnings are errors
+    warned: Any = warnings.filters
+    own = ("ignore", None, Warning, re.compile(r"torch\b"), 0)
+    undo += [lambda: warned.__setitem__(slice(None), [each for each in warned if each is not own])]
+    warned.insert(0, own)
     # a graph of `Script`'s that runs first in this mode is never rewritten
     undo += [partial(_torch._jit_set_profiling_mode, _torch._jit_set_profiling_mode(False))]
+
+
+_LOGGERS = (
+    "_subclasses.fake_tensor",  # wrong shapes, which the eager loss reports
+    "_inductor.ir",  # operations without a form in C
+    "_inductor.standalone_compile",  # graphs that cannot be saved
+    "_dynamo.convert_frame",  # the limit of graphs, which the step tells
+)
 
 
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), functools.__file__)

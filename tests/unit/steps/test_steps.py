@@ -11,6 +11,7 @@ import threading
 import warnings
 import weakref
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hodiff
 from hodiff._core._versions import RELEASE
+from hodiff.steps import _alarm
 from tests.unit.steps.cases import KINDS, NETS, forces, plain, residual
 from tests.unit.steps.changes import CHANGES, World
 
@@ -215,6 +217,100 @@ def test_kernels_see_the_numbers_of_a_lazy_view(kind: str) -> None:
         value, gradient = step.value_and_grad(x)
         exact, theirs = hodiff.value_and_grad(loss, w, args=(x,))
         assert off([value, gradient], [exact, theirs]) <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bernoulli_by_inductor_draws_as_eager_does(dtype: torch.dtype) -> None:
+    """Seldom zero, so that the alarm would see it late: PyTorch's decomposition draws float32 for float64."""
+
+    def loss(w: Tensor, p: Tensor) -> Tensor:
+        return (w * torch.bernoulli(p)).square().sum()
+
+    w, p = torch.ones(1, requires_grad=True), torch.full((4, 5), 0.9, dtype=dtype).T
+    step = hodiff.compile_step(loss, w, fallback="raise")
+    for seed in range(40):
+        torch.manual_seed(seed)
+        value, after = step(p).detach(), torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert value == loss(w, p) and torch.equal(after, torch.get_rng_state())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch._prims_common.check. is deprecated:FutureWarning")
+def test_zeros_of_forward_mode_have_memory_in_kernels() -> None:
+    """A process died of one."""
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        return torch.func.jvp(net, (x,), (torch.ones_like(x),))[1].square().mean()
+
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    step, x = hodiff.compile_step(loss, net, fallback="raise"), torch.randn(5, 3)
+    for _ in range(3):
+        value, gradient = step.value_and_grad(x)
+        exact, theirs = hodiff.value_and_grad(loss, net, args=(x,))
+        assert off([value, *gradient.values()], [exact, *theirs.values()]) <= 1e-12
+
+
+def test_no_list_holds_zeros_without_memory() -> None:
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        return torch.func.jvp(net, (x,), (torch.ones_like(x),))[1].square().mean()
+
+    seen = []
+    torch._dynamo.register_backend(lambda graph, inputs: seen.append(graph) or graph, name="noting")
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    hodiff.compile_step(loss, net, backend="noting", fallback="raise")(torch.randn(5, 3))
+    assert not any("efficientzerotensor" in str(node.target) for node in seen[0].graph.nodes)
+
+
+def test_the_rounding_of_float64_is_measured_where_float32_is_the_default() -> None:
+    torch.set_default_dtype(torch.float32)
+    net = NETS["tanh"]().double()
+    step, x = hodiff.compile_step(plain, net, backend="replay", fallback="raise"), torch.randn(5, 3).double()
+    moved = []
+    replay = hodiff.steps.CompiledStep._replay
+
+    def noted(self, graph, inputs):
+        result = replay(self, graph, inputs)
+        check = _alarm.EagerCheck(graph, inputs, _alarm.Before(graph, inputs), lambda: None, False)
+        moved[:] = zip(inputs, check._moved(), strict=True)
+        return result
+
+    with mock.patch.object(hodiff.steps.CompiledStep, "_replay", noted):
+        step(x)
+    far = [float((a - b).detach().abs().max() / a.detach().abs().max()) for a, b in moved]
+    assert 0 < max(far) < 1e-15
+
+
+def test_threads_that_call_at_once_share_what_is_compiled() -> None:
+    step = hodiff.compile_step(forces, NETS["tanh"](), backend="replay", fallback="raise")
+    together, x = threading.Barrier(4), torch.randn(5, 3)
+
+    def called() -> None:
+        together.wait(60)
+        step(x)
+
+    threads = [threading.Thread(target=called, daemon=True) for _ in range(4)]
+    [each.start() for each in threads]
+    [each.join(120) for each in threads]
+    assert step.report.graphs == 1 and step.report.calls == 4 and not step.report.eager
+
+
+def test_warnings_of_pytorch_that_are_errors_end_no_compilation(monkeypatch) -> None:
+    from hodiff.steps import _graph
+
+    begin, before = _graph.make_fx, warnings.filters[:]
+
+    def warned(*args, **kwargs):
+        warnings.warn_explicit("old", DeprecationWarning, "old.py", 1, module="torch.jit")
+        return begin(*args, **kwargs)
+
+    monkeypatch.setattr(_graph, "make_fx", warned)
+    step = hodiff.compile_step(forces, NETS["tanh"](), backend="replay", fallback="raise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(torch.randn(5, 3))
+    assert step.report.graphs == 1 and warnings.filters[:] == before
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "replay"])
