@@ -117,6 +117,7 @@ def test_who_asks_what_a_failure_is():
         ("jets._dispatch", "_applied"),
         ("jets.rules.fallback", "_along"),
         ("sparse._tracer", "Tracer._decomposed"),
+        ("steps", "CompiledStep._run"),
         ("steps._backends", "_by_inductor"),
         ("verify._blame", "_held"),
         ("verify._check", "check_derivatives"),

@@ -24,7 +24,7 @@ from hodiff._core import _settings, _tree, _versions
 from hodiff._core._arguments import Unlike, kind, outside
 from hodiff._core._call import tangents
 from hodiff._core._compiled_callers import uncompiled
-from hodiff._core._faults import interrupt_behind
+from hodiff._core._faults import interrupt_behind, interrupts
 from hodiff._core._graph import split
 from hodiff._core._settings import Scope, Undo
 from hodiff._core._where import Selection, Where
@@ -47,7 +47,8 @@ class StepReport:
         eager: How many of these ran uncompiled.
         graphs: How many graphs were made: one for each kind of arguments and settings.
         operations: How many operations the latest has.
-        order: The order of the highest derivative in it, the gradient included.
+        order: The order of the highest derivative in it, the gradient included; at most, as passes
+            one after another count like nested ones. From 3 on norm layers are written out.
         seconds: What tracing and compiling took.
         checks: How many calls were held against the eager loss.
         difference: The largest difference met there, relative to the gradient and the loss.
@@ -197,7 +198,15 @@ class CompiledStep(Unlike):
                 return self._plain(args, kwargs)
             if watched := _watched():
                 return self._for_once(watched, args, kwargs)
-            result = self._traced(args, kwargs)
+            result, failure = None, ""
+            try:
+                result = self._traced(args, kwargs)
+            except RuntimeError as error:
+                if call.before is None or call.graph is not None or interrupts(error):
+                    raise
+                failure = f"its graph cannot be run: {' '.join(f'{error}'.split())[-300:]}"
+            if failure:
+                return self._failed(failure, args, kwargs)
             return result if call.before is None else self._checked(result, args, kwargs)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -238,6 +247,14 @@ class CompiledStep(Unlike):
         _guards.forget()
         result = self._plain(args, kwargs)  # where the loss itself raises, this does
         self._settle(f"it cannot be compiled: {reason}")
+        return result
+
+    def _failed(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The eager result, for good; where the loss itself is wrong its own error, which has the line."""
+        before: Any = self._call.before
+        before.restore()
+        result = self._plain(args, kwargs)
+        self._settle(reason)
         return result
 
     def _for_once(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -427,7 +444,7 @@ def compile_step(
         where: A module, which `loss` receives; tensors that require grad, or containers of them; or a
             `hodiff.select`ion, whose other parameters are constants in the loss.
         has_aux: Whether `loss` returns `(loss, aux)`. The step returns aux detached, in new tensors.
-        backend: `"inductor"` needs a C++ compiler and takes about a minute; `"replay"` needs no
+        backend: `"inductor"` needs a C++ compiler and takes 10 to 40 seconds; `"replay"` needs no
             compiler and runs the cleaned list of operations one by one. Other names are those that
             `torch.compile` knows.
         fallback: Whether a call that cannot be compiled runs eagerly with a warning, or raises.
@@ -453,7 +470,7 @@ def compile_step(
     Cost:
         In addition to the graph, each call takes about 50 µs, and 1 µs for each parameter tensor; for a
         network, whose modules are guarded one by one, about twice that. The first call traces the
-        loss: seconds with replay, about a minute with inductor.
+        loss: seconds with replay, 10 to 40 with inductor.
 
     Examples:
         The gradient of \((f'(x) - 6)^2\) for \(f(x) = w x^2\), with respect to *w*, is

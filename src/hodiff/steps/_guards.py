@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import gc
+import inspect
 import itertools
 import logging
 import re
@@ -98,7 +99,7 @@ _LOGGERS = (
 )
 
 
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), functools.__file__)
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), functools.__file__, inspect.__file__)
 """Whose own lookups are right."""
 
 
@@ -265,6 +266,10 @@ _REASONS = {
         "it sets requires_grad on a tensor from outside of it; begin with x = x.detach().requires_grad_(), or pass "
         "a tensor that requires grad"
     ),
+    r"FakeTensorDeviceMismatch.*\bmeta\b": (
+        "PyTorch's tracer cannot follow forward mode within a vmap, as torch.func.hessian has it; use hodiff.hessian, "
+        "or torch.func.jacrev of torch.func.grad"
+    ),
     r"requires_grad_\(\) called on it": (
         "it stores a tensor in a Python object, as self.features = y in a forward does; return that as aux"
     ),
@@ -278,7 +283,15 @@ def inner(error: BaseException) -> BaseException | None:
 
 
 def reason(error: BaseException) -> str:
-    """What kept a step from being compiled, in a line."""
+    """What kept a step from being compiled, and the line of the loss, in a line."""
+    frames = [each for each in getattr(error, "real_stack", None) or () if not each.filename.startswith(_OWN)]
+    if not frames:
+        return _words(error)
+    code = f": `{frames[-1].line[:100]}`" if frames[-1].line else ""
+    return f"{_words(error)} (line {frames[-1].lineno} of {Path(frames[-1].filename).name}{code})"
+
+
+def _words(error: BaseException) -> str:
     if isinstance(cause := inner(error), NotCompiled):
         return str(cause)
     if told := [words for pattern, words in _REASONS.items() if re.search(pattern, str(error))]:

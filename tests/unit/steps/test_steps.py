@@ -219,6 +219,51 @@ def test_kernels_see_the_numbers_of_a_lazy_view(kind: str) -> None:
         assert off([value, gradient], [exact, theirs]) <= 1e-12
 
 
+def test_a_graph_that_cannot_be_run_leaves_the_eager_loss(monkeypatch) -> None:
+    """A kernel's error is no error of the loss; what the graph has done until then is undone."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    twin, x = copy.deepcopy(net), torch.randn(5, 3)
+    step = hodiff.compile_step(plain, net, backend="replay")
+    replay = hodiff.steps.CompiledStep._replay
+
+    def broken(self, graph, inputs):
+        run = graph.run
+
+        def failing(*given):
+            run(*given)
+            raise RuntimeError("mm_out(...) API call failed")
+
+        with mock.patch.object(graph, "run", failing):
+            return replay(self, graph, inputs)
+
+    monkeypatch.setattr(hodiff.steps.CompiledStep, "_replay", broken)
+    with pytest.warns(hodiff.HodiffWarning, match=r"its graph cannot be run: mm_out\(...\) API call failed. This step"):
+        value = step(x)
+    assert value == plain(twin, x) and step.report.eager == 1
+    assert all(torch.equal(a, b) for a, b in zip(net.buffers(), twin.buffers(), strict=True))
+
+
+def test_a_mistake_in_the_loss_has_its_line() -> None:
+    """The trace takes it; the graph's error would say nothing of the loss."""
+
+    def mixed(net: nn.Module, x: Tensor) -> Tensor:
+        return net(x.float()).square().mean()
+
+    with pytest.raises(RuntimeError, match="must have the same dtype") as told:
+        hodiff.compile_step(mixed, nn.Linear(3, 1).double(), backend="replay")(torch.randn(4, 3))
+    assert any(each.name == "mixed" for each in told.traceback) and told.value.__context__ is None
+
+
+def test_a_reason_names_the_line_of_the_loss() -> None:
+    def branching(net: nn.Module, x: Tensor) -> Tensor:
+        value = net(x).square().mean()
+        return value if torch.nn.Parameter(x).sum() > value else 2 * value
+
+    step = hodiff.compile_step(branching, NETS["tanh"](), backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match=r"\(line \d+ of test_steps.py: `return value if torch.nn.Parameter"):
+        step(torch.randn(4, 3))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bernoulli_by_inductor_draws_as_eager_does(dtype: torch.dtype) -> None:
@@ -567,7 +612,8 @@ def test_a_reason_is_said_where_dynamo_explains_nothing() -> None:
     net = NETS["tanh"]()
     net[1].register_full_backward_hook(lambda *_: None)
     step = hodiff.compile_step(forces, net, backend="replay")
-    with pytest.warns(hodiff.HodiffWarning, match=r"compiled: Module-level backwards hooks .*\w\. This step"):
+    told = r"compiled: Module-level backwards hooks .*\w \(line \d+ of cases.py.*\)\. This step"
+    with pytest.warns(hodiff.HodiffWarning, match=told):
         step(torch.ones(2, 3)).backward()
     assert step.report.eager == 1
 
