@@ -201,7 +201,7 @@ class CompiledStep(Unlike):
             result, failure = None, ""
             try:
                 result = self._traced(args, kwargs)
-            except RuntimeError as error:
+            except (RuntimeError, ArithmeticError) as error:
                 if call.before is None or call.graph is not None or interrupts(error):
                     raise
                 failure = f"its graph cannot be run: {' '.join(f'{error}'.split())[-300:]}"
@@ -433,7 +433,7 @@ def compile_step(
     pass), random numbers that are not from PyTorch's default generator. Guards cover settings,
     shapes, attributes and everything else that the loss reads, and a change compiles another graph;
     after eight graphs the step stays eager. Pass values that change every step, such as an annealed
-    weight, as tensors.
+    weight, as tensors; of Python numbers only arithmetic can be followed.
 
     At calls 1, 2, 4, 8, ... of each graph the result is compared with that of the eager loss, from
     the same random state and buffers. If they differ by more than rounding, which is measured then,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from hodiff._core import _settings
 from hodiff._core._faults import interrupts
@@ -25,6 +26,7 @@ class NotCompiled(Exception):
 
 def replayed(traced: fx.GraphModule, in_script: bool) -> Callable[..., Any]:
     """The list by TorchScript's interpreter as it stands; by Python, which is slower, where that lacks something."""
+    _LazyGraphModule.force_recompile(traced)
     run: Any = partial(type(traced).forward, traced)  # not by the module, which hands each call on three times
     if in_script and hasattr(_torch, "_create_function_from_graph"):
         with suppress(_NotInterpreted):
@@ -42,7 +44,15 @@ class _NotInterpreted(Exception):
 
 
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
-_INTEGERS = {operator.add: "add", operator.sub: "sub", operator.mul: "mul", operator.floordiv: "floordiv"}
+_OF_NUMBERS: dict[Any, str] = {
+    operator.add: "add",
+    operator.sub: "sub",
+    operator.mul: "mul",
+    operator.neg: "neg",
+    operator.floordiv: "floordiv",
+    operator.truediv: "div",
+    torch.sym_float: "Float",
+}
 _CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, type(None))
 
 
@@ -63,10 +73,10 @@ class Script:
         return run
 
     def placeholder(self, node: fx.Node) -> Any:
-        """An input: a tensor, or a size."""
+        """An input: a tensor, or a number."""
         value = self.graph.addInput()
         if not isinstance(node.meta["val"], Tensor):
-            value.setType(_torch.IntType.get())
+            value.setType(_number(node))
         return value
 
     def get_attr(self, node: fx.Node) -> Any:
@@ -86,15 +96,18 @@ class Script:
             return self.values[node.args[0]][node.args[1]]
         if node.target is operator.getitem:
             return self.made("aten::__getitem__", map(self.value, node.args, (tensor, integer)), [tensor])
-        if node.target in _INTEGERS:
+        if node.target in _OF_NUMBERS:
+            if not _as_in_python(node):
+                raise _NotInterpreted
             given = [self.value(each, integer) for each in node.args]
-            return self.made(f"aten::{_INTEGERS[node.target]}", given, [integer])
+            return self.made(f"aten::{_OF_NUMBERS[node.target]}", given, [_number(node)])
         if schema is None:
             raise _NotInterpreted
         named = {each.name: each.default_value for each in schema.arguments} | node.kwargs
         named |= dict(zip(named, node.args, strict=False))
         given = [self.value(named[each.name], each.type) for each in schema.arguments]
-        return self.made(schema.name, given, [each.type for each in schema.returns])
+        kinds = [each.type for each in schema.returns]
+        return self.made(schema.name, given, [_number(node) if kind.kind() == "NumberType" else kind for kind in kinds])
 
     def made(self, name: str, given: Iterable[Any], kinds: Sequence[Any]) -> Any:
         """The result of an operation, or its several."""
@@ -120,6 +133,23 @@ class Script:
         if not isinstance(x, _CONSTANTS):
             raise _NotInterpreted
         return self.graph.insertConstant(float(x) if type(x) is int and kind.kind() == "FloatType" else x)
+
+
+def _number(node: fx.Node) -> Any:
+    """The type of a number that a size or an argument of the loss gives; `item()` has one, too."""
+    value = node.meta["val"]
+    if isinstance(value, (float, torch.SymFloat)):
+        return _torch.FloatType.get()
+    if type(value) in (int, torch.SymInt):
+        return _torch.IntType.get()
+    raise _NotInterpreted
+
+
+def _as_in_python(node: Any) -> bool:
+    """Whether the interpreter gives what Python does: its 1 / 0 is infinite, and its 1.0 // 0.1 is 10."""
+    if node.target is operator.truediv:
+        return isinstance(node.args[1], (int, float)) and node.args[1] != 0
+    return node.target is not operator.floordiv or _number(node) == _torch.IntType.get()
 
 
 def compiled(
@@ -154,6 +184,11 @@ def _by_inductor(traced: fx.GraphModule, stand_ins: Sequence[Any]) -> Callable[.
     """The list as kernels; on the CPU C++ calls them, too: from Python a call takes longer than a small kernel."""
     from torch._inductor import exc, standalone_compile
 
+    if any(map(_divides_by_zero, traced.graph.nodes)):
+        raise NotCompiled(
+            "it has // or % by a Python number that changes and may be 0, where kernels give 0 or end the process; "
+            "backend='replay' raises there"
+        )
     _draw_as_eager(traced.graph)
     in_cpp = all(isinstance(x, Tensor) for x in stand_ins) and all(map(_on_cpu, traced.graph.nodes))
     failed: Exception | None = None
@@ -168,6 +203,15 @@ def _by_inductor(traced: fx.GraphModule, stand_ins: Sequence[Any]) -> Callable[.
                 failed = error
     why = f"{failed}".partition("\n")[0]
     raise NotCompiled(f"inductor fails ({why}); backend='replay' needs no compiler") from failed
+
+
+def _divides_by_zero(node: fx.Node) -> bool:
+    """Whether it may, as far as the guards go, in numbers of Python."""
+    if node.target not in (operator.floordiv, operator.mod) or not isinstance(node.args[1], fx.Node):
+        return False
+    divisor = node.args[1].meta["val"].node
+    bounds = divisor.shape_env.bound_sympy(divisor.expr)
+    return bool(bounds.lower <= 0 <= bounds.upper)
 
 
 def _draw_as_eager(graph: fx.Graph) -> None:
@@ -186,6 +230,13 @@ def _on_cpu(node: fx.Node) -> bool:
     return not isinstance(value, Tensor) or value.device.type == "cpu"
 
 
+class _Each(set[str]):
+    """Says that it has each name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
 _MANY = 4096
 """From how many numbers on a kernel of its own pays for tanh."""
 
@@ -193,9 +244,12 @@ _MANY = 4096
 def _set_inductor(wrapper: bool, undo: Undo) -> None:
     """Its settings. MKL takes a third of the time of inductor's loops for tanh of many float32."""
     import torch._inductor.config as settings
+    from torch._dynamo.symbolic_convert import TensorifyState
     from torch._inductor import lowering
 
     assign(undo, settings, {"fallback_random": True, "cpp_wrapper": wrapper})
+    # which Python floats Dynamo shall trace anew as constants: none, since they are inputs in the list
+    assign(undo, TensorifyState, {"force_specializations": _Each()})
     # PyTorch's cache takes kernels for vectors of one width for those of another
     cached = _private.compiler.config
     assign(undo, cached, {"cache_key_tag": f"{cached.cache_key_tag} {torch.backends.cpu.get_cpu_capability()}"})

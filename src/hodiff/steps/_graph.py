@@ -199,11 +199,18 @@ def memories(inputs: Sequence[Any]) -> list[int]:
 
 
 def passes(module: fx.GraphModule) -> int:
-    """How many derivatives Dynamo's graph takes itself, in any of its parts."""
+    """How many derivatives Dynamo's graph takes itself, in any of its parts; raises where it has something wrong."""
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     nodes = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
     if any(getattr(node.target, "__name__", "") == "autograd_function_apply" for node in nodes):
         raise NotCompiled("it uses a Python autograd.Function, whose second derivative PyTorch's tracer gets wrong")
+    if any(
+        "floordiv" in str(node.target) and isinstance(node.meta.get("example_value"), torch.SymFloat) for node in nodes
+    ):
+        raise NotCompiled(
+            "it uses // with a Python float that changes, which PyTorch's tracer takes for floor(a / b), although "
+            "1.0 // 0.1 is 9; write math.floor(a / b) if that will do"
+        )
     grads = sum(node.target is torch.autograd.grad for node in nodes)
     return grads + sum("_grad_increment_nesting" in str(node.target) for node in nodes)
 

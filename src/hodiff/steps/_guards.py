@@ -258,7 +258,7 @@ def forget() -> None:
 
 
 _REASONS = {
-    r"expression .*\bzuf\d": (
+    r"expression .*\bzuf\d|NYI SymInt equality": (
         "a Python number that it reads has changed, and what runs would depend on the new one; keep it, or write "
         "torch.tensor(number) where a tensor can stand"
     ),
@@ -269,6 +269,13 @@ _REASONS = {
     r"FakeTensorDeviceMismatch.*\bmeta\b": (
         "PyTorch's tracer cannot follow forward mode within a vmap, as torch.func.hessian has it; use hodiff.hessian, "
         "or torch.func.jacrev of torch.func.grad"
+    ),
+    r"TensorReferenceAnalysis": (
+        "inductor cannot do its arithmetic on a Python number that changes; pass a tensor, or take backend='replay'"
+    ),
+    r"recompile_limit": (
+        "it has eight graphs, for as many kinds of arguments, attributes and settings; pass what changes in every "
+        "step as a tensor"
     ),
     r"requires_grad_\(\) called on it": (
         "it stores a tensor in a Python object, as self.features = y in a forward does; return that as aux"
@@ -294,7 +301,7 @@ def reason(error: BaseException) -> str:
 def _words(error: BaseException) -> str:
     if isinstance(cause := inner(error), NotCompiled):
         return str(cause)
-    if told := [words for pattern, words in _REASONS.items() if re.search(pattern, str(error))]:
+    if told := [words for pattern, words in _REASONS.items() if re.search(pattern, f"{error}\n{cause}")]:
         return told[0]
     if cause is not None and not isinstance(error, exc.Unsupported):
         error = cause

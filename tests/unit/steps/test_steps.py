@@ -5,6 +5,8 @@ import copy
 import gc
 import importlib
 import logging
+import math
+import operator
 import pickle
 import re
 import threading
@@ -281,30 +283,32 @@ def test_bernoulli_by_inductor_draws_as_eager_does(dtype: torch.dtype) -> None:
         assert value == loss(w, p) and torch.equal(after, torch.get_rng_state())
 
 
+def tangent(net: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.jvp(net, (x,), (torch.ones_like(x),))[1].square().mean()
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch._prims_common.check. is deprecated:FutureWarning")
 def test_zeros_of_forward_mode_have_memory_in_kernels() -> None:
     """A process died of one."""
-
-    def loss(net: nn.Module, x: Tensor) -> Tensor:
-        return torch.func.jvp(net, (x,), (torch.ones_like(x),))[1].square().mean()
-
-    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    step, x = hodiff.compile_step(loss, net, fallback="raise"), torch.randn(5, 3)
+    net, x = deep(), torch.randn(5, 3)
+    step = hodiff.compile_step(tangent, net, fallback="raise")
     for _ in range(3):
         value, gradient = step.value_and_grad(x)
-        exact, theirs = hodiff.value_and_grad(loss, net, args=(x,))
+        exact, theirs = hodiff.value_and_grad(tangent, net, args=(x,))
         assert off([value, *gradient.values()], [exact, *theirs.values()]) <= 1e-12
 
 
 def test_no_list_holds_zeros_without_memory() -> None:
-    def loss(net: nn.Module, x: Tensor) -> Tensor:
-        return torch.func.jvp(net, (x,), (torch.ones_like(x),))[1].square().mean()
+    from hodiff.steps import _graph
 
     seen = []
-    torch._dynamo.register_backend(lambda graph, inputs: seen.append(graph) or graph, name="noting")
-    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    hodiff.compile_step(loss, net, backend="noting", fallback="raise")(torch.randn(5, 3))
+    with mock.patch.object(_graph, "replayed", lambda traced, in_script: seen.append(traced) or traced):
+        hodiff.compile_step(tangent, deep(), backend="replay", fallback="raise")(torch.randn(5, 3))
     assert not any("efficientzerotensor" in str(node.target) for node in seen[0].graph.nodes)
 
 
@@ -458,6 +462,9 @@ def test_without_the_interpreter_python_runs_the_list(monkeypatch) -> None:
     net.zero_grad()
     forces(net, x).backward()
     assert off(ours, gradients(net)) == 0 and made == [False]
+    step(x)
+    monkeypatch.delattr(torch.fx.graph_module._WrappedCall, "__call__")
+    step(x)  # not held against eager; a module would hand the call on three times
 
 
 class Keeping(nn.Module):
@@ -478,7 +485,7 @@ class Keeping(nn.Module):
         return y
 
 
-def slopes(net: nn.Module, x: Tensor) -> Tensor:
+def of_gradient_alone(net: nn.Module, x: Tensor) -> Tensor:
     x = x.detach().requires_grad_()
     return torch.autograd.grad(net(x).sum(), x, create_graph=True)[0].square().mean()
 
@@ -489,9 +496,9 @@ STORED = "it stores a tensor in a Python object, as self.features = y in a forwa
 @pytest.mark.parametrize(
     ("loss", "how", "told"),
     [
-        (slopes, "attribute", STORED),  # of which PyTorch says no name
-        (slopes, "entry", STORED),
-        (slopes, "count", "it changes a Python object, where.count; return that as aux"),
+        (of_gradient_alone, "attribute", STORED),  # of which PyTorch says no name
+        (of_gradient_alone, "entry", STORED),
+        (of_gradient_alone, "count", "it changes a Python object, where.count; return that as aux"),
         (plain, "attribute", "it changes a Python object, where.features; return that as aux"),
         (plain, "entry", "it changes a Python object, where.kept; return that as aux"),
     ],
@@ -659,6 +666,107 @@ def test_a_learning_rate_read_from_an_optimizer_may_vary(number) -> None:
             assert "torch.tensor(number)" in step.report.reasons[0]
         else:
             assert not step.report.reasons
+
+
+ARITHMETIC = {
+    "+ - *": (lambda n: 1 + 0.1 * n - -n, True),
+    "/": (lambda n: n / 3, True),
+    "1 /": (lambda n: 1 / (n + 1), False),  # Python raises for 1 / 0, and the interpreter does not
+    "**": (lambda n: 0.9**n, False),
+    "%": (lambda n: n % 0.7, False),
+    "math": (lambda n: math.cos(n) + math.floor(n), False),
+    "int": (lambda n: int(n) // 2, None),
+}
+
+
+@pytest.mark.parametrize("numbers", [(0.5, 1.7, 2.0, 3.25), (1, 2, 3, 4)], ids=["float", "int"])
+@pytest.mark.parametrize("kind", ARITHMETIC)
+def test_a_number_that_varies_is_an_input_of_the_second_graph(kind: str, numbers, monkeypatch) -> None:
+    of, interpreted = ARITHMETIC[kind]
+    net, x, made = NETS["tanh"](), torch.randn(4, 3), watched(monkeypatch)
+
+    def loss(net: nn.Module, x: Tensor, n: float) -> Tensor:
+        return forces(net, x) * of(n) + x.new_full((2,), n).sum()
+
+    step = hodiff.compile_step(loss, net, backend="replay", fallback="raise")
+    for n in numbers:
+        value, gradient = step.value_and_grad(x, n)
+        exact, theirs = hodiff.value_and_grad(loss, net, args=(x, n))
+        assert off([value, *gradient.values()], [exact, *theirs.values()]) == 0
+    assert made == [True, isinstance(numbers[0], int) if interpreted is None else interpreted]
+
+
+@pytest.mark.slow
+def test_floats_that_vary_are_inputs_of_kernels() -> None:
+    """Also in a process that has compiled one before: Dynamo remembers what it shall take for constants."""
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    for of, _ in [each for kind, each in ARITHMETIC.items() if kind != "%"]:
+
+        def loss(net: nn.Module, x: Tensor, n: float, of=of) -> Tensor:
+            return forces(net, x) * of(n)
+
+        step = hodiff.compile_step(loss, net, fallback="raise")
+        for n in (0.5, 1.7, 2.0, 3.25, 2.6):
+            value, gradient = step.value_and_grad(x, n)
+            exact, theirs = hodiff.value_and_grad(loss, net, args=(x, n))
+            assert off([value, *gradient.values()], [exact, *theirs.values()]) <= 1e-10
+        assert step.report.graphs == 2 and not TensorifyState.force_specializations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [lambda n: 10 // n, lambda n: 10 % (n - 3)])
+def test_kernels_do_not_divide_by_zero(of) -> None:
+    """They give 0, or end the process."""
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    step = hodiff.compile_step(lambda net, x, n: plain(net, x) * of(n), net)
+    with pytest.warns(hodiff.HodiffWarning, match="// or % by a Python number that changes and may be 0"):
+        for n in (4, 5, 7):
+            step(x, n)
+    with pytest.raises(ZeroDivisionError, match="by zero"):
+        step(x, 0 if of(7) == 1 else 3)
+    step = hodiff.compile_step(lambda net, x, n: plain(net, x) * (n // 3 + len(x) % 3), net, fallback="raise")
+    for n in (4, 5, 7, 0, -4):
+        step(x, n)
+    assert step.report.eager == 0
+
+
+@pytest.mark.parametrize("calls", [3, 4])
+def test_an_error_of_arithmetic_stays_an_error(calls: int) -> None:
+    """At a call that is held against eager, and at one that is not."""
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    step = hodiff.compile_step(lambda net, x, n: plain(net, x) * (1 / n), net, backend="replay", fallback="raise")
+    for n in (1.5, 0.7, 0.3, 0.1)[:calls]:
+        step(x, n)
+    with pytest.raises(ZeroDivisionError, match="division by zero"):
+        step(x, 0.0)
+    assert step(x, 0.2) == plain(net, x) * (1 / 0.2) and step.report.graphs == 2
+
+
+@pytest.mark.parametrize("of", [lambda n: n // 0.1, lambda n: operator.ifloordiv(n, 0.1), lambda n: 1.0 // n])
+def test_a_floor_of_floats_stays_eager(of) -> None:
+    """PyTorch's tracer takes 1.0 // 0.1 for 10; Python says 9."""
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+
+    def loss(net: nn.Module, x: Tensor, n: float) -> Tensor:
+        return plain(net, x) * of(n)
+
+    step = hodiff.compile_step(loss, net, backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match=r"it uses // with a Python float that changes"):
+        for n in (1.0, 0.3, 0.1, 0.6):
+            assert step(x, n) == loss(net, x, n)
+    assert step.report.eager == 3
+
+
+def test_a_ninth_graph_has_a_reason() -> None:
+    net = NETS["tanh"]()
+    step = hodiff.compile_step(lambda net, x, how: plain(net, x) * len(how), net, backend="replay")
+    for n in range(8):
+        step(torch.ones(2, 3), "a" * n)
+    with pytest.warns(hodiff.HodiffWarning, match="it has eight graphs, .* as a tensor. This step runs uncompiled"):
+        step(torch.ones(2, 3), "a" * 8)
+    assert step.report.graphs == 8 and step.report.eager == 1
 
 
 def test_a_probability_that_varies_has_a_reason() -> None:
