@@ -30,6 +30,11 @@ _COMMON = (
     "Size3-Regular",
     "Size4-Regular",
 )
+_ASK = """<script>
+for (const font of ["1em KaTeX_Main", "italic 1em KaTeX_Math", ...[1, 2, 3, 4].map(n => `1em KaTeX_Size${n}`)])
+  document.fonts.load(font)
+</script>
+"""
 
 
 def set_all(site: Path) -> None:
@@ -40,17 +45,18 @@ def set_all(site: Path) -> None:
     )
     done = dict(zip(formulas, _html(formulas), strict=True))
     for path, page in pages.items():
-        path.write_text(
-            _FORMULA.sub(
-                lambda found: found[1] + done[_source(found)] + found[5], page
-            ),
-            "utf-8",
+        page = _FORMULA.sub(
+            lambda found: found[1] + done[_source(found)] + found[5], page
         )
+        path.write_text(page.replace("</head>", f"{_ASK}</head>", 1), "utf-8")
     embed_fonts(site / "assets" / "katex" / "katex.min.css")
 
 
 def embed_fonts(sheet: Path) -> None:
-    """Puts the fonts of most formulas into their style sheet: one that comes later moves what stands below it."""
+    """Puts the fonts of most formulas into their style sheet: one that comes later moves what stands below it.
+
+    Each page asks for them in its head: browsers unpack a font when a text needs it, and set the text anew.
+    """
     css = sheet.read_text("utf-8")
     for name in _COMMON:
         font = base64.b64encode(

@@ -68,15 +68,16 @@ def check_site(root: Path, report: Callable[[str], object] = print, part: str = 
         if size > HEAVIEST:
             faults.append(f"home weighs {size / 1e3:.0f} kB, more than {HEAVIEST / 1e3:.0f}")
         for width in WIDTHS:
-            page = chromium.new_page(viewport={"width": width, "height": 900})
-            page.set_default_timeout(PATIENCE)
-            page.add_init_script(WATCH)
             for address in addresses:
                 name = "" if address == "." else f"{address}/"
+                page = chromium.new_page(viewport={"width": width, "height": 900})  # a first visit: nothing is cached
+                page.set_default_timeout(PATIENCE)
+                page.add_init_script(WATCH)
                 try:
                     found = _look(page, home, name)
                 except TimeoutError as error:
                     found = [f"not looked at: {error.message.partition(chr(10))[0]}"]
+                page.close()
                 faults += [f"{name or 'home'} at {width} px: {fault}" for fault in found]
         chromium.close()
         server.shutdown()
@@ -111,8 +112,7 @@ def _look(page: Page, home: str, name: str) -> list[str]:
     def failed(error: object) -> None:
         faults.append(f"a script fails: {error}")
 
-    listeners = {"console": said, "request": asked, "pageerror": failed}
-    for event, listener in listeners.items():
+    for event, listener in {"console": said, "request": asked, "pageerror": failed}.items():
         page.on(event, listener)  # type: ignore[call-overload]
     page.goto(home + name, wait_until="load")
     page.add_style_tag(content="* { transition: none !important }")  # colors are looked at, not their changes
@@ -127,8 +127,6 @@ def _look(page: Page, home: str, name: str) -> list[str]:
     if name not in INTERNALS:
         shown = page.evaluate("document.querySelector('article, body').innerText")
         faults += [f"shows a private name: {private}" for private in sorted(set(_PRIVATE.findall(shown)))]
-    for event, listener in listeners.items():
-        page.remove_listener(event, listener)
     return faults
 
 

@@ -24,7 +24,7 @@ FAULTS = {
     '<table><td width="20"><code>gradient_penalty(f, x)</code></table>': None,
     '<div class="highlight"><pre><code> \n</code></pre></div>': "an empty output box",
     f'<pre><code style="display: block; overflow: auto">{"x" * 300}</code></pre>': "has to be scrolled",
-    '<p style="height: 16100px">x</p>': "px high",
+    '<p style="height: 15100px">x</p>': "px high",
     "<p>hodiff._core._arguments</p>": "a private name",
     "<p>hodiff.hvp, hodiff.__version__, a_b, _x</p>": None,
     '<p style="color: #999">pale</p>': "contrast",
