@@ -270,6 +270,10 @@ _REASONS = {
         "PyTorch's tracer cannot follow forward mode within a vmap, as torch.func.hessian has it; use hodiff.hessian, "
         "or torch.func.jacrev of torch.func.grad"
     ),
+    r"Could not guard on data-dependent expression": (
+        "what runs would depend on a number that a tensor holds, as in BatchNorm(momentum=None) or if x.item() > 0; "
+        "leave it in the tensor"
+    ),
     r"TensorReferenceAnalysis": (
         "inductor cannot do its arithmetic on a Python number that changes; pass a tensor, or take backend='replay'"
     ),

@@ -769,6 +769,13 @@ def test_a_ninth_graph_has_a_reason() -> None:
     assert step.report.graphs == 8 and step.report.eager == 1
 
 
+def test_a_number_that_a_tensor_holds_has_a_reason() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(3, momentum=None), NETS["tanh"]())
+    step = hodiff.compile_step(plain, net, backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match=r"a number that a tensor holds, .* leave it in the tensor"):
+        step(torch.randn(4, 3))
+
+
 def test_a_probability_that_varies_has_a_reason() -> None:
     net = nn.Sequential(nn.Dropout(0.5), NETS["tanh"]())
     step = hodiff.compile_step(plain, net, backend="replay")
