@@ -29,7 +29,7 @@ from hodiff._core._graph import split
 from hodiff._core._settings import Scope, Undo
 from hodiff._core._where import Selection, Where
 from hodiff.errors import GraphError, HodiffError, HodiffWarning, InputError
-from hodiff.steps._alarm import Before, EagerCheck
+from hodiff.steps._alarm import Before, EagerCheck, has_graph
 
 if TYPE_CHECKING:
     from hodiff.steps._graph import StepGraph
@@ -177,8 +177,12 @@ class CompiledStep(Unlike):
             if call.graph is None:
                 gradients = torch.autograd.grad(value, where.tensors, allow_unused=True)
             else:
-                of = dict(zip([id(call.inputs[i]) for i in call.graph.wanted], call.gradients, strict=True))
-                gradients = [of.get(id(x)) for x in where.tensors]
+                leaves = [call.inputs[i] for i in call.graph.wanted]
+                if has_graph(leaves):
+                    gradients = torch.autograd.grad(leaves, where.tensors, call.gradients, allow_unused=True)
+                else:
+                    of = dict(zip(map(id, leaves), call.gradients, strict=True))
+                    gradients = [of.get(id(x)) for x in where.tensors]
                 call.forget()
         if all(gradient is None for gradient in gradients):
             raise GraphError("loss does not depend on where, so its gradient would be zero everywhere.")
@@ -232,19 +236,22 @@ class CompiledStep(Unlike):
             self._traceable = _guards.fresh(_whole(self._loss, self._where, self._has_aux, traced=True))
             # one for all graphs: by that Dynamo knows what another thread has compiled meanwhile
             self._compiler = _guards.compiler(weakref.WeakMethod(self._build), weakref.WeakMethod(self._replay))
-        begun = time.perf_counter()
-        try:
-            with _graph.lock, _guards.settings():
-                return torch.compile(self._traceable, backend=self._compiler, fullgraph=True)(*args, **kwargs)
-        except Different as error:
-            return self._for_once(str(error) or "torch.compile is switched off", args, kwargs)
-        except _guards.FAILED as error:
-            if limit := interrupt_behind(_guards.inner(error) or error):
-                raise limit from None
-            reason = _guards.reason(error)
-        finally:
-            self.report.seconds += time.perf_counter() - begun
-        _guards.forget()
+        begun, reason = time.perf_counter(), ""
+        # what cannot be followed with a number as an input can be with a constant: a graph for each
+        for constants in (False, True) if self.report.graphs else (False,):
+            try:
+                with _graph.lock, _guards.settings(constants):
+                    return torch.compile(self._traceable, backend=self._compiler, fullgraph=True)(*args, **kwargs)
+            except Different as error:
+                return self._for_once(str(error) or "torch.compile is switched off", args, kwargs)
+            except _guards.FAILED as error:
+                if limit := interrupt_behind(_guards.inner(error) or error):
+                    raise limit from None
+                reason = reason or _guards.reason(error)
+            finally:
+                self.report.seconds += time.perf_counter() - begun
+                begun = time.perf_counter()
+            _guards.forget()
         result = self._plain(args, kwargs)  # where the loss itself raises, this does
         self._settle(f"it cannot be compiled: {reason}")
         return result
@@ -433,7 +440,8 @@ def compile_step(
     pass), random numbers that are not from PyTorch's default generator. Guards cover settings,
     shapes, attributes and everything else that the loss reads, and a change compiles another graph;
     after eight graphs the step stays eager. Pass values that change every step, such as an annealed
-    weight, as tensors; of Python numbers only arithmetic can be followed.
+    weight, as tensors: a Python number is an input of the graph if it meets only arithmetic, and
+    otherwise each value has a graph.
 
     At calls 1, 2, 4, 8, ... of each graph the result is compared with that of the eager loss, from
     the same random state and buffers. If they differ by more than rounding, which is measured then,

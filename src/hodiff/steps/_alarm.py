@@ -60,6 +60,7 @@ class EagerCheck:
         self.before, self.loss = before, loss
         self.has_aux = has_aux
         self.leaves = [inputs[i] for i in graph.wanted]
+        self.behind = has_graph(self.leaves)
         self.difference, self.wrong = 0.0, ""
 
     def run(self, ours: Sequence[Tensor]) -> None:
@@ -67,8 +68,15 @@ class EagerCheck:
         graph, before = self.graph, self.before
         if any(x._backward_hooks for x in self.leaves):  # any pass would run them, and they are for `backward()`
             return
-        ours = [*ours, *(x.detach().clone() for x in before.tensors)]
+        ours = [ours[0], *self._whole(ours[1:]), *(x.detach().clone() for x in before.tensors)]
         theirs = self._eager()
+        if ours[0].dtype != theirs[0].dtype:
+            self.wrong = (
+                f"its result is {ours[0].dtype}, and the eager one {theirs[0].dtype}; PyTorch's tracer takes numbers "
+                "of NumPy for tensors, so write float(number)"
+            )
+            before.restore()
+            return
         self.difference = self._distance(ours, theirs)
         if self.difference <= 64 * graph.eps:
             return
@@ -76,7 +84,7 @@ class EagerCheck:
         before.restore()
         moved = self._moved()
         results = graph.run(*moved)
-        close = [results[graph.value], *results[graph.outputs :], *(moved[i] for i in graph.written)]
+        close = [results[graph.value], *self._whole(results[graph.outputs :]), *(moved[i] for i in graph.written)]
         # what only the inputs as they are get wrong is as far from there, and the eager loss is not
         rounding = min(self._distance(ours, close), self._distance(close, theirs))
         if self.difference > 100 * rounding:
@@ -87,14 +95,20 @@ class EagerCheck:
             )
         (before if self.wrong else after).restore()
 
-    def _eager(self) -> list[Tensor | None]:
+    def _whole(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Gradients of the inputs, with what reaches one by way of another that was computed from it."""
+        if not self.behind:
+            return gradients
+        return torch.autograd.grad(self.leaves, self.leaves, gradients, retain_graph=True)
+
+    def _eager(self) -> list[Any]:
         """What the loss gives from the same state, and all of it that is compared: loss, gradients, buffers."""
         self.before.restore()
         with _settings.on(ExactNorms(self.graph.order)) if self.graph.exact else nullcontext():
             eager = self.loss()
         value = eager[0] if self.has_aux else eager
         with _settings.autocast(value.device.type):
-            gradients = torch.autograd.grad(value, self.leaves, allow_unused=True)
+            gradients = torch.autograd.grad(value, self.leaves, allow_unused=True, retain_graph=self.behind or None)
         return [value.detach(), *gradients, *self.before.tensors]
 
     def _distance(self, ours: Sequence[Tensor], theirs: Sequence[Tensor | None]) -> float:
@@ -126,7 +140,12 @@ class EagerCheck:
         run = _Run(self.graph, watch.seen)
         with _settings.grad_mode(False):
             run.run(*self.inputs)
-        return run.place or "none: what follows them differs"
+        return run.place or "none of those that both have"
+
+
+def has_graph(inputs: Sequence[Tensor]) -> bool:
+    """Whether some of them were computed, maybe from others."""
+    return not all(x.is_leaf for x in inputs)
 
 
 def _far(mine: Tensor, other: Tensor | None) -> float:

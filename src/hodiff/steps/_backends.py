@@ -146,10 +146,18 @@ def _number(node: fx.Node) -> Any:
 
 
 def _as_in_python(node: Any) -> bool:
-    """Whether the interpreter gives what Python does: its 1 / 0 is infinite, and its 1.0 // 0.1 is 10."""
+    """Whether the interpreter gives what Python does: its 1 / 0 is infinite, 1.0 // 0.1 is 10, integers overflow."""
     if node.target is operator.truediv:
         return isinstance(node.args[1], (int, float)) and node.args[1] != 0
-    return node.target is not operator.floordiv or _number(node) == _torch.IntType.get()
+    integer = _number(node) == _torch.IntType.get()
+    if node.target is operator.mul and integer:  # of sizes, which are not that large
+        return all(_bounds(each.meta["val"]).lower >= 0 for each in node.all_input_nodes)
+    return node.target is not operator.floordiv or integer
+
+
+def _bounds(number: Any) -> Any:
+    """The range of a number that varies, as far as the guards go."""
+    return number.node.shape_env.bound_sympy(number.node.expr)
 
 
 def compiled(
@@ -184,6 +192,8 @@ def _by_inductor(traced: fx.GraphModule, stand_ins: Sequence[Any]) -> Callable[.
     """The list as kernels; on the CPU C++ calls them, too: from Python a call takes longer than a small kernel."""
     from torch._inductor import exc, standalone_compile
 
+    stand_ins = [*stand_ins]
+    numbers = _numbers_apart(traced, stand_ins)
     if any(map(_divides_by_zero, traced.graph.nodes)):
         raise NotCompiled(
             "it has // or % by a Python number that changes and may be 0, where kernels give 0 or end the process; "
@@ -195,23 +205,65 @@ def _by_inductor(traced: fx.GraphModule, stand_ins: Sequence[Any]) -> Callable[.
     for wrapper in (True, False) if in_cpp else (False,):
         with Scope(partial(_set_inductor, wrapper)):
             try:
-                return standalone_compile(traced, list(stand_ins), dynamic_shapes="from_tracing_context")
+                run = standalone_compile(traced, stand_ins, dynamic_shapes="from_tracing_context")
+                return partial(_with_numbers, run, numbers) if numbers else run
             except Exception as error:  # no compiler; an ASCII locale; an operation that has no form in C++
                 known = wrapper or isinstance(error, (exc.InductorError, UnicodeDecodeError))
                 if not known or interrupts(error):
                     raise
                 failed = error
     why = f"{failed}".partition("\n")[0]
+    if "file too short" in why:
+        why += "; a process that was killed while it compiled has left that file: delete it"
     raise NotCompiled(f"inductor fails ({why}); backend='replay' needs no compiler") from failed
+
+
+def _numbers_apart(traced: fx.GraphModule, stand_ins: list[Any]) -> Callable[..., Any] | None:
+    """Takes what gives floats out of numbers alone from the list, which gets them as inputs instead; Python does it.
+
+    Kernels round products of integers to float32, let them overflow, and raise nothing.
+    """
+    graph, alone = traced.graph, dict[fx.Node, None]()
+    for node in graph.nodes:
+        number = node.op == "call_function" and not isinstance(node.meta["val"], (Tensor, list, tuple))
+        if number and all(each in alone or each.op == "placeholder" for each in node.all_input_nodes):
+            alone[node] = None
+    calls = {node: [user for user in node.users if user.op == "call_function" and user not in alone] for node in alone}
+    wanted = [node for node, users in calls.items() if users and isinstance(node.meta["val"], torch.SymFloat)]
+    if not wanted:
+        return None
+    numbers, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node.op == "placeholder" or node in alone:
+            copies[node] = numbers.node_copy(node, copies.__getitem__)
+    numbers.output([copies[node] for node in wanted])
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    stand_in: Any = next(x for x in stand_ins if isinstance(x, Tensor))
+    with graph.inserting_before(first), stand_in.fake_mode:
+        given = [graph.placeholder(f"number_{index}") for index in range(len(wanted))]
+        for number, node in zip(given, wanted, strict=True):
+            number.meta["val"] = torch.empty((), dtype=torch.float64, device="cpu")
+            stand_ins.append(number.meta["val"])
+            item = graph.call_function(_private.ops.aten._local_scalar_dense.default, (number,))
+            item.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(item, calls[node].__contains__)
+    graph.eliminate_dead_code()
+    traced.recompile()
+    return fx.GraphModule(traced, numbers).forward
+
+
+def _with_numbers(run: Callable[..., Any], numbers: Callable[..., Any], *inputs: Any) -> Any:
+    return run(*inputs, *[torch.scalar_tensor(each, dtype=torch.float64, device="cpu") for each in numbers(*inputs)])
 
 
 def _divides_by_zero(node: fx.Node) -> bool:
     """Whether it may, as far as the guards go, in numbers of Python."""
-    if node.target not in (operator.floordiv, operator.mod) or not isinstance(node.args[1], fx.Node):
+    if node.target not in (operator.floordiv, operator.mod):
         return False
-    divisor = node.args[1].meta["val"].node
-    bounds = divisor.shape_env.bound_sympy(divisor.expr)
-    return bool(bounds.lower <= 0 <= bounds.upper)
+    divisor: Any = node.args[1].meta["val"] if isinstance(node.args[1], fx.Node) else node.args[1]
+    if not isinstance(divisor, (torch.SymInt, torch.SymFloat)):
+        return divisor == 0
+    return bool(_bounds(divisor).lower <= 0 <= _bounds(divisor).upper)
 
 
 def _draw_as_eager(graph: fx.Graph) -> None:

@@ -6,6 +6,7 @@ list in which nothing is differentiated any more: so `detach` is the identity th
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -61,7 +62,9 @@ class StepGraph:
         stand_ins: list[Any] = [node.meta["example_value"] for node in placeholders]
         self.calls, self.order = 0, 1 + passes(module)
         self.exact = self.order > 2 or (self.order == 2 and _written_out(module))
-        first: Any = next(x for x in stand_ins if isinstance(x, Tensor))
+        first: Any = next((x for x in stand_ins if isinstance(x, Tensor)), None)
+        if first is None:
+            raise NotCompiled("the loss depends on nothing that requires grad")
         with first.fake_mode, _settings.recording():
             stand_ins = [_leaf(x) for x in stand_ins]
             differentiable = [index for index, x in enumerate(stand_ins) if isinstance(x, Tensor) and x.requires_grad]
@@ -211,6 +214,12 @@ def passes(module: fx.GraphModule) -> int:
             "it uses // with a Python float that changes, which PyTorch's tracer takes for floor(a / b), although "
             "1.0 // 0.1 is 9; write math.floor(a / b) if that will do"
         )
+    bases: list[Any] = [node.args[0] for node in nodes if node.target is operator.pow]
+    if any(isinstance(base, (int, float)) and base < 0 for base in bases):
+        raise NotCompiled(
+            "it has a power of a negative number whose exponent changes, and PyTorch's tracer takes (-1) ** n for "
+            "-(1 ** n); write 1 - 2 * (n % 2)"
+        )
     grads = sum(node.target is torch.autograd.grad for node in nodes)
     return grads + sum("_grad_increment_nesting" in str(node.target) for node in nodes)
 
@@ -315,6 +324,9 @@ def clean(graph: fx.Graph) -> None:
             continue
         if node.target is _aten._efficientzerotensor.default:  # forward mode's, without memory: kernels read it
             node.target = _aten.zeros.default
+        if node.target is _aten.native_batch_norm_backward.default and node.args[7]:
+            # in training it reads no running statistics: a second reader would keep TorchScript away
+            node.args = (*node.args[:3], None, None, *node.args[5:])
         same = _identical(node)
         if same is None and not _writes(node) and not _draws(node):
             touched = {_memory(each) for each in (node, *node.all_input_nodes)}

@@ -69,15 +69,18 @@ class _Compiling(threading.local):
 _compiling = _Compiling()
 
 
-def settings() -> Scope[None]:
-    """The settings of a compilation. They take longer to set than many a step, so calls begin without them."""
-    return Scope(_enter)
+def settings(constants: bool = False) -> Scope[None]:
+    """The settings of a compilation, in which numbers that vary may be constants.
+
+    They take longer to set than many a step, so calls begin without them.
+    """
+    return Scope(partial(_enter, constants))
 
 
-def _enter(undo: Undo) -> None:
+def _enter(constants: bool, undo: Undo) -> None:
     import torch._functorch.config as functorch
 
-    assign(undo, torch._dynamo.config, _SETTINGS)
+    assign(undo, torch._dynamo.config, {**_SETTINGS, "specialize_int": constants, "specialize_float": constants})
     assign(undo, functorch, {"remat_using_tags_for_fwd_loss_bwd_graph": False})
     assign(undo, _compiling, {"on": True})
     for name in _LOGGERS:
@@ -185,7 +188,14 @@ def _check_side_effects() -> None:
             source = getattr(changed, "source", None)
             name = f"{source.name if source else changed}".replace("L['where']", "where")
             what = f"{name}.{next(iter(attributes))}" if attributes else name
-            raise NotCompiled(f"it changes a Python object, {what}; return that as aux")
+            way = next((way for end, way in _WAYS.items() if what.endswith(end)), "return that as aux")
+            raise NotCompiled(f"it changes a Python object, {what}; {way}")
+
+
+_WAYS = {
+    "._buffers": "write into a buffer in place, as self.count.add_(1) does",
+    ".training": "call train() or eval() outside of the loss",
+}
 
 
 _IMMUTABLE = 1 << 8
@@ -207,7 +217,9 @@ def _attributes() -> tuple[list[tuple[Any, str, Any]], list[tuple[Any, int]]]:
             kind = type(variable.value)
             classes[kind] = classes.get(kind, False)
             classes.update(dict.fromkeys(kind.__mro__[1:-1], True))
-            if getattr(kind, "__getattr__", torch.nn.Module.__getattr__) is not torch.nn.Module.__getattr__:
+            # its own, not its metaclass's, which enumerations have
+            hidden = [vars(cls)["__getattr__"] for cls in kind.__mro__ if "__getattr__" in vars(cls)]
+            if hidden and hidden[0] is not torch.nn.Module.__getattr__:
                 if kind.__setattr__ is object.__setattr__:
                     raise NotCompiled(f"it reads a {kind.__name__}, whose __getattr__ a later attribute may hide")
                 sizes.append((vars(variable.value), len(vars(variable.value))))
@@ -263,13 +275,23 @@ _REASONS = {
         "torch.tensor(number) where a tensor can stand"
     ),
     r"(Unsupported|setattr\(\) on) Tensor\.requires_grad": (
-        "it sets requires_grad on a tensor from outside of it; begin with x = x.detach().requires_grad_(), or pass "
-        "a tensor that requires grad"
+        "it assigns x.requires_grad, or sets it on a tensor from outside of it; write x = x.detach().requires_grad_(), "
+        "or pass a tensor that requires grad"
     ),
-    r"FakeTensorDeviceMismatch.*\bmeta\b": (
+    r"autograd\.grad\(\) received an argument of type": (
+        "it gives torch.autograd.grad an iterator or a view of a dict, such as net.parameters(); write list(...)"
+    ),
+    r"_LegacyVariableBase": "it uses torch.autograd.Variable; write x, or x.detach().requires_grad_()",
+    r"mutating `\.data`": "it writes to .data; compute a tensor: z = (z + step).detach().requires_grad_()",
+    r"function \w+_norm .*GradTrackingTensor": (
+        "PyTorch's tracer cannot follow its forward mode through this norm layer; hodiff.jvp(f, x, v, "
+        "create_graph=True) compiles"
+    ),
+    r"FakeTensorDeviceMismatch.*\bmeta\b|fake tensors[\s\S]*GradTrackingTensor[\s\S]*BatchedTensor": (
         "PyTorch's tracer cannot follow forward mode within a vmap, as torch.func.hessian has it; use hodiff.hessian, "
         "or torch.func.jacrev of torch.func.grad"
     ),
+    r"Missing `as_proxy\(\)`": "it uses an object that PyTorch's tracer does not know, such as a torch.Generator",
     r"Could not guard on data-dependent expression": (
         "what runs would depend on a number that a tensor holds, as in BatchNorm(momentum=None) or if x.item() > 0; "
         "leave it in the tensor"
