@@ -192,7 +192,9 @@ def _by_inductor(traced: fx.GraphModule, stand_ins: Sequence[Any]) -> Callable[.
     """The list as kernels; on the CPU C++ calls them, too: from Python a call takes longer than a small kernel."""
     from torch._inductor import exc, standalone_compile
 
-    stand_ins = [*stand_ins]
+    graph, stand_ins = fx.Graph(), [*stand_ins]
+    graph.output(graph.graph_copy(traced.graph, {}))  # the list itself stays as it is
+    traced = fx.GraphModule(traced, graph)
     numbers = _numbers_apart(traced, stand_ins)
     if any(map(_divides_by_zero, traced.graph.nodes)):
         raise NotCompiled(
@@ -247,8 +249,12 @@ def _numbers_apart(traced: fx.GraphModule, stand_ins: list[Any]) -> Callable[...
             item = graph.call_function(_private.ops.aten._local_scalar_dense.default, (number,))
             item.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(item, calls[node].__contains__)
-    graph.eliminate_dead_code()
+    for node in reversed(alone):
+        if not node.users:
+            graph.erase_node(node)
     traced.recompile()
+    for node in numbers.nodes:  # a tensor whose stand-in is kept cannot be swapped
+        node.meta = {}
     return fx.GraphModule(traced, numbers).forward
 
 
