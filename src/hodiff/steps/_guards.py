@@ -14,6 +14,7 @@ import inspect
 import itertools
 import logging
 import re
+import sys
 import threading
 import types
 import warnings
@@ -85,6 +86,7 @@ def _enter(constants: bool, undo: Undo) -> None:
     assign(undo, _compiling, {"on": True})
     for name in _LOGGERS:
         assign(undo, logging.getLogger(f"torch.{name}"), {"disabled": True})
+    undo += [partial(sys.setrecursionlimit, sys.getrecursionlimit())]  # inductor raises it
     # PyTorch's own calls of what it deprecates, which end a compilation where warnings are errors
     warned: Any = warnings.filters
     own = ("ignore", None, Warning, re.compile(r"torch\b"), 0)
