@@ -111,6 +111,8 @@ class LiveBytes(DispatchMode):
         peak: The largest value of `now` since the last `restart`.
     """
 
+    supports_higher_order_operators = True  # where `f` exports or traces a function that has one
+
     def __init__(self) -> None:
         super().__init__()
         self.peak = self._now = 0
