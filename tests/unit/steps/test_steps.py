@@ -721,7 +721,7 @@ def test_floats_that_vary_are_inputs_of_kernels() -> None:
     from torch._dynamo.symbolic_convert import TensorifyState
 
     net, x = NETS["tanh"](), torch.randn(4, 3)
-    for of, _ in [each for kind, each in ARITHMETIC.items() if kind != "%"]:
+    for of, _ in ARITHMETIC.values():
 
         def loss(net: nn.Module, x: Tensor, n: float, of=of) -> Tensor:
             return forces(net, x) * of(n)
@@ -782,6 +782,24 @@ def test_what_the_tracer_gets_wrong_of_a_number_has_a_graph_for_each_value(kind:
     for n in (*numbers, *numbers):
         assert step(x, n) == loss(net, x, n)
     assert step.report.graphs == 3
+
+
+@pytest.mark.parametrize(
+    ("of", "told"),
+    [(lambda n: n // 0.1, "it uses // with a Python float"), (lambda n: (-1) ** n, "a power of a negative number")],
+)
+def test_what_the_tracer_gets_wrong_of_a_size_stays_eager(of, told: str) -> None:
+    """Sizes stay inputs where numbers become constants."""
+    net = NETS["tanh"]()
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        return plain(net, x) * of(len(x))
+
+    step = hodiff.compile_step(loss, net, backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match=told):
+        for x in map(torch.ones, [(3, 3), (5, 3), (4, 3), (6, 3)]):
+            assert step(x) == loss(net, x)
+    assert step.report.graphs == 1 and step.report.eager == 3
 
 
 def test_a_ninth_graph_has_a_reason() -> None:
