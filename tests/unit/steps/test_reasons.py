@@ -1,0 +1,210 @@
+"""What is said where a step cannot be compiled, and what to write instead."""
+
+import logging
+import re
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hodiff
+from tests.unit.steps.cases import NETS, forces, plain
+from tests.unit.steps.support import MARKS, gradients, of_gradient_alone, off, tangent
+
+pytestmark = MARKS
+
+
+def test_a_mistake_in_the_loss_has_its_line() -> None:
+    """The trace takes it; the graph's error would say nothing of the loss."""
+
+    def mixed(net: nn.Module, x: Tensor) -> Tensor:
+        return net(x.float()).square().mean()
+
+    with pytest.raises(RuntimeError, match="must have the same dtype") as told:
+        hodiff.compile_step(mixed, nn.Linear(3, 1).double(), backend="replay")(torch.randn(4, 3))
+    assert any(each.name == "mixed" for each in told.traceback) and told.value.__context__ is None
+
+
+def test_a_reason_names_the_line_of_the_loss() -> None:
+    def branching(net: nn.Module, x: Tensor) -> Tensor:
+        value = net(x).square().mean()
+        return value if torch.nn.Parameter(x).sum() > value else 2 * value
+
+    step = hodiff.compile_step(branching, NETS["tanh"](), backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match=r"\(line \d+ of test_reasons.py: `return value if "):
+        step(torch.randn(4, 3))
+
+
+class Keeping(nn.Module):
+    """Its forward keeps something, as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how, self.kept, self.count = nn.Linear(3, 1), how, {}, 0
+
+    def forward(self, x):
+        y = self.layer(x).sin()
+        if self.how == "attribute":
+            self.features = y
+        if self.how == "entry":
+            self.kept["features"] = y
+        if self.how == "count":
+            self.count += 1
+        return y
+
+
+STORED = "it stores a tensor in a Python object, as self.features = y in a forward does; return that as aux"
+
+
+@pytest.mark.parametrize(
+    ("loss", "how", "told"),
+    [
+        (of_gradient_alone, "attribute", STORED),  # of which PyTorch says no name
+        (of_gradient_alone, "entry", STORED),
+        (of_gradient_alone, "count", "it changes a Python object, where.count; return that as aux"),
+        (plain, "attribute", "it changes a Python object, where.features; return that as aux"),
+        (plain, "entry", "it changes a Python object, where.kept; return that as aux"),
+    ],
+)
+def test_a_module_that_keeps_something_is_told_what(loss, how: str, told: str) -> None:
+    step = hodiff.compile_step(loss, Keeping(how), backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match=re.escape(told)):
+        step(torch.randn(4, 3)).backward()
+    assert step.report.eager == 1
+
+
+def test_a_reason_is_said_where_dynamo_explains_nothing() -> None:
+    net = NETS["tanh"]()
+    net[1].register_full_backward_hook(lambda *_: None)
+    step = hodiff.compile_step(forces, net, backend="replay")
+    told = r"compiled: Module-level backwards hooks .*\w \(line \d+ of cases.py.*\)\. This step"
+    with pytest.warns(hodiff.HodiffWarning, match=told):
+        step(torch.ones(2, 3)).backward()
+    assert step.report.eager == 1
+
+
+def _marked(x: Tensor) -> Tensor:
+    x.requires_grad = True
+    return x
+
+
+@pytest.mark.parametrize("mark", [Tensor.requires_grad_, _marked])
+def test_a_tensor_marked_in_the_loss_has_a_reason_and_a_way_out(mark) -> None:
+    net = NETS["tanh"]()
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        x = mark(x)
+        return torch.autograd.grad(net(x).sum(), x, create_graph=True)[0].square().mean() + net(x).mean()
+
+    step = hodiff.compile_step(loss, net, backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match=r"sets it on a tensor from outside .*x\.detach\(\)"):
+        value = step(torch.ones(2, 3))
+    assert value == forces(net, torch.ones(2, 3)) and step.report.eager == 1
+    out = hodiff.compile_step(forces, net, backend="replay", fallback="raise")  # begins as the reason says
+    assert out(torch.ones(2, 3)) == value
+
+
+def test_a_ninth_graph_has_a_reason() -> None:
+    net = NETS["tanh"]()
+    step = hodiff.compile_step(lambda net, x, how: plain(net, x) * len(how), net, backend="replay")
+    for n in range(8):
+        step(torch.ones(2, 3), "a" * n)
+    with pytest.warns(hodiff.HodiffWarning, match="it has eight graphs, .* as a tensor. This step runs uncompiled"):
+        step(torch.ones(2, 3), "a" * 8)
+    assert step.report.graphs == 8 and step.report.eager == 1
+
+
+class Counting(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(3, 1), how
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "buffer":
+            self.count += 1
+        if self.how == "mode":
+            self.eval()
+        return self.layer(x)
+
+
+def variable(net: nn.Module, x: Tensor) -> Tensor:
+    x = torch.autograd.Variable(x, requires_grad=True)
+    return torch.autograd.grad(net(x).sum(), x, create_graph=True)[0].square().mean()
+
+
+def of_an_iterator(net: nn.Module, x: Tensor) -> Tensor:
+    found = torch.autograd.grad(plain(net, x), net.parameters(), create_graph=True)
+    return sum(g.square().sum() for g in found)
+
+
+def moved(net: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone()
+    x.data += 1
+    return plain(net, x)
+
+
+def jacobian_of_slopes(net: nn.Module, x: Tensor) -> Tensor:
+    return torch.vmap(torch.func.hessian(lambda q: net(q).squeeze() + (q**2).sum()))(x).square().mean()
+
+
+GENERATOR = torch.Generator()
+TOLD = {
+    "buffer": (plain, lambda: Counting("buffer"), r"where._buffers; write into a buffer in place"),
+    "mode": (plain, lambda: Counting("mode"), r"where.training; call train\(\) or eval\(\) outside"),
+    "variable": (variable, NETS["tanh"], r"torch.autograd.Variable; write x"),
+    "iterator": (of_an_iterator, NETS["tanh"], r"net.parameters\(\); write list\(...\)"),
+    "data": (moved, NETS["tanh"], r"it writes to .data; compute a tensor"),
+    "tangent": (tangent, NETS["norm"], r"hodiff.jvp\(f, x, v, create_graph=True\) compiles"),
+    "hessian": (jacobian_of_slopes, NETS["tanh"], r"use hodiff.hessian, or"),
+    "generator": (
+        lambda net, x: plain(net, x + torch.randn(3, generator=GENERATOR)), NETS["tanh"], r"such as a torch.Generator"
+    ),
+    "nothing": (lambda net, x: torch.tensor(3), NETS["tanh"], r"depends on nothing that requires grad"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_a_reason_says_what_to_write(kind: str) -> None:
+    loss, net, told = TOLD[kind]
+    step = hodiff.compile_step(loss, net(), backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match=told):
+        step(torch.randn(4, 3))
+
+
+def test_a_reentrant_checkpoint_stays_eager() -> None:
+    """It reaches parameters by `backward()` alone, so that nothing could be compared."""
+
+    def loss(net, x):
+        return checkpoint(net, x, use_reentrant=True).square().mean()
+
+    net, x = NETS["tanh"](), torch.randn(4, 3, requires_grad=True)
+    step = hodiff.compile_step(loss, net, backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match="checkpoint with use_reentrant=True.* This step runs uncompiled"):
+        step(x).backward()
+    ours = gradients(net)
+    net.zero_grad()
+    loss(net, x).backward()
+    assert off(ours, gradients(net)) == 0 and step.report.eager == 1
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_of_a_wrong_shape_the_eager_loss_speaks_alone(earlier: bool, capfd, caplog) -> None:
+    step = hodiff.compile_step(forces, NETS["tanh"](), backend="replay", fallback="raise")
+    if earlier:
+        step(torch.randn(4, 3))
+    with warnings.catch_warnings(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        warnings.simplefilter("error")
+        step(torch.randn(4, 2))
+    assert not capfd.readouterr().err and not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_words_for_a_backend_and_for_aux() -> None:
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    with pytest.raises(hodiff.InputError, match=r"backend: got 'inductr', .*did you mean 'inductor'\?"):
+        hodiff.compile_step(forces, net, backend="inductr")(x)
+    with pytest.raises(hodiff.InputError, match=r"has_aux=True expects \(loss, extra\)"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hodiff.compile_step(forces, net, has_aux=True, backend="replay")(x)
