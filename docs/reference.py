@@ -29,9 +29,9 @@ _WHOLE = (
 
 
 def summary(page: str) -> str:
-    """A table of a page's entries: the name, its first line, what it costs; a row for each of the page's headings."""
-    rows = ["| name | what it is | cost |", "|---|---|---|"]
-    heading = ""
+    """A table of a page's entries: the name, its first line, what it costs if any costs; a row for each heading."""
+    rows = [["name", "what it is", "cost"], ["---"] * 3]
+    heading, costs = "", []
     text = Path(page).read_text("utf-8")
     own = split(page.removeprefix("docs/"), text)[1]
     for entry, title in _ENTRY.findall(text):
@@ -39,7 +39,7 @@ def summary(page: str) -> str:
             heading = title
             continue
         if heading:
-            rows.append(f"| **{heading}** | | |")
+            rows.append([f"**{heading}**", "", ""])
             heading = ""
         module, _, name = entry.rpartition(".")
         document = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
@@ -49,10 +49,10 @@ def summary(page: str) -> str:
             for each, shown in own.items()
             if f"::: {entry}\n" in shown
         ] or [""]
-        rows.append(
-            f"| [`{name}`]({folder}#{entry}) | {_cell(first)} | {_cell(_cost(document))} |"
-        )
-    table = "\n".join(rows)
+        costs.append(_cell(_cost(document)))
+        rows.append([f"[`{name}`]({folder}#{entry})", _cell(first), costs[-1]])
+    columns = 3 if any(costs) else 2
+    table = "\n".join(f"| {' | '.join(row[:columns])} |" for row in rows)
     return f'<div class="summary" markdown>\n\n{table}\n\n</div>'
 
 
