@@ -29,8 +29,9 @@ MODULES = 136
 # 26535 before a graph that cannot be run left the eager loss, and reasons named a line (21); 26556 before
 # numbers of Python that vary were inputs of a step, and what PyTorch has wrong of them was refused (68),
 # arguments could be computed from what a step differentiates (9), and reasons said what to write (38);
-# 26671 before memory was counted through operators of control flow (1).
-STATEMENTS = 26672
+# 26671 before memory was counted through operators of control flow (1); 26672 before what a step returns beside
+# its loss was held against eager (26).
+STATEMENTS = 26698
 LONGEST_BODY = 45
 LONG_LINES = 3380
 IMPORTED_ONCE = 7

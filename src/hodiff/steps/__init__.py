@@ -69,10 +69,11 @@ class Different(Exception):
 
 
 class _Call(threading.local):
-    """What a thread's call leaves behind: the graph that ran, its inputs, its gradients, how it was before."""
+    """What a thread's call leaves behind: the graph that ran, what it got and gave, how it was before."""
 
     graph: StepGraph | None = None
     inputs: tuple[Any, ...] = ()
+    outputs: Sequence[Any] = ()
     gradients: Sequence[Tensor] = ()
     before: Before | None = None
 
@@ -296,8 +297,8 @@ class CompiledStep(Unlike):
             call.before = Before(graph, inputs)
         results = graph.run(*inputs)
         call.graph, call.inputs = graph, inputs
-        call.gradients = results[graph.outputs :]
-        return results[: graph.outputs]
+        call.outputs, call.gradients = results[: graph.outputs], results[graph.outputs :]
+        return call.outputs
 
     def _freeze(self, undo: Undo) -> None:
         """Take the parameters that a selection leaves out for constants."""
@@ -314,9 +315,9 @@ class CompiledStep(Unlike):
         before, call.before = call.before, None
         if before is None or call.graph is None:
             return result
-        value = result[0] if self._has_aux else result
+        value, aux = result if self._has_aux else (result, None)
         check = EagerCheck(call.graph, call.inputs, before, lambda: self._whole(*args, **kwargs), self._has_aux)
-        check.run([value, *call.gradients])
+        check.run([value, *call.gradients], aux, call.outputs)
         self.report.checks += 1
         self.report.difference = max(self.report.difference, check.difference)
         if not check.wrong:
@@ -445,7 +446,8 @@ def compile_step(
 
     At calls 1, 2, 4, 8, ... of each graph the result is compared with that of the eager loss, from
     the same random state and buffers. If they differ by more than rounding, which is measured then,
-    the step stays eager, with a warning that names the first operation that differs.
+    the step stays eager, with a warning that names the first operation that differs. What *aux* holds
+    may differ by one percent: a metric that counts samples may count one more by rounding.
 
     Args:
         loss: A function of *where* and of the arguments of each call that returns one element.

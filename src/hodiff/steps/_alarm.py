@@ -62,9 +62,16 @@ class EagerCheck:
         self.leaves = [inputs[i] for i in graph.wanted]
         self.behind = has_graph(self.leaves)
         self.difference, self.wrong = 0.0, ""
+        self.aux: Any = None
 
-    def run(self, ours: Sequence[Tensor]) -> None:
-        """Compare loss and gradients with those of the eager loss; where they are wrong, all is as before the call."""
+    def run(self, ours: Sequence[Tensor], aux: Any, outputs: Sequence[Any]) -> None:
+        """Compare with what the eager loss gives; where that is not the same, all is as before the call.
+
+        Args:
+            ours: Loss and gradients.
+            aux: What the loss returned beside, made of tensors among *outputs*.
+            outputs: What the graph gave without its gradients.
+        """
         graph, before = self.graph, self.before
         if any(x._backward_hooks for x in self.leaves):  # any pass would run them, and they are for `backward()`
             return
@@ -78,7 +85,8 @@ class EagerCheck:
             before.restore()
             return
         self.difference = self._distance(ours, theirs)
-        if self.difference <= 64 * graph.eps:
+        beside, limit = _apart(aux, self.aux), 64 * graph.eps
+        if self.difference <= limit and beside <= max(limit, OF_AUX):
             return
         after = Before(graph, self.inputs)
         before.restore()
@@ -87,12 +95,14 @@ class EagerCheck:
         close = [results[graph.value], *self._whole(results[graph.outputs :]), *(moved[i] for i in graph.written)]
         # what only the inputs as they are get wrong is as far from there, and the eager loss is not
         rounding = min(self._distance(ours, close), self._distance(close, theirs))
-        if self.difference > 100 * rounding:
+        if self.difference > max(limit, 100 * rounding):
             self.wrong = (
                 f"its result differs from the eager one by {self.difference:.0e}, more than "
                 f"rounding explains ({rounding:.0e}); the first operation that differs is "
                 f"{self._first()}"
             )
+        elif beside > 100 * _apart(aux, _replaced(aux, outputs, results)):
+            self.wrong = f"its aux differs from the eager one by {beside:.0e}, more than rounding explains"
         (before if self.wrong else after).restore()
 
     def _whole(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -106,7 +116,7 @@ class EagerCheck:
         self.before.restore()
         with _settings.on(ExactNorms(self.graph.order)) if self.graph.exact else nullcontext():
             eager = self.loss()
-        value = eager[0] if self.has_aux else eager
+        value, self.aux = eager if self.has_aux else (eager, None)
         with _settings.autocast(value.device.type):
             gradients = torch.autograd.grad(value, self.leaves, allow_unused=True, retain_graph=self.behind or None)
         return [value.detach(), *gradients, *self.before.tensors]
@@ -141,6 +151,35 @@ class EagerCheck:
         with _settings.grad_mode(False):
             run.run(*self.inputs)
         return run.place or "none of those that both have"
+
+
+OF_AUX = 0.01
+"""Up to where a number beside the loss may be another: one sample of many that is counted, or not, by rounding."""
+
+
+def _apart(mine: Any, other: Any) -> float:
+    """How far numbers beside the loss are apart, of what each is part of; infinite where they are no like numbers."""
+    (ours, tree), (theirs, other_tree) = _pytree.tree_flatten(mine), _pytree.tree_flatten(other)
+    if tree != other_tree:
+        return math.inf
+    return max(map(_far_beside, ours, theirs), default=0.0)
+
+
+def _far_beside(mine: Any, other: Any) -> float:
+    if isinstance(mine, (int, float)) and isinstance(other, (int, float)):
+        mine, other = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (mine, other))
+    if not isinstance(mine, Tensor) or not isinstance(other, Tensor):
+        return 0.0 if type(mine) is type(other) and not (isinstance(mine, str) and mine != other) else math.inf
+    if (mine.shape, mine.dtype) != (other.shape, other.dtype):
+        return math.inf
+    inexact = mine.is_floating_point() or mine.is_complex()  # an index of the largest of two equal ones is any
+    return _far(mine, other) / (_norm([mine]) or 1.0) if inexact else 0.0
+
+
+def _replaced(aux: Any, outputs: Sequence[Any], results: Sequence[Any]) -> Any:
+    """What it would be by other results of the graph."""
+    places = {id(x): index for index, x in enumerate(outputs) if isinstance(x, Tensor)}
+    return _pytree.tree_map(lambda x: results[places[id(x)]] if id(x) in places else x, aux)
 
 
 def has_graph(inputs: Sequence[Tensor]) -> bool:

@@ -168,6 +168,47 @@ def test_the_alarm_sees_what_is_wrong_at_the_inputs_themselves_alone(monkeypatch
         step(x)
 
 
+OTHER_AUX = {
+    "nothing": (lambda aux: aux, False),
+    "a sample in 200 counted otherwise": (lambda aux: aux | {"hits": aux["hits"] * 0.995}, False),
+    "one in ten": (lambda aux: aux | {"hits": aux["hits"] * 0.9}, True),
+    "rounding of what is left of two equal numbers": (lambda aux: aux | {"left": aux["left"] * 2 + 1e-17}, False),
+    "index of the largest": (lambda aux: aux | {"at": aux["at"] + 1}, False),
+    "number": (lambda aux: aux | {"number": 4}, True),
+    "string": (lambda aux: aux | {"word": "train"}, True),
+    "kind": (lambda aux: aux | {"word": None}, True),
+    "dtype": (lambda aux: aux | {"at": aux["at"].double()}, True),
+    "key": (lambda aux: {name: aux[name] for name in ("hits", "left", "at", "number")}, True),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_AUX)
+def test_aux_is_held_against_the_eager_one(other: str) -> None:
+    change, wrong = OTHER_AUX[other]
+
+    def loss(net: nn.Module, x: Tensor) -> tuple[Tensor, dict]:
+        y = net(x)
+        left = (y / 3 * 3 - y).norm()
+        return forces(net, x), {
+            "hits": 1 + (y > 0).sum() / 5,
+            "left": left,
+            "at": y.argmax(),
+            "number": 3,
+            "word": "eval",
+        }
+
+    net, x = NETS["tanh"](), torch.randn(5, 3)
+    step = hodiff.compile_step(loss, net, has_aux=True, backend="replay")
+    eager = step._whole
+    step._whole = lambda x: (eager(x)[0], change(eager(x)[1]))
+    with pytest.warns(hodiff.HodiffWarning, match="its aux differs") if wrong else contextlib.nullcontext():
+        step(x)[0].backward()
+    ours = gradients(net)
+    net.zero_grad()
+    loss(net, x)[0].backward()
+    assert off(ours, gradients(net)) <= 1e-13 and step.report.eager == wrong
+
+
 # --- what changes between calls ---------------------------------------------------------------------------------------
 
 
