@@ -102,7 +102,9 @@ class EagerCheck:
                 f"{self._first()}"
             )
         elif beside > 100 * _apart(aux, _replaced(aux, outputs, results)):
-            self.wrong = f"its aux differs from the eager one by {beside:.0e}, more than rounding explains"
+            kinds = "in its parts, their kinds, shapes or dtypes, or in what is not finite"
+            kind = kinds if math.isinf(beside) else f"by {beside:.0e}"
+            self.wrong = f"its aux differs from the eager one {kind}, which rounding does not explain"
         (before if self.wrong else after).restore()
 
     def _whole(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -167,7 +169,7 @@ def _apart(mine: Any, other: Any) -> float:
 
 def _far_beside(mine: Any, other: Any) -> float:
     if isinstance(mine, (int, float)) and isinstance(other, (int, float)):
-        mine, other = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (mine, other))
+        mine, other = (torch.tensor(float(x), dtype=torch.float64, device="cpu") for x in (mine, other))
     if not isinstance(mine, Tensor) or not isinstance(other, Tensor):
         return 0.0 if type(mine) is type(other) and not (isinstance(mine, str) and mine != other) else math.inf
     if (mine.shape, mine.dtype) != (other.shape, other.dtype):

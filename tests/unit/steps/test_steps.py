@@ -175,10 +175,11 @@ OTHER_AUX = {
     "rounding of what is left of two equal numbers": (lambda aux: aux | {"left": aux["left"] * 2 + 1e-17}, False),
     "index of the largest": (lambda aux: aux | {"at": aux["at"] + 1}, False),
     "number": (lambda aux: aux | {"number": 4}, True),
+    "large number": (lambda aux: aux | {"many": aux["many"] + 1}, False),
     "string": (lambda aux: aux | {"word": "train"}, True),
     "kind": (lambda aux: aux | {"word": None}, True),
     "dtype": (lambda aux: aux | {"at": aux["at"].double()}, True),
-    "key": (lambda aux: {name: aux[name] for name in ("hits", "left", "at", "number")}, True),
+    "key": (lambda aux: {name: aux[name] for name in ("hits", "left", "at", "number", "word")}, True),
 }
 
 
@@ -194,6 +195,7 @@ def test_aux_is_held_against_the_eager_one(other: str) -> None:
             "left": left,
             "at": y.argmax(),
             "number": 3,
+            "many": 2**70,
             "word": "eval",
         }
 
