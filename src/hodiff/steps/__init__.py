@@ -432,8 +432,8 @@ def compile_step(
 
     The loss may use `torch.autograd.grad(..., create_graph=True)`, `torch.func`, and the functions
     of hodiff that `torch.compile` can trace: the calculus, penalties, and fields such as
-    `laplacian`. At third order and above, norm layers are computed from their definitions, as in all
-    of hodiff.
+    `laplacian`. At third order and above, norm layers and other operations whose derivatives PyTorch
+    gets wrong (`logcumsumexp`) are computed from their definitions, as in all of hodiff.
 
     A step runs eagerly, with one warning that names the reason, if Dynamo cannot trace the loss or
     if its trace would be wrong: branches on data, Python `autograd.Function`s, losses that change

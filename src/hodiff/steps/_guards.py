@@ -13,6 +13,8 @@ import gc
 import inspect
 import itertools
 import logging
+import math
+import os
 import re
 import sys
 import threading
@@ -28,8 +30,10 @@ from typing import Any
 import torch
 import torch._dynamo.config
 from torch._dynamo import exc, variables
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 
 from hodiff._core import _settings
@@ -132,9 +136,52 @@ def _handled(self: Any, raised: exc.ObservedException) -> Any:
     return _handler(self, raised)
 
 
+def _formatted(*args: Any) -> Any:
+    """A string of constants: one of anything else Dynamo compares and hashes before it knows it."""
+    variable = _format(*args)
+    if _compiling.on and not variable.is_python_constant():
+        _refuse_string()
+    return variable
+
+
+def _formatted_number(self: Any, *args: Any) -> None:
+    """In an f-string, of one number."""
+    if _compiling.on and isinstance(self.stack[-1], SymNodeVariable):
+        _refuse_string()
+    _format_number(self, *args)
+
+
+def _refuse_string() -> None:
+    told = "it makes a string of a number that changes, or of a tensor, which PyTorch's tracer gets wrong"
+    exc.unimplemented(gb_type="hodiff: no string", context="", explanation=told, hints=[])
+
+
+def _equal(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
+    """Dynamo's guard of a constant, and of the sign of a zero, which equals the other one."""
+    _equals(self, guard, *args, **kwargs)
+    value = self.get(guard)
+    if _compiling.on and type(value) is float and not value:
+        same = partial(_same_sign, math.copysign(1.0, value))
+        self.get_guard_manager(guard).add_lambda_guard(
+            same, [f"the sign of {guard.name} is the same"], guard.user_stack
+        )
+
+
+def _same_sign(sign: float, value: float) -> bool:
+    return math.copysign(1.0, value) == sign
+
+
+strings: Any = variables.misc.StringFormatVariable
+_format = strings.create
+strings.create = _formatted
+builder: Any = GuardBuilder
+_equals = builder.EQUALS_MATCH
+builder.EQUALS_MATCH = _equal
 translator: Any = InstructionTranslatorBase
 _handler = translator.exception_handler
 translator.exception_handler = _handled
+_format_number = translator._format_value
+translator._format_value = _formatted_number
 variables.dicts.DunderDictVariable.install_dict_contains_guard = _key_of_an_object
 
 
@@ -182,6 +229,8 @@ def _check_side_effects() -> None:
     tracer = InstructionTranslator.current_tx()
     if tracer.output.random_calls:
         raise NotCompiled("it draws from Python's random; draw outside, and pass the number as an argument")
+    if os.getenv.__code__ in tracer.output.tracing_context.traced_code:
+        raise NotCompiled("it calls os.getenv, which is not guarded; use os.environ")
     effects = tracer.output.side_effects
     for changed in effects._get_modified_vars():
         new = isinstance(changed.mutation_type, (AttributeMutationNew, ValueMutationNew))
@@ -305,6 +354,16 @@ _REASONS = {
         "it has eight graphs, for as many kinds of arguments, attributes and settings; pass what changes in every "
         "step as a tensor"
     ),
+    r"aten::_scaled_dot_product\w+_backward is not implemented": (
+        "it differentiates attention twice, which PyTorch's fused kernels cannot; call it under "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), in eager mode, too"
+    ),
+    r"expected to contain only concrete integers": (
+        "it has an operation that PyTorch's tracer cannot follow for batches of several sizes; keep the size"
+    ),
+    r"tp_iternext_impl": "it calls next() on an iterator of Python's; call it outside, and pass what it gives",
+    r"\bdata_ptr\b": "it reads where a tensor lies, by data_ptr()",
+    r"manual_seed|[gs]et_rng_state": "it reads or sets the state of random numbers; do that outside",
     r"requires_grad_\(\) called on it": (
         "it stores a tensor in a Python object, as self.features = y in a forward does; return that as aux"
     ),

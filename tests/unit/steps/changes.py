@@ -959,6 +959,26 @@ def clock(w):
 
 
 @change
+def sign_of_zero(w):
+    """Zeros are equal, and 1 / 0.0 is not."""
+    w.net.shift = 0.0
+
+    def change():
+        w.net.shift = -0.0
+
+    return (lambda net, x: grad_loss(net, x) * math.copysign(1.0, net.shift)), change
+
+
+@change
+def environment(w):
+    os.environ["HODIFF_TEST"] = "0.5"
+    w.restore = lambda: os.environ.pop("HODIFF_TEST")
+    return (lambda net, x: grad_loss(net, x) * float(os.getenv("HODIFF_TEST"))), lambda: os.environ.update(
+        HODIFF_TEST="0.1"
+    )
+
+
+@change
 def strided(w):
     def change():
         w.x = torch.randn(3, 4).t()

@@ -113,6 +113,33 @@ def test_an_error_of_arithmetic_stays_an_error(calls: int) -> None:
     assert step(x, 0.2) == plain(net, x) * (1 / 0.2) and step.report.graphs == 2
 
 
+FACTORS = {"7": 2.0, "7.5": 2.0, "torch.Size([7, 3])": 2.0}
+STRINGS = {
+    "format": lambda x, n: "{}".format(n),  # noqa: UP032
+    "f-string": lambda x, n: f"{n}",
+    "str": lambda x, n: str(n),
+    "of a size": lambda x, n: f"{x.shape}",
+}
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
+@pytest.mark.parametrize("add", [0, 0.5])
+@pytest.mark.parametrize("kind", STRINGS)
+def test_a_string_made_of_a_number_that_varies(kind: str, add: float) -> None:
+    """PyTorch's tracer compares, and hashes, one that it has not made yet; a size has no graph for each value."""
+    text, net = STRINGS[kind], NETS["tanh"]()
+
+    def loss(net: nn.Module, x: Tensor, n: float) -> Tensor:
+        return plain(net, x) * FACTORS.get(text(x, n), 3.0) * (2.0 if text(x, n) == "7" else 1.0)
+
+    step = hodiff.compile_step(loss, net, backend="replay")
+    step._checked = lambda result, args, kwargs: result
+    for n in (2, 3, 4, 7, 8, 7):
+        x = torch.randn(n, 3)
+        assert off([step(x, n + add).detach()], [loss(net, x, n + add).detach()]) <= 1e-14
+    assert bool(step.report.eager) is (kind == "of a size")
+
+
 WRONG = {
     "1.0 // 0.1 is 10": (lambda n: n // 0.1, (1.0, 0.3, 0.6)),
     "in place": (lambda n: operator.ifloordiv(n, 0.1), (1.0, 0.3, 0.6)),

@@ -1,12 +1,14 @@
 """What is said where a step cannot be compiled, and what to write instead."""
 
 import logging
+import os
 import re
 import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
@@ -162,6 +164,11 @@ TOLD = {
     "generator": (
         lambda net, x: plain(net, x + torch.randn(3, generator=GENERATOR)), NETS["tanh"], r"such as a torch.Generator"
     ),
+    "environment": (lambda net, x: plain(net, x) * len(os.getenv("PATH")), NETS["tanh"], r"use os.environ"),
+    "memory": (lambda net, x: plain(net, x) * (x.data_ptr() > 0), NETS["tanh"], r"where a tensor lies, by data_ptr"),
+    "seed": (
+        lambda net, x: plain(net, x) + torch.manual_seed(0).initial_seed(), NETS["tanh"], r"random numbers; do that"
+    ),
     "nothing": (lambda net, x: torch.tensor(3), NETS["tanh"], r"depends on nothing that requires grad"),
 }  # fmt: skip
 
@@ -171,6 +178,40 @@ def test_a_reason_says_what_to_write(kind: str) -> None:
     loss, net, told = TOLD[kind]
     step = hodiff.compile_step(loss, net(), backend="replay")
     with pytest.warns(hodiff.HodiffWarning, match=told):
+        step(torch.randn(4, 3))
+
+
+def test_attention_that_is_differentiated_twice_has_a_reason_and_a_way_out() -> None:
+    net, x = nn.MultiheadAttention(4, 2).eval(), torch.randn(3, 2, 4)
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = net(x, x, x, need_weights=False)[0]
+        return torch.autograd.grad(y.square().sum(), x, create_graph=True)[0].square().mean()
+
+    step = hodiff.compile_step(loss, net, backend="replay")
+    with pytest.warns(hodiff.HodiffWarning, match=r"call it under .*SDPBackend.MATH"):
+        value = step(x)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        value.backward()
+
+    def by_formula(net: nn.Module, x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return loss(net, x)
+
+    step = hodiff.compile_step(by_formula, net, backend="replay", fallback="raise")
+    assert off([step(x).detach()], [by_formula(net, x).detach()]) <= 1e-14
+
+
+def test_sizes_that_the_tracer_cannot_follow_have_a_reason() -> None:
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        r = torch.linalg.qr(net(x) @ net(x).T + torch.eye(len(x)))[1]
+        return torch.autograd.grad(r.sum(), x, create_graph=True)[0].square().mean()
+
+    step = hodiff.compile_step(loss, NETS["tanh"](), backend="replay")
+    step(torch.randn(3, 3))
+    with pytest.warns(hodiff.HodiffWarning, match="cannot follow for batches of several sizes"):
         step(torch.randn(4, 3))
 
 
