@@ -286,7 +286,7 @@ def sparsity_pattern(
 
 
 def detect(request: Call, order: int, noted: list[Any] | None = None) -> Pattern:
-    """The pattern of what a call asks for; the structure of what `f` returned is added to `noted`."""
+    """The pattern of what a call asks for; to `noted` the structure of what `f` returned is added, and constants."""
     from hodiff.sparse import rules
 
     given = [*request.where.tensors, *tensors_in((list(request.args), dict(request.kwargs)))]
@@ -294,7 +294,7 @@ def detect(request: Call, order: int, noted: list[Any] | None = None) -> Pattern
     with exits(tracer), on(tracer), OutputGraph(request) as graph:
         outputs = _reverse.gradient(graph, differentiated=True) if order == 2 else graph.tensors()
         if noted is not None:
-            noted.append(_tree.flatten(graph.outputs)[2])
+            noted += [_tree.flatten(graph.outputs)[2], tracer.constants]
         cotangents = [torch.ones_like(output, memory_format=torch.contiguous_format) for output in outputs]
         tracer.begin(cotangents)
         try:

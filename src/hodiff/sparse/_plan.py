@@ -17,6 +17,7 @@ from hodiff._core._where import Where
 from hodiff.errors import DerivativeError, InputError
 from hodiff.sparse import _coloring
 from hodiff.sparse._pattern import Pattern, detect, given, scipy_sparse
+from hodiff.sparse._tracer import Constants
 
 BREAK_EVEN = 600
 """With fewer columns the dense matrix is computed sooner than a pattern and its colors."""
@@ -50,6 +51,7 @@ class Plan(_arguments.Unlike):
         self._point = point
         self._order = order
         self._options = options
+        self._constants = Constants()
 
     def _instead(self, name: str) -> str:
         return "plan(x) is the matrix at x, plan.values(x) are its entries."
@@ -98,8 +100,9 @@ class Plan(_arguments.Unlike):
             output: Its form, as for `sparse_hessian`; None: as when the plan was made.
             check: Whether to compare one product, as for `sparse_hessian`. None: where the pattern
                 may not hold, since Python read values that follow from the point
-                (`pattern.values_read`), or *args* or *kwargs* hold others of what is not a dense
-                tensor (an index, a flag, a sparse matrix) than when the plan was made.
+                (`pattern.values_read`), *args* or *kwargs* hold others of what is not a dense
+                tensor (an index, a flag, a sparse matrix) than when the plan was made, or a tensor
+                that `f` closes over has been written into.
             create_graph: Whether the entries can be differentiated again. None: only inside the
                 function of another hodiff call.
             chunk_size: How many products one pass takes.
@@ -135,7 +138,8 @@ class Plan(_arguments.Unlike):
         chunk = _arguments.check_chunk_size(chunk_size)
         others = asked["args"] if args is None else args, asked["kwargs"] if kwargs is None else kwargs
         if check is None:
-            compared = bool(self.pattern.values_read) or _are_other((asked["args"], asked["kwargs"]), others)
+            other = _are_other((asked["args"], asked["kwargs"]), others)
+            compared = self._constants.changed() or other or bool(self.pattern.values_read)
         else:
             compared = is_set(check, "check")
         where = self._point.where(x)
@@ -149,7 +153,10 @@ class Plan(_arguments.Unlike):
             args=others[0],
             kwargs=others[1],
         )
-        return self._evaluated(made, chunk, compared)
+        values = self._evaluated(made, chunk, compared)
+        if compared:
+            self._constants.keep()
+        return values
 
     def _evaluated(self, made: Call, chunk: int | None, check: bool) -> Tensor:
         with OutputGraph(made) as graph:
@@ -380,8 +387,9 @@ def plan_hessian(
         order of `plan.rows` and `plan.columns`; `plan.lower()` is the plan of the lower triangle.
         The plan holds as long as `f` takes the same Python branches as at *x*. If `f` reads values
         that depend on *x* (`plan.pattern.values_read`), each `plan(x)` is compared with one
-        additional product, and raises if an entry is missing; `check=False` omits the comparison,
-        and `check=True` always makes it.
+        additional product, and raises if an entry is missing; so is the next `plan(x)` after a
+        tensor that `f` closes over (an index, a mask) was written into. `check=False` omits the
+        comparison, and `check=True` always makes it.
 
     Raises:
         InputError: *f* is a tensor already computed, or *x*, `f(x)` or the pattern does not fit.
@@ -481,7 +489,10 @@ def prepared(request: Call, where: Where, f: Any, order: int, pattern: Any, opti
         detected = given(pattern, (rows, point.space.size), symmetric=order == 2)
     point.returned = noted[0] if noted else _tree.LEAF
     colors, kind = (_coloring.color(detected), "star") if order == 2 else _of_jacobian(detected)
-    return Plan(f, point, order, detected, colors, kind, options)
+    plan = Plan(f, point, order, detected, colors, kind, options)
+    if pattern is None:
+        plan._constants = noted[1]
+    return plan
 
 
 def _outputs(request: Call, noted: list[Any]) -> int:

@@ -279,6 +279,37 @@ def _united(parts: Sequence[Sets], width: int) -> Sets:
     return whole.grouped(torch.zeros(len(whole), dtype=torch.int64, device="cpu"), 1)
 
 
+class Constants:
+    """Tensors that `f` closes over, such as an index or a mask, and how often each had been written into."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def __reduce__(self) -> Any:
+        """A plan that was stored knows of none: its function closes over others."""
+        return Constants, ()
+
+    def __deepcopy__(self, memo: Any) -> Constants:
+        copied = Constants()
+        copied._met |= self._met
+        return copied
+
+    def note(self, tensor: Tensor) -> None:
+        """Know a tensor from now on, for as long as it lives."""
+        known = self._met.get(id(tensor))
+        if (known is None or known[0]() is None) and not tensor.is_inference():
+            self._met[id(tensor)] = weakref.ref(tensor), tensor._version
+
+    def changed(self) -> bool:
+        """Whether one of them has been written into since."""
+        return any((tensor := met()) is not None and tensor._version != version for met, version in self._met.values())
+
+    def keep(self) -> None:
+        """Know them as they are now."""
+        alive = [tensor for met, _ in self._met.values() if (tensor := met()) is not None]
+        self._met = {id(tensor): (weakref.ref(tensor), tensor._version) for tensor in alive}
+
+
 class Tracer(DispatchMode):
     """The mode. Enter it before `f` runs, so that it learns what is variable, and `begin` before the pass to follow.
 
@@ -290,6 +321,7 @@ class Tracer(DispatchMode):
         lost: Why nothing can be said about what a number depends on, if so.
         values_read: How Python came to know of values that follow from the point: elsewhere `f` may
             do something else.
+        constants: What `f` reads that does not follow from the point.
     """
 
     supports_higher_order_operators = True
@@ -304,6 +336,7 @@ class Tracer(DispatchMode):
         self.unknown: dict[str, None] = {}
         self.lost: str | None = None
         self.values_read: dict[str, None] = {}
+        self.constants = Constants()
         self._memory: dict[int, Memory] = {}
         self._variable: dict[int, Any] = {}
         self._values_left = False
@@ -323,6 +356,9 @@ class Tracer(DispatchMode):
         kwargs = kwargs or {}
         if getattr(func, "_schema", None) is None:
             return self._couple(func, args, kwargs)
+        for tensor in tensors_in((args, kwargs)):
+            if not self.is_variable(tensor):
+                self.constants.note(tensor)
         if not READS.isdisjoint(func.tags) or func in READING:
             self._look_at_what_is_read(func, args)
         if not self._memory or not any(self.memory(t) for t in tensors_in((args, kwargs))):

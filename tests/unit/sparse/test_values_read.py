@@ -152,6 +152,43 @@ def test_the_check_is_one_product() -> None:
         plan.lower()(ELSEWHERE[0])
 
 
+CLOSED_OVER = {
+    "index": (torch.tensor([0, 1, 2]), torch.tensor([1, 0, 2]), torch.tensor([2, 3, 4]), lambda x, at: x[at] ** 3),
+    "mask": (
+        torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0]), torch.tensor([2.0, 1.0, 0.0, 0.0, 0.0]), torch.ones(5),
+        lambda x, mask: mask * x.roll(1) ** 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CLOSED_OVER)
+def test_what_f_closes_over_is_looked_at_when_it_was_written_into(kind: str) -> None:
+    """By one product more, until it has held once; a plan that was refused is refused again."""
+    start, same, other, of = CLOSED_OVER[kind]
+    held, products = start.clone(), []
+    f = lambda x: of(x, held)
+    plan = hodiff.sparse.plan_jacobian(f, PLANNED_AT)
+    evaluated = plan._evaluated
+
+    def counted(made: Any, chunk: Any, check: bool) -> Tensor:
+        products.append(plan.products + check)
+        return evaluated(made, chunk, check)
+
+    plan._evaluated = counted
+    plan(PLANNED_AT)
+    held.copy_(start)  # a write, of the same numbers
+    for _ in range(2):
+        torch.testing.assert_close(plan(PLANNED_AT).to_dense(), hodiff.jacobian(f, PLANNED_AT))
+    assert products == [plan.products, plan.products + 1, plan.products]
+    held.copy_(other)
+    for _ in range(2):
+        with pytest.raises(hodiff.DerivativeError, match="closes over what has changed, make a new plan"):
+            plan(PLANNED_AT)
+    if kind == "mask":
+        held.copy_(same)
+        torch.testing.assert_close(plan(PLANNED_AT).to_dense(), hodiff.jacobian(f, PLANNED_AT))
+
+
 def test_a_pattern_of_the_callers_own_is_believed() -> None:
     f = READ["x[i]"]
     full = torch.ones(5, 5).to_sparse()
