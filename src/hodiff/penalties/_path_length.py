@@ -25,7 +25,7 @@ class PathLengthPenalty(nn.Module):
 
     Each call in training mode updates the mean, \(a \leftarrow (1 - d)\,a + d\,\mathrm{mean}_i
     \ell_i\), which is saved in the state dict. As in StyleGAN2, the derivative includes the current
-    call's contribution to the mean.
+    call's contribution to the mean. A call whose lengths are not finite leaves the saved mean as it was.
 
     Args:
         weight: \(w\), 2 in StyleGAN2. For a lazy penalty every k steps, pass k times the value.
@@ -136,9 +136,10 @@ class PathLengthPenalty(nn.Module):
             with _locks.lock:  # of several threads each moves what another has left
                 mean = self.mean_length.to(lengths)
                 if self.training:
-                    mean = mean.lerp(lengths.mean(), self.decay)
+                    moved = mean.lerp(lengths.mean(), self.decay)
                     with _settings.grad_mode(False):
-                        self.mean_length.copy_(mean)
+                        self.mean_length.copy_(torch.where(moved.isfinite(), moved, mean))  # or it would stay nan
+                    mean = moved
             loss = _critic.reduce((lengths - mean).square(), reduction, self.weight)
             loss = _critic.finished(loss, f, images, gradient, record)
         return (loss, outputs) if return_outputs else loss

@@ -1,6 +1,8 @@
 """StyleGAN2's path length regularization: formula, running mean, state, and what its backward reaches."""
 
 import copy
+import math
+import warnings
 
 import pytest
 import torch
@@ -73,6 +75,18 @@ def test_state_moves_in_training_only_and_is_saved():
     restored.load_state_dict(copy.deepcopy(penalty.state_dict()))
     assert torch.equal(restored.mean_length, moved)
     assert repr(restored) == "PathLengthPenalty(weight=2.0, decay=0.5)"
+
+
+def test_lengths_that_are_not_finite_leave_the_mean_as_it_was():
+    G, w = Synthesis(4), torch.randn(5, 4, dtype=DOUBLE)
+    penalty = hodiff.PathLengthPenalty(decay=0.5)
+    penalty(G, w)
+    before = penalty.mean_length.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hodiff.HodiffWarning)
+        assert penalty(G, torch.full_like(w, math.nan)).isnan()
+    assert torch.equal(penalty.mean_length, before)
+    assert penalty(G, w).isfinite() and penalty.mean_length != before
 
 
 def test_constant_generator_gives_zero_and_no_nan():
