@@ -314,8 +314,9 @@ class _OrderExceeded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *w: Tensor) -> Any:
         system = ctx.system
+        inside = "Call solve inside the function that a hodiff call differentiates so often: there it allows as many."
         raise GraphError(
             f"{system.name}, called at {system.line.file}:{system.line.number}, allows derivatives "
-            f"up to order {system.order}, and this one is higher and would be wrong. Pass "
-            f"order={system.order + 1}."
+            f"up to order {system.order}, and this one is higher and would be wrong. "
+            + (inside if system.name == "solve" else f"Pass order={system.order + 1}.")
         )

@@ -377,6 +377,17 @@ def test_inside_other_calls_as_often_as_they_take(form: str, order: int) -> None
     agree(calls[order](ours), calls[order](closed), 1e-7)
 
 
+def test_one_derivative_of_a_solution_too_many_names_the_way_out() -> None:
+    x, b = torch.tensor([2.0], dtype=D, requires_grad=True), torch.tensor([12.0], dtype=D)
+    solved = lambda x: hodiff.solve(hodiff.MatrixOperator(x), b, create_graph=True).value.sum()
+    value = solved(x)
+    with pytest.raises(hodiff.GraphError, match=r"solve, called at .* Call solve inside the function"):
+        for _ in range(3):
+            (value,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    inside = lambda x: hodiff.grad(lambda x: hodiff.hvp(solved, x, torch.ones(1, dtype=D)).sum(), x)
+    agree(inside(x.detach()), -6 * b / x.detach() ** 4, 1e-9)
+
+
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("vectors", [None, HADAMARD], ids=["dense", "by vectors"])
 def test_a_log_determinant_by_all_that_makes_it(vectors: Tensor | None, order: int) -> None:
