@@ -127,6 +127,7 @@ class EvaluationContext:
     nests = _normal = _ran = _whole = False
     _evaluation: Evaluation | None = None
     _loan: StateLoan | None = None
+    _tables: Sequence[tuple[Tensor, Tensor, str]] = ()
 
     def __init__(self, call: Call, leaves: Sequence[Tensor] = ()) -> None:
         """With `leaves`, those stand at once in place of the parameters of the point."""
@@ -264,6 +265,7 @@ class EvaluationContext:
             if tensor.__class__ is nn.Parameter or "_is_param" in tensor.__dict__:  # as `mark_as_parameter`
                 attributes["_is_param"] = True
         self._watched = [leaf for index, leaf in enumerate(leaves) if index not in renormed] if renormed else leaves
+        self._tables = [(leaves[index], call.where.tensors[index], call.where.names[index]) for index in renormed]
         return leaves
 
     def _renormed(self) -> Collection[int]:
@@ -371,6 +373,10 @@ class EvaluationContext:
             changed = next(i for i, version in enumerate(versions) if watched[i]._version != version)
             mark = tag_of(watched[changed])
             raise _refusals.changed_in_place(self.call.where.names[mark[1] if mark else 0])
+        for leaf, table, name in self._tables:
+            batched = torch._C._functorch.is_batchedtensor(leaf)  # pyright: ignore[reportAttributeAccessIssue]
+            if not batched and not torch.equal(leaf.detach(), table.detach().to(leaf.dtype)):
+                _refusals.warn_of_renormalization(name)
         return value
 
     # --- random numbers

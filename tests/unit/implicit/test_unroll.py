@@ -136,6 +136,7 @@ def test_results_share_no_memory_with_the_point() -> None:
     assert torch.equal(x, torch.ones(2, dtype=D))
 
 
+@pytest.mark.filterwarnings("ignore:f renormalizes rows of weight:hodiff.HodiffWarning")
 def test_a_table_that_is_renormalized_in_place_is_refused() -> None:
     """Its scaling depends on the steps before, and PyTorch takes it for a constant."""
     table = nn.Embedding(5, 3, max_norm=1.0, dtype=D)
