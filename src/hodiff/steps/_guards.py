@@ -171,17 +171,17 @@ def _same_sign(sign: float, value: float) -> bool:
     return math.copysign(1.0, value) == sign
 
 
-strings: Any = variables.misc.StringFormatVariable
-_format = strings.create
-strings.create = _formatted
-builder: Any = GuardBuilder
-_equals = builder.EQUALS_MATCH
-builder.EQUALS_MATCH = _equal
-translator: Any = InstructionTranslatorBase
-_handler = translator.exception_handler
-translator.exception_handler = _handled
-_format_number = translator._format_value
-translator._format_value = _formatted_number
+def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
+    """Put ours in the place of a method of Dynamo's, with the name and marks by which that knows it."""
+    method = getattr(owner, name)
+    setattr(owner, name, functools.wraps(method)(replacement))
+    return method
+
+
+_handler = _replace(InstructionTranslatorBase, "exception_handler", _handled)
+_format = _replace(variables.misc.StringFormatVariable, "create", _formatted)
+_format_number = _replace(InstructionTranslatorBase, "_format_value", _formatted_number)
+_equals = _replace(GuardBuilder, "EQUALS_MATCH", _equal)
 variables.dicts.DunderDictVariable.install_dict_contains_guard = _key_of_an_object
 
 
@@ -358,7 +358,7 @@ _REASONS = {
         "it differentiates attention twice, which PyTorch's fused kernels cannot; call it under "
         "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), in eager mode, too"
     ),
-    r"expected to contain only concrete integers": (
+    r"expected to contain only concrete integers|with symbolic sizes/strides": (
         "it has an operation that PyTorch's tracer cannot follow for batches of several sizes; keep the size"
     ),
     r"tp_iternext_impl": "it calls next() on an iterator of Python's; call it outside, and pass what it gives",
