@@ -19,7 +19,7 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hodiff._core._faults import is_fault
 from hodiff._core._settings import Counted, DispatchMode, Scope, Undo, on
@@ -283,7 +283,7 @@ class Constants:
     """Tensors that `f` closes over, such as an index or a mask, and how often each had been written into."""
 
     def __init__(self) -> None:
-        self._met: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._met: dict[int, tuple[Callable[[], Tensor | None], int]] = {}
 
     def __reduce__(self) -> Any:
         """A plan that was stored knows of none: its function closes over others."""
@@ -298,7 +298,7 @@ class Constants:
         """Know a tensor from now on, for as long as it lives."""
         known = self._met.get(id(tensor))
         if (known is None or known[0]() is None) and not tensor.is_inference():
-            self._met[id(tensor)] = weakref.ref(tensor), tensor._version
+            self._met[id(tensor)] = _remembered(tensor), tensor._version
 
     def changed(self) -> bool:
         """Whether one of them has been written into since."""
@@ -306,8 +306,13 @@ class Constants:
 
     def keep(self) -> None:
         """Know them as they are now."""
-        alive = [tensor for met, _ in self._met.values() if (tensor := met()) is not None]
-        self._met = {id(tensor): (weakref.ref(tensor), tensor._version) for tensor in alive}
+        alive = {key: (met, tensor) for key, (met, _) in self._met.items() if (tensor := met()) is not None}
+        self._met = {key: (met, tensor._version) for key, (met, tensor) in alive.items()}
+
+
+def _remembered(tensor: Tensor) -> Callable[[], Tensor | None]:
+    """The tensor, while it lives; a parameter for good, as one with a weak reference could not be swapped."""
+    return (lambda: tensor) if isinstance(tensor, nn.Parameter) else weakref.ref(tensor)
 
 
 class Tracer(DispatchMode):

@@ -86,7 +86,8 @@ class EagerCheck:
             return
         self.difference = self._distance(ours, theirs)
         beside, limit = _apart(aux, self.aux), 64 * graph.eps
-        if self.difference <= limit and beside <= max(limit, OF_AUX):
+        limit_beside = max(limit, OF_AUX)
+        if self.difference <= limit and beside <= limit_beside:
             return
         after = Before(graph, self.inputs)
         before.restore()
@@ -101,7 +102,7 @@ class EagerCheck:
                 f"rounding explains ({rounding:.0e}); the first operation that differs is "
                 f"{self._first()}"
             )
-        elif beside > 100 * _apart(aux, _replaced(aux, outputs, results)):
+        elif beside > max(limit_beside, 100 * _apart(aux, _replaced(aux, outputs, results))):
             kinds = "in its parts, their kinds, shapes or dtypes, or in what is not finite"
             kind = kinds if math.isinf(beside) else f"by {beside:.0e}"
             self.wrong = f"its aux differs from the eager one {kind}, which rounding does not explain"

@@ -189,6 +189,18 @@ def test_what_f_closes_over_is_looked_at_when_it_was_written_into(kind: str) -> 
         torch.testing.assert_close(plan(PLANNED_AT).to_dense(), hodiff.jacobian(f, PLANNED_AT))
 
 
+def test_a_frozen_parameter_that_f_closes_over_may_still_be_swapped() -> None:
+    held = torch.nn.Parameter(torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0], dtype=D), requires_grad=False)
+    plan = hodiff.sparse.plan_jacobian(lambda x: held * x.roll(1) ** 3, PLANNED_AT)
+    torch.utils.swap_tensors(held, torch.nn.Parameter(held.clone(), requires_grad=False))
+    plan = hodiff.sparse.plan_jacobian(lambda x: held * x.roll(1) ** 3, PLANNED_AT)
+    for _ in range(2):
+        plan(PLANNED_AT)
+    held.fill_(1.0)
+    with pytest.raises(hodiff.DerivativeError, match="closes over what has changed, make a new plan"):
+        plan(PLANNED_AT)
+
+
 def test_a_pattern_of_the_callers_own_is_believed() -> None:
     f = READ["x[i]"]
     full = torch.ones(5, 5).to_sparse()

@@ -183,9 +183,12 @@ OTHER_AUX = {
 }
 
 
+@pytest.mark.parametrize("off_by", [0.0, 1.0])
 @pytest.mark.parametrize("other", OTHER_AUX)
-def test_aux_is_held_against_the_eager_one(other: str) -> None:
+def test_aux_is_held_against_the_eager_one(other: str, off_by: float, monkeypatch) -> None:
+    """Also where rounding moves the loss as far as it is from the eager one."""
     change, wrong = OTHER_AUX[other]
+    monkeypatch.setattr(_alarm.EagerCheck, "_distance", lambda *_: off_by)
 
     def loss(net: nn.Module, x: Tensor) -> tuple[Tensor, dict]:
         y = net(x)
