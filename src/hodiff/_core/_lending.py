@@ -265,7 +265,8 @@ class EvaluationContext:
             if tensor.__class__ is nn.Parameter or "_is_param" in tensor.__dict__:  # as `mark_as_parameter`
                 attributes["_is_param"] = True
         self._watched = [leaf for index, leaf in enumerate(leaves) if index not in renormed] if renormed else leaves
-        self._tables = [(leaves[index], call.where.tensors[index], call.where.names[index]) for index in renormed]
+        if renormed:
+            self._tables = [(leaves[i], call.where.tensors[i], call.where.names[i]) for i in renormed]
         return leaves
 
     def _renormed(self) -> Collection[int]:
