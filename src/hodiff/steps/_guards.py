@@ -362,8 +362,8 @@ _REASONS = {
         "it has an operation that PyTorch's tracer cannot follow for batches of several sizes; keep the size"
     ),
     r"tp_iternext_impl": "it calls next() on an iterator of Python's; call it outside, and pass what it gives",
-    r"\bdata_ptr\b": "it reads where a tensor lies, by data_ptr()",
-    r"manual_seed|[gs]et_rng_state": "it reads or sets the state of random numbers; do that outside",
+    r"Observed exception[\s\S]*\bdata_ptr\b": "it reads where a tensor lies, by data_ptr()",
+    r"function `(manual_seed|[gs]et_rng_state)`": "it reads or sets the state of random numbers; do that outside",
     r"requires_grad_\(\) called on it": (
         "it stores a tensor in a Python object, as self.features = y in a forward does; return that as aux"
     ),

@@ -169,6 +169,10 @@ TOLD = {
     "seed": (
         lambda net, x: plain(net, x) + torch.manual_seed(0).initial_seed(), NETS["tanh"], r"random numbers; do that"
     ),
+    "branch beside them": (
+        lambda net, x: plain(net, x) if x.sum() > 0 else plain(net, x) * (x.data_ptr() > 0) * torch.get_rng_state()[0],
+        NETS["tanh"], r"data-dependent branching"
+    ),
     "nothing": (lambda net, x: torch.tensor(3), NETS["tanh"], r"depends on nothing that requires grad"),
 }  # fmt: skip
 
