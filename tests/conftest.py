@@ -1,19 +1,13 @@
-"""What every test shares: one thread, a limit of time, seeded randomness, Hypothesis profiles, --slow.
+"""What every test shares: one thread, a limit of time, seeded randomness, and which cases run.
 
-A table of thousands of cases is marked `drawn(n)`: of each of its functions n cases run, others after each change of
-the tree. All run under `--slow`, and whatever is named (`FILE::CASE`, `-k`, `--lf`) runs.
+The law of the choice is in `tests/support/choice.py`.
 """
 
 import gc
-import hashlib
 import os
-import random
-import shlex
 import signal
 import sys
-from collections import defaultdict
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: more threads only compete
 os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -23,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from hodiff._core._versions import RELEASE
+from tests.support.choice import EXAMPLES, PINNED, left_out, pinned
 from tests.support.limits import limited
 from tests.support.releases import UNTOLD
 
@@ -30,43 +25,54 @@ torch.set_num_threads(1)
 MAIN = sys.modules["__main__"]
 
 # The first call through torch's tracing machinery takes longer than Hypothesis's deadline of 200 ms.
-_COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("dev", max_examples=25, **_COMMON)
-settings.register_profile("ci", max_examples=60, derandomize=True, database=None, **_COMMON)
-settings.register_profile("deep", max_examples=1000, **_COMMON)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+# Examples are derived from the property's name, and none is remembered: they are the same on every run.
+for _level, _examples in EXAMPLES.items():
+    settings.register_profile(
+        _level,
+        max_examples=_examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+COSTS = {
+    "plain": "the fixed choice, about five minutes of one core; --wide runs more (half an hour), --all everything",
+    "wide": "the wide choice, about half an hour of one core; --all runs everything",
+    "all": "everything, for a night",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="also run the tests marked slow, and all cases of all tables")
+    parser.addoption("--wide", action="store_true", help="also run what takes long, and more cases of each table")
+    parser.addoption("--all", action="store_true", help="run everything: all cases of all tables, sweeps and fuzzes")
 
 
 STDERR = pytest.StashKey[int]()
-SEED = pytest.StashKey[str]()
 CHANGED = pytest.StashKey[list[object]]()
+
+
+def level(config: pytest.Config) -> str:
+    """Which of the three choices this run makes."""
+    if config.getoption("--all"):
+        return "all"
+    return "wide" if config.getoption("--wide") else "plain"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(sys.stderr.fileno())  # before what tests print is captured
-    config.stash[SEED] = os.environ.get("HODIFF_SEED") or hash_of_the_tree(config.rootpath)
-
-
-def hash_of_the_tree(root: Path) -> str:
-    """Of what is tested and what tests it: a copy without .git draws the same cases."""
-    found = hashlib.sha256()
-    for path in sorted(path for folder in ("src", "tests") for path in (root / folder).rglob("*.py")):
-        found.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return found.hexdigest()[:12]
+    settings.load_profile(level(config))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"cases of tables: drawn by HODIFF_SEED={config.stash[SEED]}"
+    return f"cases: {COSTS[level(config)]}"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """A test that hangs is told by its name in five minutes, and not by the limit of the whole run."""
-    with limited(item.nodeid, 3600 if "slow" in item.keywords else 300, item.config.stash[STDERR]):
+    with limited(item.nodeid, 3600 if "nightly" in item.keywords else 300, item.config.stash[STDERR]):
         return (yield)
 
 
@@ -76,30 +82,13 @@ def pytest_enter_pdb() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--slow"):
+    if any("::" in argument for argument in config.args):
         return
-    named = any("::" in argument for argument in config.args) or config.option.keyword
-    if not named and not getattr(config.option, "lf", False):
-        left = left_out(items, config.stash[SEED])
-        config.hook.pytest_deselected(items=list(left))
-        items[:] = [item for item in items if item not in left]
-    skip = pytest.mark.skip(reason="slow: run with --slow")
-    for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(skip)
-
-
-def left_out(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
-    """Of each function marked `drawn(n)` all cases but n; which ones depends on nothing else that is collected."""
-    tables: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("drawn"):
-            tables[item.nodeid.partition("[")[0]].append(item)
-    left: set[pytest.Item] = set()
-    for name, cases in tables.items():
-        number = cases[0].get_closest_marker("drawn").args[0]
-        left.update(random.Random(f"{seed} {name}").sample(cases, max(0, len(cases) - number)))
-    return left
+    if config.option.keyword or getattr(config.option, "lf", False):
+        return
+    left = set(left_out(items, level(config), pinned(PINNED.read_text("utf-8"))))
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -107,8 +96,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     if report.failed and any(item.stash.get(CHANGED, ())):
         report.outcome, report.wasxfail = "skipped", UNTOLD  # counted as an expected failure
-    if report.failed and item.get_closest_marker("drawn"):
-        report.sections.append(("drawn from a table; to repeat it", f"python -m pytest {shlex.quote(item.nodeid)}"))
     return report
 
 

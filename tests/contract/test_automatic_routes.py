@@ -40,7 +40,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.drawn(60)
+@pytest.mark.table(wide=60)
 @pytest.mark.filterwarnings("ignore:.*Nested reverse mode is used:hodiff.HodiffWarning")
 @pytest.mark.parametrize("create_graph", [True, False])
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind an operation without a rule"])

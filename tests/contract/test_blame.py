@@ -1,7 +1,7 @@
 """Each planted fault is found, with its line and nothing beside it; what is clean passes, without a warning.
 
 The suite runs a share of the programs of ``tests/support/cuts.py``; all of them, and the counts of the documentation:
-``HODIFF_WRITE_TABLES=1 pytest tests/contract/test_blame.py --slow``.
+``HODIFF_WRITE_TABLES=1 pytest tests/contract/test_blame.py --all``.
 """
 
 import os
@@ -51,7 +51,7 @@ def test_what_is_clean_passes(program: Program, tmp_path: Path) -> None:
     assert passes(program, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_of_them_as_published(tmp_path: Path) -> None:
     found, passed = Counter(), Counter()
     for program in CUTS:

@@ -60,7 +60,7 @@ def agree(got: Any, expected: Any) -> None:
         assert got == expected
 
 
-@pytest.mark.drawn(20)
+@pytest.mark.table(wide=20)
 @pytest.mark.parametrize("name", RUNS)
 def test_the_graph_breaks_around_the_call(name: str) -> None:
     """Between two operations that are compiled, and twice, the second time from the cache."""
@@ -82,7 +82,7 @@ def test_one_graph_alone_is_refused_in_our_words(name: str) -> None:
 
 
 @ONE_GRAPH
-@pytest.mark.drawn(20)
+@pytest.mark.table(wide=20)
 @pytest.mark.parametrize("name", WHOLE)
 def test_one_graph_gives_the_same(name: str) -> None:
     agree(compiled(RUNS[name], fullgraph=True)(X), RUNS[name](X))
@@ -183,7 +183,7 @@ REFUSALS = [
         BY_NAME[name],
         wrong,
         fullgraph,
-        marks=[*([] if number == 3 * place % 8 else [pytest.mark.slow]), *([ONE_GRAPH] if fullgraph else [])],
+        marks=[*([] if number == 3 * place % 8 else [pytest.mark.nightly]), *([ONE_GRAPH] if fullgraph else [])],
     )
     for place, name in enumerate(name for name in WHOLE if name in BY_NAME)
     for number, (wrong, fullgraph) in enumerate(itertools.product(WRONG, (False, True)))

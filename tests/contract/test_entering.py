@@ -134,7 +134,7 @@ def total(found: Any) -> Tensor:
     return torch.stack([total(part) for part in found]).sum()
 
 
-@pytest.mark.drawn(40)
+@pytest.mark.table(wide=40)
 @pytest.mark.filterwarnings("ignore:no trainable tensor")  # a vector or target is not reached from the gradient
 @pytest.mark.parametrize(("name", "entering"), CELLS, ids=str)
 def test_the_result_is_differentiable_in_what_entered(name: str, entering: str) -> None:

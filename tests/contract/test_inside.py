@@ -65,7 +65,7 @@ def fault(caller: Caller, row: Inside) -> str:
     return ""
 
 
-@pytest.mark.drawn(60)
+@pytest.mark.table(wide=60)
 @ROWS
 @pytest.mark.parametrize("name", ["grad", "hvp", "laplacian"])
 def test_the_main_names(row: str, name: str) -> None:
@@ -76,8 +76,8 @@ SLOW = ("func.linearize",)
 """Rows whose cells take seconds."""
 
 
-@pytest.mark.drawn(120)
-@pytest.mark.parametrize("row", [pytest.param(row, marks=[pytest.mark.slow] * (row in SLOW)) for row in INSIDE])
+@pytest.mark.table(wide=120)
+@pytest.mark.parametrize("row", [pytest.param(row, marks=[pytest.mark.nightly] * (row in SLOW)) for row in INSIDE])
 @pytest.mark.parametrize("name", NAMED)
 def test_every_name(name: str, row: str) -> None:
     assert not fault(NAMED[name], INSIDE[row])

@@ -1,7 +1,7 @@
 """Ctrl-C at any moment leaves nothing behind: no switch, no loan, no lock, no leaf of ours; and the next call is right.
 
 The suite interrupts each public name at a few moments, and each context of the library wherever it begins and ends;
-`--slow` does all at every moment. `python -m tests.abuse.signals` sends real signals.
+`--all` does all at every moment. `python -m tests.abuse.signals` sends real signals.
 
 What Python gives no place to prevent: an interrupt between a `with` block and `__exit__` finds nothing of ours running.
 The state is then put back when the context is forgotten, which is when the interrupt's traceback is; see
@@ -88,7 +88,7 @@ def interrupt(call: Call, moments: int | None, kind: Kind = "calls") -> None:
     torch.testing.assert_close(tensors(run()), expected)
 
 
-@pytest.mark.drawn(45)
+@pytest.mark.table(wide=45)
 @pytest.mark.parametrize("name", CALLS)
 def test_at_some_moments(name: str) -> None:
     interrupt(CALLS[name], 4)
@@ -99,7 +99,7 @@ def test_at_more_moments(name: str) -> None:
     interrupt(CALLS[name], 60)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["calls", "contexts", "lines"])
 @pytest.mark.parametrize("name", CALLS)
 def test_at_every_moment(name: str, kind: Kind) -> None:
@@ -376,7 +376,7 @@ def test_each_context(name: str, kind: Kind) -> None:
         interrupt(ENTERED[name], 4, kind)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["calls", "contexts", "lines"])
 @pytest.mark.parametrize("name", [each for each in NAMES if each.values != (WITHOUT_LINES,)])
 def test_each_context_at_every_moment(name: str, kind: Kind) -> None:

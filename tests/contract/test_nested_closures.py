@@ -85,7 +85,7 @@ def test_in_the_main_names(caller: Caller) -> None:
     assert not fault(caller, ["grad", "hvp"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("caller", INNER, ids=str)
 def test_in_every_name(caller: Caller) -> None:
     assert not fault(caller, [*OUTER])

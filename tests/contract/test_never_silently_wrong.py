@@ -28,7 +28,7 @@ TABLE = ROOT / "docs" / "generated" / "never-silently-wrong.md"
 CELLS = [(case, order, where) for case in ZOO for order in (1, 2, 3) for where in case.wheres]
 
 
-@pytest.mark.drawn(130)
+@pytest.mark.table(wide=130)
 @pytest.mark.parametrize(("case", "order", "where"), CELLS, ids=lambda p: str(p).replace(" ", "_"))
 def test_derivative_is_right_or_raises(case: Case, order: int, where: str) -> None:
     verdict, cell = case.verdict(order, where), measure(case.name, order, where)
@@ -47,7 +47,7 @@ def test_custom_function_warns_at_second_order_only(case: Case) -> None:
     assert hodiff.CustomFunctionWarning not in measure(case.name, 1, "inputs").warned
 
 
-@pytest.mark.drawn(45)
+@pytest.mark.table(wide=45)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("where", ["inputs", "parameters"])
 @pytest.mark.parametrize("case", ZOO, ids=repr)
@@ -210,6 +210,7 @@ def pinned() -> str:
     return re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE).group(1)
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(torch.__version__.split("+")[0] != pinned(), reason=f"the table is that of torch {pinned()}")
 def test_published_table_is_fresh() -> None:
     fresh = HEAD + "".join(row(case) for case in ZOO) + ways_out()

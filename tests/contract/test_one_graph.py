@@ -209,7 +209,7 @@ def both(name: str, m: nn.Module, inside: bool, backend: str = "aot_eager") -> t
 
 QUICK = {("hvp, module", "plain"), ("grad", "layer norm"), ("select", "plain"), ("nth_derivative", "plain")}
 CASES = [
-    pytest.param(name, kind, marks=[] if (name, kind) in QUICK else [pytest.mark.slow])
+    pytest.param(name, kind, marks=[] if (name, kind) in QUICK else [pytest.mark.nightly])
     for name in CALLS
     for kind in NETS
     if kind in ("plain", "layer norm") or name in ("grad", "grad, module", "hvp", "hvp, module", "jacobian, module")
@@ -397,7 +397,7 @@ SHOWN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SHOWN else [pytest.mark.slow]) for n in REFUSED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SHOWN else [pytest.mark.nightly]) for n in REFUSED])
 def test_one_graph_is_refused_by_name_and_else_all_is_right(name: str) -> None:
     run, words = REFUSED[name]
     with pytest.raises(Exception, match=words) as caught:

@@ -25,7 +25,7 @@ X = torch.tensor([[0.3, -0.8, 1.4], [0.9, 0.2, -0.5]], dtype=D)
 
 def every(test: Callable[..., None]) -> Callable[..., None]:
     """Of each row the cells of twenty public names are drawn."""
-    return pytest.mark.drawn(20)(pytest.mark.parametrize("caller", CALLERS, ids=repr)(test))
+    return pytest.mark.table(wide=20)(pytest.mark.parametrize("caller", CALLERS, ids=repr)(test))
 
 
 EXCEPTIONS: dict[tuple[str, str], str] = {

@@ -67,7 +67,7 @@ def test_every_public_name_has_a_row() -> None:
     assert {c.name for c in WITH_MODULES} >= set(CALLED_WITH_A_MODULE)
 
 
-@pytest.mark.drawn(20)
+@pytest.mark.table(wide=20)
 @pytest.mark.parametrize("caller", CALLERS, ids=repr)
 def test_a_module_in_the_function(caller: Caller) -> None:
     model, x = Model(), X.clone().requires_grad_()
@@ -81,7 +81,7 @@ def test_a_module_in_the_function(caller: Caller) -> None:
     del result
 
 
-@pytest.mark.drawn(20)
+@pytest.mark.table(wide=20)
 @pytest.mark.parametrize("caller", WITH_MODULES, ids=repr)
 def test_a_module_as_the_point(caller: Caller) -> None:
     model = Model()
@@ -95,7 +95,7 @@ def test_a_module_as_the_point(caller: Caller) -> None:
     del result
 
 
-@pytest.mark.drawn(20)
+@pytest.mark.table(wide=20)
 @pytest.mark.parametrize("name", sorted(ALONE))
 def test_without_a_function(name: str) -> None:
     x = X.clone()
@@ -103,7 +103,7 @@ def test_without_a_function(name: str) -> None:
         ALONE[name](x)
 
 
-@pytest.mark.drawn(20)
+@pytest.mark.table(wide=20)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("caller", CALLERS, ids=repr)
 def test_under_the_modes_of_the_caller(caller: Caller, mode: str) -> None:
@@ -117,7 +117,7 @@ def test_under_the_modes_of_the_caller(caller: Caller, mode: str) -> None:
             caller.run(caller.shaped(model), X, ())
 
 
-@pytest.mark.drawn(20)
+@pytest.mark.table(wide=20)
 @pytest.mark.parametrize("caller", CALLERS, ids=repr)
 def test_live_bytes(caller: Caller) -> None:
     """None besides the result; none at all when that is dropped, before any collector runs."""
@@ -126,7 +126,7 @@ def test_live_bytes(caller: Caller) -> None:
     assert (besides, after) == (0, 0), makers
 
 
-@pytest.mark.drawn(20)
+@pytest.mark.table(wide=20)
 @pytest.mark.parametrize("caller", WITH_MODULES, ids=repr)
 def test_live_bytes_with_a_module_as_the_point(caller: Caller) -> None:
     model = Model()
@@ -134,7 +134,7 @@ def test_live_bytes_with_a_module_as_the_point(caller: Caller) -> None:
     assert (besides, after) == (0, 0), makers
 
 
-@pytest.mark.drawn(20)
+@pytest.mark.table(wide=20)
 @pytest.mark.parametrize("name", sorted(ALONE))
 def test_live_bytes_without_a_function(name: str) -> None:
     ALONE[name](X)  # figures are drawn by a library that keeps something when it is first used

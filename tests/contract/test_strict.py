@@ -89,7 +89,7 @@ NOTHING: dict[str, Rows] = {
 }
 
 
-@pytest.mark.drawn(60)
+@pytest.mark.table(wide=60)
 @pytest.mark.filterwarnings("ignore:no trainable tensor")  # a penalty of zeros trains nothing, and says so
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("strict", [None, True, False])

@@ -71,7 +71,7 @@ def still(model: Model) -> Model:
     return model
 
 
-@pytest.mark.drawn(15)
+@pytest.mark.table(wide=15)
 @pytest.mark.parametrize("caller", CALLERS, ids=repr)
 def test_a_module_in_the_function(caller: Any) -> None:
     model = still(Model())
@@ -79,14 +79,14 @@ def test_a_module_in_the_function(caller: Any) -> None:
     same_numbers(lambda number: caller.run(caller.shaped(model), points[number], ()), model)
 
 
-@pytest.mark.drawn(15)
+@pytest.mark.table(wide=15)
 @pytest.mark.parametrize("caller", WITH_MODULES, ids=repr)
 def test_a_module_as_the_point(caller: Any) -> None:
     model = still(Model())
     same_numbers(lambda number: with_a_module(caller, model, function_of_module(caller)), model)
 
 
-@pytest.mark.drawn(15)
+@pytest.mark.table(wide=15)
 @pytest.mark.parametrize("name", sorted(set(ALONE) - {"plotting.convergence"}))  # matplotlib draws in one thread
 def test_without_a_function(name: str) -> None:
     points = [X + torch.tensor(number, dtype=D) / 10 for number in range(THREADS)]
@@ -202,7 +202,7 @@ def repeated(task: Callable[[int], Any], often: int) -> None:
     assert in_threads(again) == [often] * THREADS
 
 
-@pytest.mark.parametrize("number", [3, pytest.param(125, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [3, pytest.param(125, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", SHARED)
 def test_one_object_for_all_threads(name: str, number: int) -> None:
     if name.startswith("estimators"):  # some hundred products each
@@ -216,7 +216,7 @@ def group() -> Iterator[Any]:
         yield made
 
 
-@pytest.mark.parametrize("number", [3, pytest.param(125, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [3, pytest.param(125, marks=pytest.mark.nightly)])
 def test_one_operator_over_a_group_of_one_process(group: Any, number: int) -> None:
     H = operator(process_group=group)
     v = vector(H.shape[0], 0)
@@ -237,7 +237,7 @@ def refreshing(H: Any, task: Callable[[int], Any]) -> Callable[[int], Any]:
     return beside
 
 
-@pytest.mark.parametrize("number", [3, pytest.param(125, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [3, pytest.param(125, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("budget", [0.5, 0.0])
 def test_products_beside_a_refresh(budget: float, number: int) -> None:
     H = operator(memory_budget=budget)

@@ -117,7 +117,7 @@ def test_no_block_is_worth_less_than_its_calls(samples, coordinates, width):
     assert evaluations("auto") == large.get(coordinates, 1) <= evaluations(64)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_peak_memory_against_the_coordinate_loop():
     """At a size that the bound is meant for: half of what the graph of the loop takes."""
     f = nn.Sequential(nn.Linear(50, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh())

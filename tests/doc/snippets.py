@@ -24,12 +24,14 @@ class PythonFenceParser(AbstractCodeBlockParser):
         super().__init__([lexer], evaluator=PythonEvaluator())
 
 
-def run_page(path: Path) -> int:
-    """Runs the page and returns how many fences it had; a failing one raises with its own line."""
+def run_page(path: Path, fences: int | None = None) -> int:
+    """Run the page's first fences, or all, and return how many ran; a failing one raises with its own line."""
     document = Document.parse(str(path), PythonFenceParser(), SkipParser())
     count, hook = 0, sys.excepthook
     try:
         for example in document.examples():
+            if count == fences:
+                break
             example.evaluate()
             count += isinstance(example.region.evaluator, PythonEvaluator)
     finally:

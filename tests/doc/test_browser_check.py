@@ -9,7 +9,7 @@ pytest.importorskip("playwright", reason="needs the docs extra")
 from tests.doc import browser_check
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(browser_check.browser() is None, reason="there is no browser on this machine"),
 ]
 

@@ -11,7 +11,7 @@ from tests.doc.snippets import ROOT
 RECIPES = ROOT / "docs" / "recipes"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_program_prints_what_the_page_says():
     pytest.importorskip("lightning", reason="pip install lightning")
     command = [sys.executable, RECIPES / "lightning_pinn.py"]

@@ -23,7 +23,7 @@ def test_every_fence_is_a_cell_and_no_link_leads_to_a_page_that_is_not_beside_it
             assert ".md" not in cell["source"] and "exec=" not in cell["source"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", PAGES)
 def test_it_runs(page, tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")

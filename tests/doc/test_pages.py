@@ -13,6 +13,19 @@ PAGES = ["README.md", *(page for page in PAGES if not page.startswith("docs/gene
 FENCES = {page: len(re.findall(r"^```python\b", (ROOT / page).read_text("utf-8"), re.MULTILINE)) for page in PAGES}
 
 
+@pytest.mark.table(plain=None)
+@pytest.mark.parametrize("page", [page for page, count in FENCES.items() if count and "/recipes/" in page])
+def test_first_block_of_a_recipe_runs(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert run_page(ROOT / page, fences=1) == 1
+
+
+def test_readme_runs(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert run_page(ROOT / "README.md") == FENCES["README.md"]
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("page", [page for page, count in FENCES.items() if count])
 def test_page_runs(page, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -15,7 +15,7 @@ from tests.doc.snippets import ROOT
 
 pytest.importorskip("mkdocs", reason="needs the docs extra")
 pytest.importorskip("mkdocstrings_handlers.python", reason="needs the docs extra")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 PACKAGE = '''
 """A package."""

@@ -1,6 +1,6 @@
 """The sdist holds what builds the wheel, and the wheel is whole: installed where no repository is, it runs the tour.
 
-Needs hatchling (the build backend), with which CI runs this file: `pytest --slow tests/meta/test_package.py`.
+Needs hatchling (the build backend), with which CI runs this file: `pytest --all tests/meta/test_package.py`.
 """
 
 import os
@@ -16,7 +16,7 @@ import pytest
 import hodiff
 from tests.doc.snippets import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 pytest.importorskip("hatchling", reason="pip install hatchling")
 
 

@@ -2,10 +2,13 @@
 
 import ast
 
+import pytest
+
 from tests.mutants import page
 from tests.mutants.rules import SOURCE, of_file
 
 
+@pytest.mark.wide
 def test_each_bug_is_one_change_that_python_reads() -> None:
     file = SOURCE / "hodiff" / "_core" / "_vectors.py"
     source = file.read_text("utf-8")

@@ -65,7 +65,7 @@ def build(case: Case, where: str, oracle: bool) -> Moved:
     return Moved((case.oracle if oracle and case.oracle else case.build)(), where)
 
 
-@pytest.mark.drawn(50)
+@pytest.mark.table(wide=50)
 @pytest.mark.parametrize(("case", "where"), CELLS, ids=lambda p: str(p).replace(" ", "_"))
 def test_derivatives_to_the_third_order(case: Case, where: str) -> None:
     tested, below = build(case, where, oracle=False), build(case, where, oracle=True)
@@ -116,8 +116,8 @@ def test_straight_through_is_found_and_can_be_meant(name: str) -> None:
     assert hodiff.check_derivatives(setting.of_model, setting.model, allow=place).ok
 
 
-@pytest.mark.drawn(50)
-@pytest.mark.slow
+@pytest.mark.table(wide=50)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("case", "where"), CELLS, ids=lambda p: str(p).replace(" ", "_"))
 def test_check_derivatives_raises_no_false_alarm(case: Case, where: str) -> None:
     if case.oracle is not None or case.verdicts:

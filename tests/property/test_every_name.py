@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 import hodiff
 from tests.meta.source import ROOT
+from tests.support.choice import EXAMPLES
 from tests.support.laws import LAWS
 
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ def test_every_name_has_a_property() -> None:
 
 
 def table() -> str:
-    drawn = settings.get_profile("ci").max_examples
+    drawn = EXAMPLES["wide"]
     lines = [
         "# Properties",
         "",

@@ -65,7 +65,7 @@ def _moves(results: Callable[[Tensor], list[Tensor]], x: Tensor) -> bool:
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_other_operation_gives_smooth_constants() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -86,7 +86,7 @@ def test_every_formula_is_judged() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("count", [2, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(1000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", EVERY)
 def test_right_at_first_order_and_in_passes_over_it(name: str, count: int) -> None:
     found = []

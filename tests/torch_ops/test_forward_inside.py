@@ -74,7 +74,7 @@ def _error(op: Any, sample: Any) -> float | None:
     return abs(float(sum((a * v).sum() for a, v in zip(found, along, strict=True))) - right) / max(1e-2, abs(right))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_operation() -> None:
     from torch.testing._internal.common_methods_invocations import op_db
 

@@ -75,7 +75,7 @@ def one_way(problem: Problem, columns: bool) -> torch.Tensor | str:
             return f"{error}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_columns_of_any_jacobian_are_its_rows() -> None:
     failed = []
@@ -87,6 +87,7 @@ def test_columns_of_any_jacobian_are_its_rows() -> None:
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.table(plain=1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not RELEASE.startswith("2.13."), reason="other releases' results come from fewer samples")
 @pytest.mark.parametrize("name", ["linalg.solve", "nn.functional.layer_norm", *MORE])

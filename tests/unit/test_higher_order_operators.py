@@ -65,7 +65,7 @@ PLAIN = {
     folded: lambda x: x.cumprod(0),
 }
 REFUSED = {cond: r"torch\.cond; give hodiff", looped: "while_loop .*Python loop", scanned: "scan .*Python loop"}
-SLOW = [pytest.param(f, marks=pytest.mark.slow) if f is looped else f for f in PLAIN]
+SLOW = [pytest.param(f, marks=pytest.mark.nightly) if f is looped else f for f in PLAIN]
 
 
 @pytest.mark.parametrize("f", SLOW)
@@ -246,7 +246,7 @@ def test_another_threads_plain_autograd_meanwhile() -> None:
     assert torch.allclose(found[0], 3 * X**2 + 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_first_call_in_a_process() -> None:
     """Before anything has loaded the compiler, and after."""
     program = (
@@ -292,7 +292,7 @@ def test_what_is_written_out_is_so_inside(name: str) -> None:
     torch.testing.assert_close(hodiff.hessian(POWERS[name], point), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_operands_that_alias_before_dynamo_was_loaded() -> None:
     """The first `torch.cond` loads it in the middle of a call, and compiles; another run of f has it switched off."""
     program = """

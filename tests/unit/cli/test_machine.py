@@ -57,6 +57,7 @@ def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, check=False, text=True, timeout=240, **options)
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(sys.platform == "win32", reason="/dev/null is no folder where there is one")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_machine_without_anything(command: str, bare: dict[str, str], program: Path, tmp_path: Path) -> None:
@@ -72,6 +73,7 @@ def test_a_machine_without_anything(command: str, bare: dict[str, str], program:
         assert not ran.stderr and len(ran.stdout.splitlines()) > 20
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("command", "closed"), [("info", "2>&-"), ("tour", ">&- 2>&- <&-"), ("explain", ">&-"), ("explain", "2>&-")]
 )
@@ -86,6 +88,7 @@ def test_closed_streams(command: str, closed: str, program: Path) -> None:
         assert not ran.stderr and bool(ran.stdout) is (closed == "2>&-")
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that takes nothing is Linux's")
 @pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize("command", COMMANDS)
@@ -104,6 +107,7 @@ def test_a_stream_that_takes_nothing(command: str, buffered: bool, program: Path
         assert ran.returncode == 1 and ran.stderr.endswith(f"OSError: [Errno {errno.ENOSPC}] {FULL}\n")
 
 
+@pytest.mark.wide
 def test_a_reader_who_has_read_enough_hears_the_explanation(program: Path) -> None:
     program.write_text("print('begins')\n" + PROGRAM, "utf-8")
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
@@ -118,6 +122,7 @@ def test_a_reader_who_has_read_enough_hears_the_explanation(program: Path) -> No
     assert begun.wait(240) and "=> the same loss is differentiated twice" in said
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(sys.platform == "win32", reason="/dev/null is no folder where there is one")
 def test_what_is_compiled_needs_a_compiler_and_nothing_else_does(bare: dict[str, str]) -> None:
     """PyTorch's error says what is missing; the same call, not compiled, is right before and after."""
@@ -140,9 +145,10 @@ right()
 """
 
 
+@pytest.mark.wide
 @STEPS
 @pytest.mark.skipif(sys.platform == "win32", reason="/dev/null is no folder where there is one")
-@pytest.mark.parametrize("utf8", ["1", pytest.param("0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("utf8", ["1", pytest.param("0", marks=pytest.mark.nightly)])
 def test_a_step_says_which_backend_needs_no_compiler(bare: dict[str, str], utf8: str) -> None:
     """It runs uncompiled, and by replay it does not. (Until 2.14 PyTorch's compiler reads its files by the locale.)"""
     ran = run([sys.executable, "-c", STEP], env=bare | {"PYTHONUTF8": utf8})

@@ -55,6 +55,7 @@ def test_the_version_is_written_once():
     assert cited[1] == hodiff.__version__
 
 
+@pytest.mark.wide
 def test_module_and_script_are_the_same_program():
     command = [sys.executable, "-m", "hodiff", "info"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)

@@ -575,6 +575,7 @@ def layer(dtype: torch.dtype = D) -> nn.Linear:
     return nn.Linear(4, 3, dtype=dtype)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_over_many_batches_do_not_saturate(dtype: torch.dtype) -> None:
     H = hodiff.HessianOperator(

@@ -327,6 +327,7 @@ def coverage(estimates: list[tuple[float, float]], truth: float) -> float:
     return sum(abs(value - truth) <= 2 * stderr for value, stderr in estimates) / len(estimates)
 
 
+@pytest.mark.table(plain=2)
 @pytest.mark.parametrize("method", ["hutchinson", "hutch++"])
 @pytest.mark.parametrize("probes", ["rademacher", "gaussian"])
 def test_standard_errors_of_the_trace_are_calibrated(method: str, probes: str) -> None:

@@ -735,6 +735,7 @@ def test_bad_steps(name):
     assert torch.equal(x, torch.ones(2))
 
 
+@pytest.mark.table(plain=1)
 @pytest.mark.parametrize("budget", [0.5, 100], ids=["J", "products"])
 @pytest.mark.parametrize("dtype", [torch.float32, D])
 def test_matrices_of_residuals(dtype, budget):

@@ -710,7 +710,7 @@ def in_eight_threads(rank: int, often: int) -> tuple[list[list[Any]], list[list[
         sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("often", [3, pytest.param(125, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("often", [3, pytest.param(125, marks=pytest.mark.nightly)])
 def test_eight_threads_of_two_processes_are_right_or_refused(three: Ranks, often: int) -> None:
     H, V = build("Hessian", None), draw(39, 8)
     expected, largest = H @ V, torch.linalg.eigvalsh(H.dense())[-2:].flip(0)

@@ -263,7 +263,7 @@ def test_records_do_not_lie(block: int) -> None:
         check_honest(seed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_records_of_two_thousand_problems_do_not_lie() -> None:
     for seed in range(100, 2100):
         check_honest(seed)

@@ -105,7 +105,7 @@ def digits(name: str, start: int, steps: int = 200, *, search: bool = False) -> 
     return -math.log10(float(((b - starts[2]) / starts[2]).abs().max())), optimizer
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.table(wide=10)
 @pytest.mark.parametrize(("name", "start"), CURVES)
 def test_curves_to_the_last_digits(name: str, start: int) -> None:
     correct, optimizer = digits(name, start)
@@ -128,7 +128,7 @@ def test_the_search_does_not_say_that_it_converged_where_its_damping_holds_param
     assert correct > 9.5 and optimizer.last.converged
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_how_many_curves_are_fitted() -> None:
     """As the page says."""
     found = [digits(*curve)[0] for curve in CURVES]
@@ -309,7 +309,7 @@ MORE_GARBOW_HILLSTROM = {
 }
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.table(wide=12)
 @pytest.mark.parametrize("name", MORE_GARBOW_HILLSTROM)
 def test_no_higher_than_scipy(name: str) -> None:
     f, start = MORE_GARBOW_HILLSTROM[name]

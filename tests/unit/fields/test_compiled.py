@@ -49,7 +49,7 @@ QUICK = ("laplacian", "value_grad_and_laplacian", "partial")
 
 
 @pytest.mark.parametrize("create_graph", [True, False])
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in OPERATORS])
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.nightly) for n in OPERATORS])
 def test_in_one_graph_as_in_eager_mode(name, create_graph, nets):
     x = torch.randn(5, 3, dtype=D)
     call = lambda x: OPERATORS[name](*nets, x, create_graph=create_graph)

@@ -82,6 +82,7 @@ def grown(tmp_path, start, step, rounds=300):
     return growth.growing()
 
 
+@pytest.mark.table(plain=1)
 @pytest.mark.parametrize("name", STATES)
 def test_iterations_are_counted_and_not_operations(tmp_path, name):
     start, step, variable = STATES[name]
@@ -89,11 +90,13 @@ def test_iterations_are_counted_and_not_operations(tmp_path, name):
     assert 60 <= found[variable] <= 300
 
 
+@pytest.mark.wide
 def test_what_is_emptied_beside_passes_does_not_grow(tmp_path):
     start, step, _ = STATES["beside"]
     assert grown(tmp_path, start, f"{step}; buffer[30:] = []") == []
 
 
+@pytest.mark.wide
 def test_of_several_entries_that_grow_the_container_is_named(tmp_path):
     start = "net, sums = nn.Linear(2, 1), [0, 0]\nopt = torch.optim.SGD(net.parameters(), lr=0.1)"
     step = (

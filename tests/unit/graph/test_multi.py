@@ -46,6 +46,7 @@ def compare(seed: int, options: dict) -> int:
     return 1
 
 
+@pytest.mark.table(plain=1)
 @pytest.mark.filterwarnings("ignore::hodiff.CustomFunctionWarning")
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_random_graphs(options):

@@ -170,6 +170,7 @@ def test_a_process_can_be_started_beside_a_shell(shell):
     assert multiprocessing.spawn.get_preparation_data("a name")["name"] == "a name"  # asks for `__main__.__spec__`
 
 
+@pytest.mark.wide
 def test_jupyter():
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

@@ -50,6 +50,7 @@ def fuzz(graphs: range) -> collections.Counter:
     return counts
 
 
+@pytest.mark.wide
 def test_fuzz():
     counts = fuzz(range(800))
     assert counts.total() >= 3000
@@ -58,7 +59,7 @@ def test_fuzz():
     assert counts["maybe", True] + counts["maybe", False] < 0.25 * counts.total()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_long_fuzz():
     assert fuzz(range(1000, 4100)).total() >= 12000
 

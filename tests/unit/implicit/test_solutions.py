@@ -621,12 +621,13 @@ def random_problem(seed: int) -> None:
     assert relative_error(got.double(), second) < (2e-2 if single else 1e-6)
 
 
+@pytest.mark.table(plain=2)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_problems(seed: int) -> None:
     random_problem(seed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(8, 300))
 def test_many_random_problems(seed: int) -> None:
     random_problem(seed)

@@ -371,7 +371,7 @@ def test_checkpoint_inside(x):
     agree(torch.autograd.grad(saved.square().sum(), net[0].weight)[0], plain)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compile_fullgraph_equals_eager(x):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.SiLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).to(D)

@@ -39,7 +39,7 @@ def path(x):
     return [torch.randn_like(x), torch.randn_like(x)]
 
 
-@pytest.mark.drawn(30)
+@pytest.mark.table(wide=30)
 @pytest.mark.parametrize("name", EVERY)
 def test_against_nested_reverse_mode(name, x, path):
     """Along a curved path, so that coefficients meet in every way."""
@@ -49,7 +49,7 @@ def test_against_nested_reverse_mode(name, x, path):
         assert error(got, expected) < 2e-12 * 10**k, f"order {k}"
 
 
-@pytest.mark.drawn(30)
+@pytest.mark.table(wide=30)
 @pytest.mark.parametrize("name", [name for name in (*EVERY, *NORMS) if name != "power of zero"])  # it detaches
 def test_against_differences_of_the_order_below(name, x, path):
     """Each order is the derivative of the one before, down to the value; no backward formula is involved."""
@@ -76,7 +76,7 @@ def test_norms_against_their_definition(name, x, path):
         assert error(got, expected) < 1e-9
 
 
-@pytest.mark.drawn(30)
+@pytest.mark.table(wide=30)
 @pytest.mark.parametrize("name", EVERY)
 def test_gradients_by_parameters(name, x, path):
     f, order = EVERY[name], 2 if name in BY_FALLBACK else 3
@@ -90,7 +90,7 @@ def test_gradients_by_parameters(name, x, path):
     assert error(gradient(pushed(g, x, path, order)), gradient(nested(g, x, path, order))) < 1e-9
 
 
-@pytest.mark.drawn(60)
+@pytest.mark.table(wide=60)
 @pytest.mark.parametrize("order", [2, 3, 4])
 @pytest.mark.parametrize("name", [*EVERY, *NORMS])
 def test_collapsing_is_summing(name, order, x, path):
@@ -121,7 +121,7 @@ NESTING = [
 ]
 
 
-@pytest.mark.drawn(30)
+@pytest.mark.table(wide=30)
 @pytest.mark.parametrize("name", NESTING)
 def test_jets_nest(name, x):
     """d²/ds² of d²/dt² along other directions is the mixed coefficient."""

@@ -682,6 +682,7 @@ def test_operators(name: str, budget: float) -> None:
     assert all(torch.equal(buffer, before[key]) for key, buffer in model.named_buffers())
 
 
+@pytest.mark.wide
 def test_a_matrix_and_the_derivative_of_a_solution() -> None:
     model = made(Predicts([Layer()]))
     for name in ("Hessian", "empirical Fisher"):

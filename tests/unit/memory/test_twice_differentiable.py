@@ -482,6 +482,7 @@ def test_the_mean_is_told_from_the_sum() -> None:
                     )
 
 
+@pytest.mark.wide
 def test_nothing_is_registered_or_loaded_before_it_is_needed() -> None:
     loaded = "print(bool(_kernels.registered), [n for n in sys.modules if n.startswith('hodiff.memory._')])"
     program = f"""

@@ -85,7 +85,7 @@ def test_attention_whose_rows_are_masked_in_full(create_graph):
         torch.testing.assert_close(torch.autograd.grad(found, scale), torch.autograd.grad(expected, scale))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_equals_eager_with_inductor():
     compare(STEPS["r1"], conv(), "inductor")  # its random numbers are not those of eager mode
 

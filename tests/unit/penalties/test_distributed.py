@@ -6,7 +6,7 @@ import torch
 from tests.unit.penalties import ddp_worker
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
 ]
 

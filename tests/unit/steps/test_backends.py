@@ -21,7 +21,7 @@ BY_INDUCTOR = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.torch._prims_common.check. is deprecated:FutureWarning")  # inductor's own calls
 @pytest.mark.parametrize("kind", BY_INDUCTOR if RELEASE[:2] == (2, 13) else BY_INDUCTOR[:6])
 def test_a_step_by_inductor(kind: str) -> None:
@@ -91,7 +91,7 @@ def test_sizes_are_inputs_that_cpp_does_not_take(monkeypatch) -> None:
     assert asked == [True, False] and not step.report.eager
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("points", "dtype", "calls"), [(128, "float32", 2), (127, "float32", 0), (128, "float64", 0)])
 def test_tanh_of_many_float32_is_a_call_of_its_own(points: int, dtype: str, calls: int) -> None:
     """4,096 numbers in each of two layers; in the loops of inductor it takes three times as long."""
@@ -122,7 +122,7 @@ LAZY = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex:UserWarning")
 @pytest.mark.parametrize("kind", LAZY)
 def test_kernels_see_the_numbers_of_a_lazy_view(kind: str) -> None:
@@ -142,7 +142,7 @@ def test_kernels_see_the_numbers_of_a_lazy_view(kind: str) -> None:
         assert off([value, gradient], [exact, theirs]) <= 1e-12
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bernoulli_by_inductor_draws_as_eager_does(dtype: torch.dtype) -> None:
     """Seldom zero, so that the alarm would see it late: PyTorch's decomposition draws float32 for float64."""
@@ -163,7 +163,7 @@ def deep() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.torch._prims_common.check. is deprecated:FutureWarning")
 def test_zeros_of_forward_mode_have_memory_in_kernels() -> None:
     """A process died of one."""
@@ -184,7 +184,7 @@ def test_no_list_holds_zeros_without_memory() -> None:
     assert not any("efficientzerotensor" in str(node.target) for node in seen[0].graph.nodes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inductor_draws_as_eager_does() -> None:
     limit = sys.getrecursionlimit()
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1))

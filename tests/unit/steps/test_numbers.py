@@ -65,7 +65,7 @@ def test_a_number_that_varies_is_an_input_of_the_second_graph(kind: str, numbers
     assert made == [True, isinstance(numbers[0], int) if interpreted is None else interpreted]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_floats_that_vary_are_inputs_of_kernels() -> None:
     """Also in a process that has compiled one before: Dynamo remembers what it shall take for constants."""
     from torch._dynamo.symbolic_convert import TensorifyState
@@ -84,7 +84,7 @@ def test_floats_that_vary_are_inputs_of_kernels() -> None:
         assert step.report.graphs == 2 and not TensorifyState.force_specializations
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("of", [lambda n: 10 // n, lambda n: 10 % (n - 3)])
 def test_kernels_do_not_divide_by_zero(of) -> None:
     """They give 0, or end the process: so each number has a graph."""
@@ -227,7 +227,7 @@ def test_an_argument_that_cannot_be_an_input_has_a_graph_for_each_value(loss, nu
     assert step.report.graphs <= 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("of", [lambda x, n: n * n * 0.5, lambda x, n: x.shape[0] * x.shape[0] * 1.0])
 def test_products_of_integers_are_not_rounded_to_float32_by_kernels(of) -> None:
     net = NETS["tanh"]()

@@ -40,7 +40,7 @@ def kinds() -> list[tuple[str, str]]:
     return [pair for pair in pairs if pair[0] not in LEFT and "-".join(pair) not in LEFT]
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.table(wide=5)
 @pytest.mark.parametrize(("kind", "name"), kinds())
 def test_a_step_is_its_eager_loss(kind: str, name: str) -> None:
     """At the weights and data of the trace, and at two others."""
@@ -263,7 +263,7 @@ ONLY_THE_ALARM = {"identity_of"}
 """What no guard sees: a plain `object()` put in the place of another."""
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.table(wide=10)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_between_calls_is_seen(name: str) -> None:
@@ -342,7 +342,7 @@ def test_an_argument_may_be_computed_from_where(way: str, calls: str) -> None:
             assert off([*step.value_and_grad(x, of(x).tanh())[1].values()], exact) <= 1e-14
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_graph_behind_an_argument_by_inductor() -> None:
     net, x = NETS["tanh"](), torch.randn(4, 3)
     step = hodiff.compile_step(through, net, fallback="raise")
