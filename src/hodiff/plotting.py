@@ -1,6 +1,6 @@
 """Pictures of what takes several records; a single one draws itself: `record.plot()`.
 
-Needs matplotlib (`pip install 'hodiff[plot]'`). Colors are those of the style in force, so that a picture is
+Needs matplotlib (`pip install matplotlib`). Colors are those of the style in force, so that a picture is
 light or dark as the page around it (`matplotlib.style.use("dark_background")`).
 """
 

@@ -532,7 +532,7 @@ class LinearOperator(_arguments.Unlike):
         try:
             from scipy.sparse.linalg import LinearOperator as ScipyOperator
         except ImportError as error:
-            raise ImportError("to_scipy() needs SciPy: pip install 'hodiff[scipy]'") from error
+            raise ImportError("to_scipy() needs SciPy: pip install scipy") from error
         if self.dtype is torch.bfloat16:
             raise InputError("to_scipy: NumPy has no bfloat16; make the operator in float32.")
         dtype = torch.empty((), dtype=self.dtype, device="cpu").numpy().dtype

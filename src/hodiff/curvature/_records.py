@@ -485,7 +485,7 @@ def axes_or_new(axes: Any) -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise MissingMatplotlib("pictures need matplotlib: pip install 'hodiff[plot]'.") from error
+        raise MissingMatplotlib("pictures need matplotlib: pip install matplotlib.") from error
     return plt.subplots()[1]
 
 

@@ -211,7 +211,7 @@ def scipy_sparse() -> Any:
     try:
         import scipy.sparse
     except ImportError as error:
-        raise ImportError("sparse matrices for SciPy need SciPy: pip install 'hodiff[scipy]'") from error
+        raise ImportError("sparse matrices for SciPy need SciPy: pip install scipy") from error
     return scipy.sparse
 
 

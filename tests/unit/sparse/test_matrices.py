@@ -452,9 +452,9 @@ def test_a_module_is_no_vector() -> None:
 def test_scipy_is_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.sparse", None)
     close(hodiff.sparse_hessian(chain, X).to_dense(), hodiff.hessian(chain, X))  # which does not need it
-    with pytest.raises(ImportError, match=r"pip install 'hodiff\[scipy\]'"):
+    with pytest.raises(ImportError, match=r"pip install scipy$"):
         hodiff.sparse_hessian(chain, X, output="scipy")
-    with pytest.raises(ImportError, match=r"pip install 'hodiff\[scipy\]'"):
+    with pytest.raises(ImportError, match=r"pip install scipy$"):
         plan_hessian(chain, X).pattern.to_scipy()
 
 
