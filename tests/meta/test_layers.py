@@ -114,7 +114,7 @@ ONLY_IN = {
     "torch.func.jacrev": ("cli._tour",),
     "torch.func.hessian": (),
     "torch.func.vjp": ("_core._kernels",),
-    "torch.func.grad": ("penalties._critic",),
+    "torch.func.grad": ("penalties._critic", "cli._tour"),
     "torch.func.grad_and_value": ("penalties._critic",),
     "torch.autograd.functional": (),
     "torch.autograd.graph": ("_core._nodes", "_core._versions", "graph"),

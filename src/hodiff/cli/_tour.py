@@ -1,4 +1,4 @@
-"""`hodiff tour`: what the library is for, on one screen; every number is checked as it is printed.
+"""`hodiff tour`: what the library is for, on one screen; every number of hodiff's is checked as it is printed.
 
 The tour shows what goes wrong elsewhere too, so it is the one place of the library that calls
 PyTorch's own second-order routes.
@@ -52,10 +52,10 @@ def second_order(screen: Screen) -> None:
     y = x**2
     z = y**2
     z.backward(retain_graph=True)
-    screen.check("z.backward(retain_graph=True); x.grad     4 x^3", written(x).item(), 32, 0)
+    screen.compare("z.backward(retain_graph=True); x.grad     4 x^3", written(x).item(), 32, 0)
     written(x).zero_()
     y.backward(retain_graph=True)
-    screen.check("x.grad.zero_(); y.backward(); x.grad     2 x", written(x).item(), 4, 0, "y', not z''")
+    screen.compare("x.grad.zero_(); y.backward(); x.grad     2 x", written(x).item(), 4, 0, "y', not z''")
     second: Tensor = hodiff.nth_derivative(lambda x: (x**2) ** 2, x, 2)
     screen.check("hodiff.nth_derivative(z, x, 2)           12 x^2", second.item(), 48, 1e-12)
 
@@ -91,7 +91,7 @@ def data() -> tuple[str, Tensor, Tensor]:
 
 
 def parameters(screen: Screen, source: str, model: nn.Module, loss: Loss) -> None:
-    """Second and third derivatives in the parameters, and two of PyTorch's own routes to them."""
+    """Second and third derivatives in the parameters, and two of PyTorch's own routes to each."""
     screen.heading(f"2  A classifier of {source}")
     screen.say("relative errors, against central differences of what loss.backward() gives, in float64")
     vector = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
@@ -100,12 +100,16 @@ def parameters(screen: Screen, source: str, model: nn.Module, loss: Loss) -> Non
     second, third = differences(model, loss, vector)
 
     def curvature(model: nn.Module) -> Tensor:
-        return sum((vector[name] * part).sum() for name, part in hodiff.hvp(loss, model, vector).items())  # type: ignore[return-value]
+        return inner(vector, hodiff.hvp(loss, model, vector))
 
+    again = by_hand(model, loss, vector)
+    forward = by_torch_func(model, loss, vector)
     screen.check("H v: hodiff.hvp(loss, model, v)", error(hodiff.hvp(loss, model, vector), second), 0, 1e-6)
-    screen.compare("H v: torch.func.jvp(jacrev(loss), ...)", error(by_torch_func(model, loss, vector), second), 0, 1e-6)
+    screen.compare("H v: autograd.grad, twice", error(again[0], second), 0, 1e-6)
+    screen.compare("H v: torch.func.jvp(jacrev(loss), ...)", error(forward[0], second), 0, 1e-6)
     screen.check("gradient of v'Hv: hodiff.grad(v'hvp, model)", error(hodiff.grad(curvature, model), third), 0, 1e-6)
-    screen.compare("gradient of v'Hv: autograd.grad, three times", error(by_hand(model, loss, vector), third), 0, 1e-6)
+    screen.compare("gradient of v'Hv: autograd.grad, three times", error(again[1], third), 0, 1e-6)
+    screen.compare("gradient of v'Hv: torch.func.grad(v'jvp)", error(forward[1], third), 0, 1e-6)
 
 
 def differences(model: nn.Module, loss: Loss, vector: Named, step: float = 1e-2) -> tuple[Named, Named]:
@@ -131,24 +135,28 @@ def differences(model: nn.Module, loss: Loss, vector: Named, step: float = 1e-2)
     )
 
 
-def by_torch_func(model: nn.Module, loss: Loss, vector: Named) -> Named:
-    """H v as `torch.func.hessian` forms it: forward mode over a batched reverse pass."""
+def by_torch_func(model: nn.Module, loss: Loss, vector: Named) -> tuple[Named, Named]:
+    """H v as `torch.func.hessian` forms it, forward mode over a batched reverse pass; and the gradient of v'Hv."""
     point = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def of_parameters(point: Named) -> Tensor:
         return loss(lambda images: torch.func.functional_call(model, point, (images,)))  # type: ignore[arg-type]
 
+    def product(point: Named) -> Named:
+        return torch.func.jvp(torch.func.jacrev(of_parameters), (point,), (dict(vector),))[1]
+
     _versions.load_forward_mode()
-    return torch.func.jvp(torch.func.jacrev(of_parameters), (point,), (dict(vector),))[1]
+    return product(point), torch.func.grad(lambda point: inner(vector, product(point)))(point)
 
 
-def by_hand(model: nn.Module, loss: Loss, vector: Named) -> Named:
-    """The gradient of v'Hv by reverse passes through PyTorch's own layer norm."""
+def by_hand(model: nn.Module, loss: Loss, vector: Named) -> tuple[Named, Named]:
+    """H v and the gradient of v'Hv, by reverse passes through PyTorch's own layer norm."""
     names, leaves = zip(*model.named_parameters(), strict=True)
     vectors = [vector[name] for name in names]
     gradient = torch.autograd.grad(loss(model), leaves, create_graph=True)
     product = torch.autograd.grad(gradient, leaves, vectors, create_graph=True)
-    return dict(zip(names, torch.autograd.grad(product, leaves, vectors), strict=True))
+    third = torch.autograd.grad(product, leaves, vectors)
+    return dict(zip(names, (part.detach() for part in product), strict=True)), dict(zip(names, third, strict=True))
 
 
 def graphs(screen: Screen, model: nn.Module, loss: Loss) -> None:
@@ -175,25 +183,25 @@ def graphs(screen: Screen, model: nn.Module, loss: Loss) -> None:
 
 def whats_more(screen: Screen) -> None:
     """Where to read on."""
-    screen.heading("4  More, in these pages of the documentation")
+    screen.heading("4  More, in these files of the repository")
     for what, page in PAGES.items():
         screen.say(f"{what:<64}{page}")
 
 
 PAGES = {
-    "which function do I need?": "choose/",
-    "gradients, Jacobians, Hessians, products, nth derivatives": "api/calculus/",
-    "gradient penalties: WGAN-GP, R1, eikonal, score matching": "api/penalties/",
-    "curvature without the matrix: eigenvalues, traces, Newton": "api/curvature/",
-    "fields and PINNs, by Taylor mode: Laplacian, divergence, u_xxy": "api/fields/",
-    "sparse Hessians and Jacobians of very many variables": "api/sparse/",
-    "through solutions and through the steps of an optimizer": "api/implicit/",
-    "backward a second time: why it failed, what a graph holds": "api/graph/",
-    "second derivatives of attention and large vocabularies": "api/memory/",
-    "training steps with derivatives in them, compiled": "api/steps/",
-    "are the derivatives of your own function right?": "api/verify/",
-    "what stock PyTorch gets wrong, each with a program": "explain/stock-pytorch/",
-    "what snippets and libraries get wrong, each with a program": "explain/wrong-derivatives/",
+    "which function do I need?": "docs/choose.md",
+    "gradients, Jacobians, Hessians, products, nth derivatives": "docs/api/calculus.md",
+    "gradient penalties: WGAN-GP, R1, eikonal, score matching": "docs/api/penalties.md",
+    "curvature without the matrix: eigenvalues, traces, Newton": "docs/api/curvature.md",
+    "fields and PINNs, by Taylor mode: Laplacian, divergence, u_xxy": "docs/api/fields.md",
+    "sparse Hessians and Jacobians of very many variables": "docs/api/sparse.md",
+    "through solutions and through the steps of an optimizer": "docs/api/implicit.md",
+    "backward a second time: why it failed, what a graph holds": "docs/api/graph.md",
+    "second derivatives of attention and large vocabularies": "docs/api/memory.md",
+    "training steps with derivatives in them, compiled": "docs/api/steps.md",
+    "are the derivatives of your own function right?": "docs/api/verify.md",
+    "what stock PyTorch gets wrong, each with a program": "docs/explain/stock-pytorch.md",
+    "what snippets and libraries get wrong, each with a program": "docs/explain/wrong-derivatives.md",
 }
 
 
@@ -207,6 +215,11 @@ def written(leaf: Tensor) -> Tensor:
     if leaf.grad is None:
         raise RuntimeError("backward() wrote no gradient.")
     return leaf.grad
+
+
+def inner(a: Named, b: Named) -> Tensor:
+    """The inner product."""
+    return sum((a[name] * part).sum() for name, part in b.items())  # type: ignore[return-value]
 
 
 def distance(a: Named, b: Named | None = None) -> float:
@@ -254,15 +267,19 @@ class Screen:
         self.failed += not right
         self._line(f"   {label}", number(got), number(expected), "ok" if right else "FAILED", remark)
 
-    def compare(self, label: str, got: float, expected: float, tolerance: float) -> None:
-        """A number that is not ours, and what it should be: said, but no failure of this program."""
-        verdict = ("right", "") if agree(got, expected, tolerance) else ("wrong", "silently")
+    def compare(self, label: str, got: float, expected: float, tolerance: float, remark: str = "") -> None:
+        """A number that is not ours, and what it should be: said, but neither a check nor a failure of this program."""
+        verdict = ("right", remark) if agree(got, expected, tolerance) else ("wrong", "silently")
         self._line(f"   {label}", number(got), number(expected), *verdict)
 
     def end(self) -> int:
         """The verdict, and the exit status."""
         print()
-        print(f"{self.passed} numbers checked." if not self.failed else f"{self.failed} numbers FAILED.")
+        print(
+            f"{self.failed} of hodiff's numbers FAILED."
+            if self.failed
+            else f"{self.passed} of hodiff's numbers checked."
+        )
         return 1 if self.failed else 0
 
     @staticmethod

@@ -16,14 +16,18 @@ def test_a_wrong_number_fails(got, capsys):
     right, wrong, _, verdict = capsys.readouterr().out.splitlines()
     assert right.endswith("ok")
     assert wrong.endswith("FAILED")
-    assert verdict == "1 numbers FAILED."
+    assert verdict == "1 of hodiff's numbers FAILED."
 
 
 def test_the_number_of_someone_else_is_no_failure(capsys):
     screen = Screen()
     screen.compare("theirs", 0.5, 0, 1e-6)
+    screen.compare("theirs", 0.5, 0.5, 0, "by chance")
     assert screen.end() == 0
-    assert capsys.readouterr().out.splitlines()[0].endswith("wrong  silently")
+    wrong, right, _, verdict = capsys.readouterr().out.splitlines()
+    assert wrong.endswith("wrong  silently")
+    assert right.endswith("right  by chance")
+    assert verdict == "0 of hodiff's numbers checked."
 
 
 @pytest.mark.parametrize(

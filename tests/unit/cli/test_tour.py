@@ -1,4 +1,4 @@
-"""`hodiff tour`: one screen, every number checked, and a wrong one ends in status 1."""
+"""`hodiff tour`: one screen, every number of hodiff's checked, and a wrong one ends in status 1."""
 
 import re
 import sys
@@ -11,6 +11,8 @@ import hodiff
 from hodiff.__main__ import main
 from hodiff.cli import _tour
 from tests.meta.source import ROOT
+
+README = (ROOT / "README.md").read_text("utf-8")
 
 
 def failures(printed):
@@ -29,22 +31,65 @@ def test_all_is_right_on_one_screen(capsys):
     assert torch.equal(before, torch.get_rng_state())
 
     # the copied program prints z' and y'; the second derivative is another number
-    for row, value in [("z.backward", "32"), ("x.grad.zero_", "4"), ("hodiff.nth_derivative", "48")]:
-        assert re.search(rf"^   {re.escape(row)}.* {value} +{value}  ok", printed, re.MULTILINE), row
-    # the routes that are wrong in PyTorch, next to ours
-    assert sum("wrong  silently" in line for line in lines) == 2
+    rows = [("z.backward", "32", "right"), ("x.grad.zero_", "4", "right"), ("hodiff.nth_derivative", "48", "ok")]
+    for row, value, verdict in rows:
+        assert re.search(rf"^   {re.escape(row)}.* {value} +{value}  {verdict}", printed, re.MULTILINE), row
     # all checks are counted
-    assert f"{sum('  ok' in line for line in lines)} numbers checked." in lines[-1]
+    assert lines[-1] == f"{sum('  ok' in line for line in lines)} of hodiff's numbers checked."
 
 
-def test_each_page_that_it_names_exists():
-    for page in _tour.PAGES.values():
-        assert (ROOT / "docs" / f"{page.rstrip('/')}.md").is_file(), page
+def remembering(method, labels):
+    """The method, which notes the label that it is given."""
+
+    def noted(self, label, *rest):
+        labels.append(label)
+        return method(self, label, *rest)
+
+    return noted
+
+
+def test_only_numbers_of_ours_are_checks(monkeypatch, capsys):
+    """PyTorch's own are shown beside them; the README says how many checks there are."""
+    checked, compared = [], []
+    for name, labels in (("check", checked), ("compare", compared)):
+        monkeypatch.setattr(_tour.Screen, name, remembering(getattr(_tour.Screen, name), labels))
+    assert main(["tour"]) == 0
+    derivatives = [label for label in checked if "hodiff." in label]
+    kept = [label for label in checked if label.startswith(("function:", "tensor:"))]
+    assert (len(derivatives), len(kept), len(checked)) == (3, 5, 8)
+    assert compared and not [label for label in compared if "hodiff" in label]
+    assert capsys.readouterr().out.endswith("8 of hodiff's numbers checked.\n")
+    assert "Run eight checks: three derivatives of hodiff against a closed form and finite differences, five " in README
+
+
+def test_the_table_of_the_readme_is_right_where_the_tour_is(capsys):
+    """A cell in percent is an error, and one such as 1e-9 is none."""
+    assert main(["tour"]) == 0
+    printed = capsys.readouterr().out
+    shown = {
+        "Hessian times vector": ["hodiff.hvp(", "H v: autograd.grad, twice", "H v: torch.func"],
+        "gradient of vᵀHv": ["hodiff.grad(", "autograd.grad, three times", "v'Hv: torch.func"],
+    }
+    for quantity, routes in shown.items():
+        (row,) = [line for line in README.splitlines() if line.startswith(f"| {quantity} |")]
+        for cell, route in zip(row.strip("| ").split("|")[1:], routes, strict=True):
+            (line,) = [line for line in printed.splitlines() if route in line]
+            assert ("%" in cell) == ("  wrong  silently" in line), line
+            assert ("%" in cell) != bool(re.match(r" \de-\d ", cell)), cell
+
+
+def test_each_page_that_it_names_exists(capsys):
+    """In a clone, by the path that is printed."""
+    assert main(["tour"]) == 0
+    printed = re.findall(r" (\S+/\S*)$", capsys.readouterr().out, re.MULTILINE)
+    assert printed == list(_tour.PAGES.values())
+    for page in printed:
+        assert (ROOT / page).is_file(), page
 
 
 def test_each_pillar_is_named():
-    reference = {f"api/{page.stem}/" for page in (ROOT / "docs" / "api").glob("*.md")}
-    assert reference - set(_tour.PAGES.values()) == {"api/where/", "api/errors/", "api/cli/"}
+    reference = {f"docs/api/{page.stem}.md" for page in (ROOT / "docs" / "api").glob("*.md")}
+    assert reference - set(_tour.PAGES.values()) == {"docs/api/where.md", "docs/api/errors.md", "docs/api/cli.md"}
 
 
 def test_no_address_is_given_before_there_is_a_site(capsys):
