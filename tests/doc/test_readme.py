@@ -78,8 +78,29 @@ def test_the_commands_are_complete_on_a_fresh_machine():
     assert command.rstrip().endswith(".venv/bin/pytest")
 
 
+def test_it_says_how_long_its_tests_take():
+    (said,) = re.findall(r"^Run the tests; this <!-- minutes of pytest -->(.*)$", README, re.MULTILINE)
+    assert re.fullmatch(r"takes about \w+ minutes on one core:", said)
+
+
+def test_it_claims_no_gpu():
+    assert "It is untested on GPUs: " in README
+    assert "on GPUs" not in README.replace("untested on GPUs", "")
+
+
 def test_no_command_installs_without_the_pins():
     for path in [ROOT / "README.md", *(ROOT / ".ci").iterdir(), *(ROOT / "docs").rglob("*.md")]:
         for line in path.read_text("utf-8").splitlines():
             if re.search(r"\bpip install\b.*-e\b", line):
                 assert re.search(r"-c \S*constraints\.txt", line), f"{path.name}: {line}"
+
+
+def test_no_command_or_message_takes_hodiff_from_an_index():
+    """It is on none: a stranger may register the name. A path, or a folder of wheels, is ours."""
+    texts = [README, *(path.read_text("utf-8") for path in (ROOT / "docs").rglob("*.md"))]
+    texts += [path.read_text("utf-8") for folder in ("src", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    lines = [line for text in texts for line in text.splitlines() if "pip install" in line]
+    assert len(lines) >= 15
+    for line in lines:
+        by_name = re.search(r"pip install[^`]*[\s'\"]hodiff(?=[\[\s'\"`]|$)", line)
+        assert not by_name or "--no-index" in line, line
