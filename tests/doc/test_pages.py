@@ -2,10 +2,13 @@
 
 import ast
 import builtins
+import linecache
 import re
 
 import pytest
+import torch
 
+import hodiff
 from tests.doc.snippets import ROOT, run_page
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
@@ -73,3 +76,26 @@ def test_what_is_shown_needs_nothing_that_is_hidden(page):
         elif isinstance(node, ast.alias):
             made.add((node.asname or node.name).partition(".")[0])
     assert read - made == HIDDEN.get(page, set())
+
+
+def test_what_readers_copy_imports_nothing_of_the_repository():
+    """Pictures of the pages are made in fences that are run and not shown."""
+    for page in PAGES:
+        for options, code in re.findall(
+            r"^```python\b(.*)\n((?:.*\n)*?)```$", (ROOT / page).read_text("utf-8"), re.MULTILINE
+        ):
+            if "exec=" not in options or "source=" in options:
+                assert not re.search(r"^\s*(?:from|import) (?:docs|tests|benchmarks)\b", code, re.MULTILINE), page
+
+
+@pytest.mark.parametrize(("page", "all_of_them"), [("getting-started", True), ("recipes/backward-twice", False)])
+def test_lines_that_a_page_explains_are_in_its_output(page, all_of_them, monkeypatch, capsys):
+    """Of the fence that `watch` explains, whose lines the site calls `page:1` and so on."""
+    text = (ROOT / "docs" / f"{page}.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\b.*\n((?:(?!```).*\n)*?.*graph\.watch\(\)(?:.*\n)*?)```$", text, re.MULTILINE)
+    monkeypatch.setitem(linecache.cache, "page", (len(code), None, code.splitlines(keepends=True), "page"))
+    exec(compile(code, "page", "exec"), {"torch": torch, "hodiff": hodiff, "inputs": torch.ones(64, 2)})
+    printed = set(re.findall(r"page:\d+", capsys.readouterr().out))
+    told = set(re.findall(r"`(page:\d+)`", text))
+    assert told and told <= printed
+    assert not all_of_them or told == printed
