@@ -2,10 +2,12 @@
 
 import ast
 import re
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
 
 from tests.meta import source
-from tests.meta.source import dotted_names, imports, library_files, module_name, tree, where
+from tests.meta.source import dotted_names, imports, library_files, module_name, modules_in_strings, tree, where
 
 FOUNDATION = ("errors", "_core")
 FEATURES = ("curvature", "penalties", "fields", "sparse", "implicit")
@@ -58,10 +60,25 @@ def below(name: str, place: str) -> bool:
 LIBRARY = {module_name(path): path for path in library_files()}
 
 
+TUNNEL = {
+    ("hodiff._core._kernels", "hodiff.memory._attention"),
+    ("hodiff._core._kernels", "hodiff.memory._blocks"),
+    ("hodiff._core._kernels", "hodiff.memory._cross_entropy"),
+}
+"""The modules above it that the foundation loads by a string: they stand until memory registers its kernels there."""
+
+
 def library_imports(path):
-    for line, name in imports(path):
-        if name.split(".")[0] == "hodiff":
+    """Line and name of what a file imports of the library, by a statement or by a string."""
+    for line, name in (*imports(path), *modules_in_strings(path, LIBRARY)):
+        if name.split(".")[0] == "hodiff" and (module_name(path), name) not in TUNNEL:
             yield line, name
+
+
+DOWNWARDS = (
+    "move what both need below both, or let the upper one register itself with the lower one, "
+    "as graph/__init__.py does with _core._messages.explainer"
+)
 
 
 def test_imports_point_downwards():
@@ -71,7 +88,7 @@ def test_imports_point_downwards():
         for line, name in library_imports(path):
             if allowed is not None and part(name) != part(module):
                 assert any(below(name, f"hodiff.{place}") for place in allowed), (
-                    f"{where(path, line)}: {part(module)} may not import {name}"
+                    f"{where(path, line)}: {part(module)} may not import {name}, nor load it by its name: {DOWNWARDS}"
                 )
 
 
@@ -85,7 +102,22 @@ def test_no_import_cycles():
             parent = name.rpartition(".")[0]
             targets.add(name if name in LIBRARY else parent)
         graph[module] = targets - {module}
-    TopologicalSorter(graph).prepare()  # raises CycleError, naming the cycle
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"{' <- '.join(error.args[1])} is a circle of imports: {DOWNWARDS}")
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="_core/_kernels.py loads modules of hodiff.memory by a string; when it does no longer, take the row out of "
+    "TUNNEL, and this test out with the last",
+)
+@pytest.mark.parametrize(("module", "name"), sorted(TUNNEL))
+def test_the_foundation_loads_nothing_above_it_by_a_string(module, name):
+    named = {name for _, name in modules_in_strings(LIBRARY[module], LIBRARY)}
+    assert name not in named
 
 
 def allowed_top(module):
@@ -143,7 +175,8 @@ def test_each_engine_has_its_callers():
             for banned, callers in ONLY_IN.items():
                 if name == banned or name.startswith(banned + "."):
                     assert any(below(short, caller) for caller in callers), (
-                        f"{where(path, line)}: {name} belongs to {callers or 'nobody'}"
+                        f"{where(path, line)}: {name} belongs to {callers or 'nobody'}: "
+                        "call a function of these, or give this file its place in ONLY_IN, with the reason"
                     )
 
 
@@ -160,7 +193,10 @@ def test_only_nodes_and_graph_read_node_attributes():
                     "_forward_cls",
                 )
                 here = node.attr in NODE_ATTRIBUTES and module != "hodiff._core._nodes"
-                assert not private and not here, f"{where(LIBRARY[module], node.lineno)}: .{node.attr}"
+                assert not private and not here, (
+                    f"{where(LIBRARY[module], node.lineno)}: .{node.attr} is read by `_core._nodes` and graph alone, "
+                    f"and by {PROVED}, which proves it: ask a function of theirs"
+                )
 
 
 # A name that may be missing, and what is done then, is right either way, or none of numbers.
@@ -196,7 +232,7 @@ def test_classes_of_nodes_are_proved():
         for node in ast.walk(tree(LIBRARY[module])):
             value = str(node.value) if isinstance(node, ast.Constant) else ""
             assert value in known or not re.fullmatch(r"[A-Z]\w*Backward\d+", value), (
-                f"{where(LIBRARY[module], node.lineno)}: {value}"
+                f"{where(LIBRARY[module], node.lineno)}: add a graph that has a {value} to `_versions.GRAPHS`"
             )
 
 
@@ -210,3 +246,17 @@ def test_aliases_are_seen_through(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "PACKAGE", package)
     names = {name for _, name in source.dotted_names(file)}
     assert {"torch.autograd.grad", "torch.vmap", "torch.func.jvp"} <= names
+
+
+def test_modules_in_strings_are_seen(tmp_path, monkeypatch):
+    package = tmp_path / "src" / "hodiff"
+    (package / "low").mkdir(parents=True)
+    file = package / "low" / "_a.py"
+    file.write_text(
+        'import_module("hodiff.high._b")\nOURS = {"hodiff.high:call": "hodiff.high._b.call"}\n'
+        'name.startswith("hodiff.low")\nraise E("hodiff.high is not loaded")\nx = "hodiff", "hodiff.hvp"\n'
+    )
+    monkeypatch.setattr(source, "PACKAGE", package)
+    modules = {"hodiff", "hodiff.low", "hodiff.low._a", "hodiff.high", "hodiff.high._b"}
+    found = set(modules_in_strings(file, modules))
+    assert found == {(1, "hodiff.high._b"), (2, "hodiff.high"), (2, "hodiff.high._b")}
