@@ -1,8 +1,13 @@
-"""What a sweep found, in short: for each operation the routes that are not simply right."""
+"""What a sweep found, in short: for each operation the routes that are not simply right.
 
-import json
-from collections import Counter
-from pathlib import Path
+The sweeps of all releases are three tables in `results/`, which say once what several found: `counts.tsv` how many
+comparisons came out how, `samples.tsv` how many samples of each operation were judged, and `verdicts.tsv` which routes
+got which verdict in which releases.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from tests.meta.source import ROOT
 from tests.torch_ops.judge import Verdict
@@ -11,6 +16,12 @@ from tests.torch_ops.routes import ROUTES
 FOLDER = ROOT / "tests" / "torch_ops" / "results"
 Found = dict[str, dict[str, str]]
 """operation -> route -> verdict; a route that is missing is right. `samples` is their number."""
+
+Sweep = dict[str, Any]
+"""Of one release: `torch`, the counts of `hodiff` and of `PyTorch`, and its `operations`."""
+
+ABSENT = "-"
+"""In place of a number of samples: the release has no such operation."""
 
 RANKS = ("right", "unsure", "defined", "told", "refused", "raises", "wrong")
 
@@ -60,25 +71,91 @@ def counts(samples: dict[str, list[dict[str, Verdict]]], ours: bool) -> Counter[
     return Counter(kind(v) for each in samples.values() for s in each for r, v in s.items() if r in chosen)
 
 
-def path(release: str) -> Path:
-    return FOLDER / f"{release}.json"
-
-
 def write(release: str, samples: dict[str, list[dict[str, Verdict]]]) -> None:
-    whole = {
+    """Put a sweep into the tables, in the place of an earlier one of its release."""
+    found = {
         "torch": release,
         "hodiff": dict(counts(samples, ours=True)),
         "PyTorch": dict(counts(samples, ours=False)),
         "operations": digest(samples),
     }
     FOLDER.mkdir(exist_ok=True)
-    path(release).write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    for name, text in tables({**_published(), release: found}).items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
 
 
-def read(release: str) -> dict[str, object]:
-    return json.loads(path(release).read_text("utf-8"))
+def tables(sweeps: Mapping[str, Sweep]) -> dict[str, str]:
+    """The files of these sweeps, each by its name."""
+    releases = sorted(sweeps, key=_in_order)
+    operations = sorted({name for sweep in sweeps.values() for name in sweep["operations"]})
+    numbers = (
+        [name, *(sweeps[release]["operations"].get(name, {"samples": ABSENT})["samples"] for release in releases)]
+        for name in operations
+    )
+    counted = (
+        [release, by, *(str(sweeps[release][by].get(rank, 0)) for rank in RANKS)]
+        for release in releases
+        for by in ("hodiff", "PyTorch")
+    )
+    verdicts = (row for name in operations for row in _rows(name, {r: sweeps[r]["operations"] for r in releases}))
+    return {
+        "counts.tsv": _text(["release", "by", *RANKS], counted),
+        "samples.tsv": _text(["operation", *releases], numbers),
+        "verdicts.tsv": _text(["operation", "routes", "releases", "verdict"], verdicts),
+    }
+
+
+def _rows(name: str, found: Mapping[str, Found]) -> list[list[str]]:
+    """An operation's verdicts: each with its routes, and with the releases that have it for just these."""
+    routes: dict[tuple[str, Verdict], list[str]] = defaultdict(list)
+    for release, operations in found.items():
+        for route, verdict in operations.get(name, {}).items():
+            if route != "samples":
+                routes[release, verdict].append(route)
+    rows: dict[tuple[str, Verdict], list[str]] = defaultdict(list)
+    for (release, verdict), names in routes.items():
+        rows[", ".join(sorted(names)), verdict].append(release)
+    return sorted([name, names, " ".join(releases), verdict] for (names, verdict), releases in rows.items())
+
+
+def read(release: str) -> Sweep:
+    return _published()[release]
 
 
 def releases() -> list[str]:
     """Those that were swept, the oldest first."""
-    return sorted((file.stem for file in FOLDER.glob("*.json")), key=lambda name: [*map(int, name.split("."))])
+    return list(_published())
+
+
+def _published() -> dict[str, Sweep]:
+    """What the tables hold, by release, the oldest first."""
+    sweeps: dict[str, Sweep] = {}
+    for row in _lines("counts.tsv"):
+        sweep = sweeps.setdefault(row["release"], {"torch": row["release"]})
+        sweep[row["by"]] = {rank: int(row[rank]) for rank in sorted(RANKS) if row[rank] != "0"}
+    found: dict[str, Found] = {release: {} for release in sweeps}
+    for row in _lines("samples.tsv"):
+        for release in sweeps:
+            if row[release] != ABSENT:
+                found[release][row["operation"]] = {"samples": row[release]}
+    for row in _lines("verdicts.tsv"):
+        for release in row["releases"].split():
+            found[release][row["operation"]].update(dict.fromkeys(row["routes"].split(", "), row["verdict"]))
+    for release, sweep in sweeps.items():
+        sweep["operations"] = {name: dict(sorted(routes.items())) for name, routes in sorted(found[release].items())}
+    return sweeps
+
+
+def _in_order(release: str) -> list[int]:
+    return [*map(int, release.split("."))]
+
+
+def _text(head: list[str], rows: Iterable[list[str]]) -> str:
+    return "".join("\t".join(row) + "\n" for row in [head, *rows])
+
+
+def _lines(name: str) -> Iterator[dict[str, str]]:
+    """The rows of a table, by the names of its columns."""
+    if (FOLDER / name).exists():
+        head, *rows = [line.split("\t") for line in (FOLDER / name).read_text("utf-8").splitlines()]
+        yield from (dict(zip(head, row, strict=True)) for row in rows)

@@ -1,5 +1,7 @@
 """A fixed share of the sweep over PyTorch's operations (`python -m tests.torch_ops` runs the whole), and its page."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -112,6 +114,23 @@ def test_published_results_hold_no_wrong_number_of_ours() -> None:
 
 def test_the_page_is_that_of_the_results() -> None:
     assert page.PAGE.read_text("utf-8") == page.text(), "stale: python -m tests.torch_ops RESULTS --publish"
+
+
+def test_the_tables_are_written_as_they_are_read() -> None:
+    for name, text in results.tables({release: results.read(release) for release in results.releases()}).items():
+        assert (results.FOLDER / name).read_text("utf-8") == text, name
+
+
+def test_a_sweep_is_read_as_it_was_written_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
+    first = {"b": [{"hvp": "wrong 1e-01", "jvp": "right"}], "a": [{"hvp": "refused: why"}, {"hvp": "refused: why"}]}
+    later = {"a": [{"hvp": "refused: why"}], "c": [{"hvp": "right"}]}
+    for release, found in ("2.10.0", later), ("2.9.1", later), ("2.9.1", first):
+        results.write(release, found)
+    assert results.releases() == ["2.9.1", "2.10.0"]
+    for release, found in ("2.9.1", first), ("2.10.0", later):
+        assert results.read(release)["operations"] == results.digest(found)
+    assert results.read("2.9.1")["hodiff"] == {"refused": 2, "right": 1, "wrong": 1}
 
 
 # --- the judge ------------------------------------------------------------------------------------------------------
