@@ -94,3 +94,23 @@ def test_a_tensor_in_a_cycle_is_seen() -> None:
         ring.append(ring)
 
     assert [item for item in left_by(make) if isinstance(item, Tensor)]
+
+
+def test_no_reference_cycle_keeps_an_error_s_tensors() -> None:
+    """After the error is handled its graph must be gone with the next collection, or a retry runs out of memory."""
+
+    def failing() -> weakref.ref:
+        holder, bags = torch.nn.Linear(2, 2).double(), torch.tensor([[0, 1], [2, 2]])
+        try:
+            hodiff.hvp(
+                lambda x: torch.nn.functional.embedding_bag(bags, holder(x)).exp().sum(),
+                X.reshape(3, 2),
+                X.reshape(3, 2),
+            )
+        except hodiff.GraphError:
+            return weakref.ref(holder)
+        pytest.fail("embedding_bag has no second derivative")
+
+    reference = failing()
+    gc.collect()
+    assert reference() is None

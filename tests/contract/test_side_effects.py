@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import hodiff
 from hodiff._core import _settings
 from tests.support.audit import Stream, left_behind, unchanged
 from tests.support.callers import CALLERS, SCALE, Caller, public, tensors
@@ -140,3 +141,12 @@ def test_live_bytes_without_a_function(name: str) -> None:
     ALONE[name](X)  # figures are drawn by a library that keeps something when it is first used
     besides, after, makers = left_behind(lambda: tensors(ALONE[name](X)))
     assert (besides, after) == (0, 0), makers
+
+
+def test_a_function_that_edits_its_argument_leaves_it() -> None:
+    edits = lambda x: (x.mul_(2) ** 3).sum()
+    x, before = X.clone(), X.clone()
+    for call in (lambda: hodiff.grad(edits, x), lambda: hodiff.hvp(edits, x, X), lambda: hodiff.jacobian(edits, x)):
+        with pytest.raises(RuntimeError, match=r"(?is)in[- ]place.*clone\(\)"):  # f's own error, with a note
+            call()
+        assert torch.equal(x, before)

@@ -166,3 +166,26 @@ def test_isolated_atoms_train_on_their_energies() -> None:
     energy, minus = hodiff.value_and_grad(lambda x: 2 * bias, positions, create_graph=True, strict=False)
     loss = (energy - 1) ** 2 + minus.square().sum()
     assert torch.equal(torch.autograd.grad(loss, bias)[0], torch.tensor(4.0, dtype=D))
+
+
+# --- without strict, what is not used has zeros -----------------------------------------------------------------------
+
+
+def test_an_unused_entry_has_zeros() -> None:
+    point = {"a": torch.linspace(-1, 1.5, 6, dtype=D), "b": torch.ones(2, dtype=D)}
+    found = hodiff.grad(lambda t: (t["a"] ** 3).sum(), point)
+    assert torch.equal(found["b"], torch.zeros(2, dtype=D))
+    torch.testing.assert_close(found["a"], 3 * point["a"] ** 2)
+
+
+def test_an_unused_parameter_has_zeros() -> None:
+    model = torch.nn.Linear(3, 1, dtype=D)
+    model.extra = torch.nn.Parameter(torch.ones(2, dtype=D))
+    assert torch.equal(hodiff.grad(lambda m: m(torch.ones(3, dtype=D)).sum(), model)["extra"], torch.zeros(2, dtype=D))
+
+
+def test_strict_accepts_a_linear_dependence() -> None:
+    """A zero second derivative is not a missing dependence."""
+    x, v = torch.linspace(-1, 1.5, 6, dtype=D), torch.cos(torch.arange(6, dtype=D))
+    found = hodiff.hvp(lambda t: (t["a"] ** 3).sum() + t["b"].sum(), {"a": x, "b": x}, {"a": v, "b": v}, strict=True)
+    torch.testing.assert_close(found, {"a": 6 * x * v, "b": torch.zeros_like(x)})

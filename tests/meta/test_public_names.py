@@ -78,3 +78,12 @@ def documentation(name: str) -> str:
 
 def is_module(name: str) -> bool:
     return inspect.ismodule(getattr(hodiff, name, None))
+
+
+def test_the_tree_of_errors_and_warnings():
+    assert issubclass(hodiff.InputError, ValueError) and issubclass(hodiff.InputError, hodiff.HodiffError)
+    assert issubclass(hodiff.GraphError, RuntimeError) and issubclass(hodiff.GraphError, hodiff.HodiffError)
+    assert issubclass(hodiff.DerivativeError, AssertionError) and issubclass(hodiff.DerivativeError, hodiff.HodiffError)
+    assert issubclass(hodiff.HodiffWarning, UserWarning)
+    assert issubclass(hodiff.CustomFunctionWarning, hodiff.HodiffWarning)
+    assert issubclass(hodiff.BatchMixingWarning, hodiff.HodiffWarning)

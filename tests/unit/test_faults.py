@@ -298,3 +298,13 @@ def test_an_interrupt_between_the_lines_of_vmap_is_neither_lost_nor_leaves_a_lev
 def test_an_operation_of_which_the_engine_says_that_it_has_no_derivative_is_named() -> None:
     error = _messages.engine_error(RuntimeError("derivative for aten::frobnicate is not implemented"))
     assert str(error) == "PyTorch has no derivative of frobnicate."
+
+
+def test_an_error_of_the_engine_is_chained() -> None:
+    x = X.clone().requires_grad_()
+    loss = (x**3).sum()
+    loss.backward()
+    with pytest.raises(hodiff.GraphError, match=r"(?is)freed|retain_graph") as caught:
+        hodiff.grad(loss, x)
+    if caught.value.__cause__ is not None:
+        assert "second time" in str(caught.value.__cause__)

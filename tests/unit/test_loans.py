@@ -1,3 +1,4 @@
+import re
 import threading
 import warnings
 
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _locks
+from hodiff._core import _lending, _locks
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._loans import ParameterLoan, StateLoan
@@ -633,3 +634,31 @@ def test_a_functional_call_of_an_embedding_that_renormalizes_leaves_its_table() 
     f = lambda w: torch.func.functional_call(table, {"weight": w * 1}, (torch.arange(3),)).square().sum()
     torch.testing.assert_close(hodiff.grad(f, torch.full((3, 2), 0.01)), torch.full((3, 2), 0.02))
     assert unchanged(table, before)
+
+
+@pytest.mark.parametrize(
+    ("f", "points", "args", "kwargs", "words"),
+    [
+        (
+            lambda a, b: a,
+            [(X, X)],
+            (),
+            {},
+            "missing a required argument: 'b'.*container is one point.*cross_hessian",
+        ),
+        (lambda a, b: a, [{"a": X, "b": X}], (), {}, "container is one point"),
+        (lambda x: x, [X, X], (), {}, r"too many positional arguments.*points one by one: f\(x, y\)"),
+        (lambda x, data: x, [X], (), {}, r"missing a required argument: 'data'.*args=\(data,\)"),
+        (lambda x: x, [X], (1,), {}, "2 positional arguments.*the point first, then args= and kwargs="),
+        (lambda x: x, [X], (), {"scale": 2}, r"unexpected keyword argument 'scale'"),
+        (nn.Linear(6, 1), [X, X], (), {}, "points one by one"),
+    ],
+)
+def test_a_call_that_cannot_be_is_explained(f, points, args, kwargs, words) -> None:
+    error = _lending.signature_error(TypeError("raw"), f, points, args, kwargs)
+    assert isinstance(error, hodiff.InputError) and re.search(words, str(error)), error
+
+
+def test_a_type_error_of_f_itself_is_left_alone() -> None:
+    assert _lending.signature_error(TypeError("inside"), lambda x: x + "a", [X], (), {}) is None
+    assert _lending.signature_error(TypeError("no signature"), type, [X], (), {}) is None

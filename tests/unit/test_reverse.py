@@ -1,3 +1,4 @@
+import re
 import warnings
 from contextlib import nullcontext
 from typing import ClassVar
@@ -283,3 +284,30 @@ def test_a_subclass_sees_the_passes():
 
     hodiff.grad(lambda x: (x**2).sum(), X.as_subclass(Watched))
     assert torch.autograd.grad in Watched.seen
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: hodiff.hessian(lambda x: (x**3).sum(), x), r"200,000 x 200,000 numbers, 320 GB.*hodiff\.hvp.*_diag"),
+        (lambda x: hodiff.value_grad_and_hessian(lambda x: (x**3).sum(), x, matrix=True), "HessianOperator"),
+        (lambda x: hodiff.cross_hessian(lambda x, y: (x * y).sum(), x, x.clone()), "HessianOperator"),
+        (lambda x: hodiff.jacobian(lambda x: x**3, x), r"200,000 x 200,000 .*hodiff\.jvp"),
+        (
+            lambda x: hodiff.hessian(lambda x: (x**3).sum(-1), x.reshape(2, -1), batch_ndim=1),
+            "2 x 100,000 x 100,000 numbers, 160 GB",
+        ),
+    ],
+)
+def test_what_is_larger_than_the_machine_is_refused_with_its_size(call, words, monkeypatch) -> None:
+    monkeypatch.setattr(_reverse, "memory_on", lambda device: 64e9)
+    with pytest.raises(hodiff.InputError, match=r"x: the result would hold .* cpu has 64 GB") as caught:
+        call(torch.zeros(200_000, dtype=torch.float64))
+    assert re.search(words, str(caught.value))
+
+
+def test_the_machine_says_what_memory_it_has() -> None:
+    assert 1e8 < _reverse.memory_on(torch.device("cpu")) < 1e15
+    assert _reverse.memory_on(torch.device("meta")) == float("inf")
+    with_samples = torch.ones(3, 4, dtype=torch.float64)  # far below: nobody is asked
+    assert hodiff.hessian(lambda x: (x**3).sum(-1), with_samples, batch_ndim=1).shape == (3, 4, 4)

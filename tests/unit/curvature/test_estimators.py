@@ -678,3 +678,11 @@ def test_an_entry_that_is_none_is_said_once(name: str, recwarn: pytest.WarningsR
     assert getattr(hodiff, name)(H).value.isnan().any()
     [warned] = recwarn
     assert "Operations in f with such points: a power of 0" in str(warned.message)
+
+
+def test_a_callbacks_exception_is_the_users() -> None:
+    def seen(record: object) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        hodiff.solve(hodiff.MatrixOperator(torch.eye(2) * 2), torch.ones(2), callback=seen)

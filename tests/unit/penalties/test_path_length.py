@@ -145,3 +145,16 @@ def test_stylegan2_path_lengths_are_there_to_be_logged():
     torch.testing.assert_close(penalty.lengths, lengths.detach())
     torch.testing.assert_close(loss, 2 * (lengths - mean).square().mean())
     torch.testing.assert_close(outputs, images(w))
+
+
+def test_a_flag_is_looked_at_before_anything_is_computed():
+    penalty, calls = hodiff.PathLengthPenalty(), []
+
+    def images(w):
+        calls.append(w)
+        return w[:, :, None] ** 2
+
+    with pytest.raises(hodiff.InputError, match=r"return_outputs: got .*, expected True or False"):
+        penalty(images, torch.ones(3, 2), return_outputs=[1])
+    assert not calls
+    assert float(penalty.mean_length) == 0
