@@ -25,7 +25,7 @@ import torch
 import torch._dynamo
 
 import hodiff
-from tests.contract.test_interrupted import CALLS, ENTERED, Call
+from tests.contract.test_events import CALLS, ENTERED, Call
 from tests.support.audit import differences, of_module, of_tensor, process, taken_locks
 from tests.support.callers import SCALE, tensors
 from tests.support.interrupts import HERE
