@@ -2,8 +2,8 @@
 
 A route that is never taken, because it always fails, costs what the other one does; so both sides are counted. Choices
 by an argument (an order, `method=`, `chunk_size=`) are in test_passes.py, those of a tall Jacobian in
-tests/unit/test_tall_jacobian.py, blocks of samples in test_fields.py, graphs that are kept for some batches alone in
-tests/unit/curvature/test_data.py, segments of an unrolled solution in tests/unit/implicit.
+tests/unit/calculus/test_tall_jacobian.py, blocks of samples in test_fields.py, graphs that are kept for some batches
+alone in tests/unit/curvature/test_data.py, segments of an unrolled solution in tests/unit/implicit.
 """
 
 from collections.abc import Callable

@@ -100,7 +100,7 @@ def test_what_catches_more_than_it_means_says_why():
 
 
 def test_who_asks_what_a_failure_is():
-    """Each has its row in tests/unit/test_faults.py, or is one of those that ask again or explain."""
+    """Each has its row in tests/unit/core/test_faults.py, or is one of those that ask again or explain."""
     assert {place[:2] for place, asked in caught() if asked} == {
         ("_core._arguments", "is_set"),
         ("_core._reverse", "vjps"),
