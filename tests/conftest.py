@@ -16,10 +16,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from hodiff._core._versions import RELEASE
 from tests.support.choice import EXAMPLES, PINNED, left_out, pinned
 from tests.support.limits import limited
-from tests.support.releases import UNTOLD
 
 torch.set_num_threads(1)
 MAIN = sys.modules["__main__"]
@@ -50,7 +48,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 STDERR = pytest.StashKey[int]()
-CHANGED = pytest.StashKey[list[object]]()
 
 
 def level(config: pytest.Config) -> str:
@@ -91,14 +88,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left]
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    if report.failed and any(item.stash.get(CHANGED, ())):
-        report.outcome, report.wasxfail = "skipped", UNTOLD  # counted as an expected failure
-    return report
-
-
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Each test starts from the same random state, whatever ran before it."""
@@ -114,16 +103,6 @@ def main_module() -> Iterator[None]:
     sys.modules["__main__"] = MAIN
     yield
     sys.modules["__main__"] = MAIN
-
-
-@pytest.fixture(autouse=True)
-def untold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Note where PyTorch does not tell which tensor was changed in place: what a test then misses is no failure."""
-    if RELEASE < (2, 12):
-        from hodiff.graph import _in_place
-
-        words, found = _in_place._unnamed, request.node.stash.setdefault(CHANGED, [])
-        monkeypatch.setattr(_in_place, "_unnamed", lambda case: (found.append(said := words(case)), said)[1])
 
 
 @pytest.fixture(scope="module", autouse=True)

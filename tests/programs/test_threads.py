@@ -9,6 +9,7 @@ import pytest
 
 from hodiff.cli import main
 from tests.programs.test_programs import process  # noqa: F401 -- a fixture
+from tests.support.releases import CHANGES, marked
 
 START = "import torch\nfrom torch import nn\nimport torch.nn.functional as F\ntorch.manual_seed(0)\n"
 # The thread, the program, what is said, what is not.
@@ -963,8 +964,23 @@ score.backward()
 }
 
 
+CHANGED = (
+    "policy_after_q",
+    "policy_in_functions",
+    "mask_after_softmax",
+    "maml_over_tasks",
+    "differences_in_place",
+    "dense_residuals",
+    "minimax_with_a_step_between",
+    "temperature_first",
+    "states_of_batches_retained",
+    "states_of_layers_in_place",
+)
+"""What is said of these names the tensor that was changed in place, or the line that changed it."""
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", THREADS)
+@pytest.mark.parametrize("name", marked(THREADS, CHANGES, CHANGED))
 def test_a_program_after_a_thread_is_explained(name, tmp_path, capsys, process):  # noqa: F811
     _, text, said, unsaid = THREADS[name]
     path = tmp_path / "program.py"

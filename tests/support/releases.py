@@ -1,5 +1,8 @@
 """What older releases of PyTorch lack: its tests are skipped there, for reasons that the page of versions has."""
 
+from collections.abc import Collection, Iterable
+from typing import Any
+
 import pytest
 
 from hodiff._core._versions import RELEASE
@@ -10,13 +13,21 @@ def since(release: tuple[int, int], lacking: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(release > RELEASE, reason=f"before PyTorch {'.'.join(map(str, release))} {lacking}")
 
 
+def marked(names: Iterable[str], mark: pytest.MarkDecorator, which: Collection[str]) -> list[Any]:
+    """The cases of a table, with the mark on those that need it."""
+    table = list(names)
+    unknown = set(which) - set(table)
+    assert not unknown, f"no case has these names: {unknown}"
+    return [pytest.param(name, marks=[mark] if name in which else []) for name in table]
+
+
 CHECKPOINTS = since((2, 13), "checkpoint= is refused")
 STEPS = since((2, 13), "compile_step is refused")
 ONE_GRAPH = since((2, 12), "the tracer gives up on hodiff with fullgraph=True")
 SEVERAL = since((2, 12), "a Function's saved tensors are not told one by one")
+CHANGES = since((2, 12), "it is not told which tensor was changed in place, and by which line")
 GRID_SAMPLE = since((2, 12), "grid_sample has no second derivative")
 LACKING = frozenset({"compile_step"} if RELEASE < (2, 13) else ())
 """Public names that do nothing but say so: the tables of what names do leave them out."""
 UNLOADED = ("steps._guards",) if LACKING else ()
 """Modules that stand on what only newer releases have; nothing loads them here."""
-UNTOLD = "before PyTorch 2.12 it is not told which tensor was changed in place, and by which line"

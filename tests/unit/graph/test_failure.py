@@ -12,6 +12,7 @@ import hodiff
 from hodiff._core import _messages, _nodes, _versions
 from hodiff.errors import GraphError
 from hodiff.graph import _failure, _names, _saved, watch
+from tests.support.releases import CHANGES
 
 X = torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64)
 V = torch.ones_like(X)
@@ -225,6 +226,7 @@ def test_a_function_that_is_once_differentiable():
         hodiff.hvp(f, X, V)
 
 
+@CHANGES
 def test_a_value_that_f_changed():
     def f(x):
         h = x.exp()
@@ -278,6 +280,7 @@ def test_a_graph_that_was_freed_out_of_sight():
         hodiff.grad(losses[0], x)
 
 
+@CHANGES
 def test_a_value_that_was_changed():
     x = X.clone().requires_grad_()
     h = x.exp()
@@ -300,6 +303,7 @@ def test_of_what_pytorch_does_not_tell_before_212_the_node_and_its_line_are_said
             hodiff.grad(total, x)
 
 
+@CHANGES
 def test_a_record_is_used():
     x = X.clone().requires_grad_()
     with watch():

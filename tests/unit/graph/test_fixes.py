@@ -13,6 +13,7 @@ import hodiff
 from hodiff.graph import _inspect, _names, watch
 from hodiff.graph._names import TensorNames
 from tests.programs import OF_AUTOGRAD
+from tests.support.releases import CHANGES
 
 START = "import torch\nfrom torch import nn\n\ntorch.manual_seed(0)\n"
 
@@ -243,6 +244,7 @@ def test_a_function_that_forbids_a_second_derivative_has_no_substitute(said):
     assert "a second derivative of Cube: its backward forbids one. Write it without the Function." in note
 
 
+@CHANGES
 def test_the_last_of_several_changes_counts(said):
     note = said("""
 p = nn.Parameter(torch.ones(3))
@@ -256,6 +258,7 @@ y.backward()
     assert "compute `y` again after program.py:10 (p.mul_(2))" in note
 
 
+@CHANGES
 @pytest.mark.parametrize(
     "text",
     [
@@ -400,6 +403,7 @@ for _ in range(2):
     assert "created at   program.py:8 " in note
 
 
+@CHANGES
 def test_a_value_of_a_function_that_has_returned_is_named_by_the_line_that_changed_it(said):
     note = said("""
 a = torch.ones(3, requires_grad=True)
@@ -489,6 +493,7 @@ for step in range(3):
 """
 
 
+@CHANGES
 def test_state_whose_graph_was_kept(said):
     note = said(RECURRENT.format(call="loss.backward(retain_graph=True)"))
     assert "kept by      program.py:13   loss.backward(retain_graph=True)   (call #1 on that line)\n" in note
@@ -514,6 +519,7 @@ for step in range(3):
 """
 
 
+@CHANGES
 def test_states_in_a_list_whose_graphs_were_kept(said):
     note = said(STORED)
     assert "changed since: cell.weight_hh\n" in note  # nothing that the optimizer leaves alone
@@ -735,6 +741,7 @@ apply(torch.ones(3, requires_grad=True))
     assert "cut at       program.py:7   return x.exp()" in note
 
 
+@CHANGES
 def test_with_nothing_recorded_a_changed_weight_leaves_both_ways_open(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(START + RECURRENT.format(call="loss.backward(retain_graph=True)"), "utf-8")
@@ -912,6 +919,7 @@ y.mean().backward()
     assert "created at   program.py:15   return middle(x) * 1" in note
 
 
+@CHANGES
 def test_who_called_what_changed_a_value(said):
     note = said("""
 def change(e):
@@ -935,6 +943,7 @@ loss.backward()
     assert re.findall(r"called from +(\S+)", note) == ["program.py:11"]
 
 
+@CHANGES
 def test_no_copy_of_what_a_list_holds_too(said):
     text = """
 kept = []
