@@ -1,8 +1,10 @@
 """What is loaded when: `import hodiff` nothing of what explains, no operators, no solutions; operators no compiler."""
 
 import gc
+import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -13,16 +15,45 @@ from hodiff._core import _lazy
 LOADED = "[name for name in sys.modules if name.startswith('hodiff.graph.')]"
 
 
-def run(program: str) -> str:
-    command = [sys.executable, "-c", f"import sys, torch, hodiff\n{program}"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout.strip()
+FORKS = """
+import json, os, sys, traceback, torch, hodiff
+for line in sys.stdin:
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.dup2(writer, 1)
+        try:
+            exec(json.loads(line), {"sys": sys, "torch": torch, "hodiff": hodiff})
+        except BaseException:
+            print(traceback.format_exc())
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as output:
+        print(json.dumps(output.read().strip()), flush=True)
+    os.wait()
+"""
+"""A process that has imported hodiff and nothing else: it runs each program in a copy of itself."""
 
 
-def test_importing_loads_none_of_it():
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[str], str]]:
+    command = [sys.executable, "-c", FORKS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def answer(program: str) -> str:
+            process.stdin.write(json.dumps(program) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        yield answer
+        process.stdin.close()
+
+
+def test_importing_loads_none_of_it(run):
     assert run(f"print({LOADED})") == "[]"
 
 
-def test_importing_is_no_collection_of_what_pytorch_made():
+def test_importing_is_no_collection_of_what_pytorch_made(run):
     """It took half of the time of an import."""
     program = (
         "import gc, torch\n"
@@ -35,7 +66,7 @@ def test_importing_is_no_collection_of_what_pytorch_made():
     assert ran.stdout == "False True\n"
 
 
-def test_importing_takes_a_twentieth_of_the_calls_that_pytorch_takes():
+def test_importing_takes_a_twentieth_of_the_calls_that_pytorch_takes(run):
     """Python and builtin ones, which are the same on every run."""
     program = (
         "import sys\n"
@@ -64,17 +95,17 @@ def test_the_collector_is_left_as_it_was(collects):
         gc.enable()
 
 
-def test_importing_loads_no_operators_and_no_solutions():
+def test_importing_loads_no_operators_and_no_solutions(run):
     parts = "{'.'.join(name.split('.')[:2]) for name in sys.modules if name.startswith('hodiff.')}"
     assert run(f"print({parts} & {{'hodiff.curvature', 'hodiff.implicit', 'hodiff.rules'}})") == "set()"
 
 
-def test_what_tools_look_for_loads_none_of_them():
+def test_what_tools_look_for_loads_none_of_them(run):
     """Doctest and inspect ask each object for a `__wrapped__`."""
     assert run("print(hasattr(hodiff, '__wrapped__'), 'hodiff.implicit' in sys.modules)") == "False False"
 
 
-def test_they_are_there_when_they_are_asked_for():
+def test_they_are_there_when_they_are_asked_for(run):
     program = (
         "names = set(hodiff.__all__)\n"
         "print(names <= set(dir(hodiff)), {'curvature', 'implicit', 'rules'} <= set(dir(hodiff)))\n"
@@ -85,7 +116,7 @@ def test_they_are_there_when_they_are_asked_for():
     assert run(program).splitlines() == ["True True", "set() set()", "argmin SGD hodiff.curvature"]
 
 
-def test_they_are_left_alone_by_the_tracer_whichever_is_asked_for_first():
+def test_they_are_left_alone_by_the_tracer_whichever_is_asked_for_first(run):
     """The methods that an operator inherits, too."""
     program = (
         "hodiff.unroll, hodiff.MatrixOperator\n"
@@ -96,12 +127,12 @@ def test_they_are_left_alone_by_the_tracer_whichever_is_asked_for_first():
     assert run(program) == "{True}"
 
 
-def test_multi_grad_loads_none_of_it():
+def test_multi_grad_loads_none_of_it(run):
     program = f"x = torch.ones(2, requires_grad=True)\nhodiff.multi_grad([x.sum()], x)\nprint({LOADED})"
     assert run(program) == "[]"
 
 
-def test_an_error_is_explained_in_a_fresh_process():
+def test_an_error_is_explained_in_a_fresh_process(run):
     program = "try: hodiff.grad(lambda x: x.detach().sum(), torch.ones(2))\nexcept hodiff.GraphError as e: print(e)"
     assert "it was detached there" in run(program)
 
@@ -121,12 +152,12 @@ def test_another_name_is_not():
         _ = hodiff.sparse.hue
 
 
-def test_importing_loads_nothing_of_sparse_either():
+def test_importing_loads_nothing_of_sparse_either(run):
     loaded = "[name for name in sys.modules if name.startswith('hodiff.sparse.')]"
     assert run(f"print({loaded})") == "['hodiff.sparse._matrices']"
 
 
-def test_operators_and_patterns_load_no_compiler():
+def test_operators_and_patterns_load_no_compiler(run):
     """PyTorch's class of modes imports Dynamo, for two seconds, when one of its modes sees the first operation."""
     program = (
         "x = torch.ones(3)\n"
