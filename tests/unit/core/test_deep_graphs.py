@@ -47,6 +47,7 @@ time.sleep(0.5)  # what the thread takes down after its Python has ended may not
 """
 
 
+@pytest.mark.wide
 def test_they_are_freed() -> None:
     script = f"{START}\nPROGRAMS = {PROGRAMS!r}\n{END}"
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=240)

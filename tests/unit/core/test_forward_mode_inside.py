@@ -66,6 +66,7 @@ class Counted:
         return self.function(*args)
 
 
+@pytest.mark.table(plain=2)
 @pytest.mark.parametrize("name", SERVED)
 def test_three_orders(name: str) -> None:
     f = along(SERVED[name])
