@@ -10,7 +10,6 @@ import torch
 
 from hodiff.__main__ import main
 from hodiff.graph._growth import _Trend
-from tests.programs.test_programs import process  # noqa: F401 -- a fixture
 
 HERE = Path(__file__).parent / "growing"
 TITLE = "hodiff: graphs that grow from iteration to iteration"
@@ -86,7 +85,7 @@ def explained(path, capsys, *options):
 
 
 @pytest.mark.parametrize("name", GROWING)
-def test_named(name, process, capsys):  # noqa: F811
+def test_named(name, process, capsys):
     what, line, call, advice = GROWING[name]
     said = explained(HERE / f"{name}.py", capsys)
     assert said.startswith(f"\n{TITLE}\n")
@@ -98,24 +97,24 @@ def test_named(name, process, capsys):  # noqa: F811
     assert ("fix: " in part) == advice.startswith("fix")
 
 
-def test_a_sum_and_a_list_that_no_pass_uses_are_both_named(process, capsys):  # noqa: F811
+def test_a_sum_and_a_list_that_no_pass_uses_are_both_named(process, capsys):
     said = explained(HERE / "validation.py", capsys)
     assert re.findall(r"^  `(\w+)` holds", said, re.MULTILINE) == ["total", "predictions"]
     assert "total += nn.functional.cross_entropy(out, y)" in said
 
 
-def test_without_stderr_the_output_is_the_programs(process, capsys, monkeypatch):  # noqa: F811
+def test_without_stderr_the_output_is_the_programs(process, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     assert main(["explain", str(HERE / "running_sum.py")]) == 0
     assert "holds the graphs" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_silent(name, process, capsys):  # noqa: F811
+def test_silent(name, process, capsys):
     assert explained(HERE / f"{name}.py", capsys) == ""
 
 
-def test_with_a_picture(process, capsys, tmp_path):  # noqa: F811
+def test_with_a_picture(process, capsys, tmp_path):
     said = explained(HERE / "running_sum.py", capsys, "--picture", str(tmp_path / "p.svg"))
     assert "`total` holds" in said
     assert "loss.backward()" in (tmp_path / "p.svg").read_text("utf-8")
@@ -141,13 +140,13 @@ def summed(tmp_path, end, steps=15, call="loss.backward()"):
     return str(script)
 
 
-def test_the_status_is_the_programs(process, capsys, tmp_path):  # noqa: F811
+def test_the_status_is_the_programs(process, capsys, tmp_path):
     with pytest.raises(SystemExit, match="3"):
         main(["explain", summed(tmp_path, "sys.exit(3)")])
     assert "`total` holds the graphs of 14" in capsys.readouterr().err
 
 
-def test_after_a_traceback(process, capsys, tmp_path):  # noqa: F811
+def test_after_a_traceback(process, capsys, tmp_path):
     assert main(["explain", summed(tmp_path, "1 / 0")]) == 1
     assert re.search(r"^ZeroDivisionError: .*\n\nhodiff: graphs that grow", capsys.readouterr().err, re.MULTILINE)
 
@@ -156,17 +155,17 @@ def test_after_a_traceback(process, capsys, tmp_path):  # noqa: F811
     ("end", "said"),
     [("", True), ("1 / 0", False), ("raise MemoryError", True), ("total.backward()", False), ("del total", True)],
 )
-def test_what_no_pass_used_is_told_of_a_program_that_ended(end, said, process, capsys, tmp_path):  # noqa: F811
+def test_what_no_pass_used_is_told_of_a_program_that_ended(end, said, process, capsys, tmp_path):
     main(["explain", summed(tmp_path, end, 400, "pass")])
     assert ("no backward pass has gone through them" in capsys.readouterr().err) == said
 
 
-def test_too_few_iterations_are_no_growth(process, capsys, tmp_path):  # noqa: F811
+def test_too_few_iterations_are_no_growth(process, capsys, tmp_path):
     assert main(["explain", summed(tmp_path, "", 9)]) == 0
     assert capsys.readouterr().err == ""
 
 
-def test_kept_graphs_have_no_fix(process, capsys, tmp_path):  # noqa: F811
+def test_kept_graphs_have_no_fix(process, capsys, tmp_path):
     main(["explain", summed(tmp_path, "", 15, "loss.backward(retain_graph=True)")])
     said = capsys.readouterr().err
     assert re.search(r"`total` holds the graphs of 14 iterations, and \d+ B that they saved", said)

@@ -8,7 +8,6 @@ import re
 import pytest
 
 from hodiff.cli import main
-from tests.programs.test_programs import process  # noqa: F401 -- a fixture
 from tests.support.releases import CHANGES, marked
 
 START = "import torch\nfrom torch import nn\nimport torch.nn.functional as F\ntorch.manual_seed(0)\n"
@@ -981,7 +980,7 @@ CHANGED = (
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", marked(THREADS, CHANGES, CHANGED))
-def test_a_program_after_a_thread_is_explained(name, tmp_path, capsys, process):  # noqa: F811
+def test_a_program_after_a_thread_is_explained(name, tmp_path, capsys, process):
     _, text, said, unsaid = THREADS[name]
     path = tmp_path / "program.py"
     path.write_text(START + text, "utf-8")

@@ -17,7 +17,8 @@ import torch
 from hodiff.__main__ import main
 from hodiff.cli import _explain
 from hodiff.graph import watch
-from tests.programs.test_programs import FAILING, path, process  # noqa: F401 -- a fixture
+from tests.programs.expected import FAILING
+from tests.programs.test_programs import path
 
 PROGRAMS = [path(name) for name in [*FAILING, "crashes"]]
 EXCEPTIONS = {
@@ -171,12 +172,12 @@ def compared(script: Path, capsys, monkeypatch) -> str:
 
 
 @pytest.mark.parametrize("script", PROGRAMS, ids=lambda script: Path(script).stem)
-def test_of_every_program(script, process, capsys, monkeypatch):  # noqa: F811
+def test_of_every_program(script, process, capsys, monkeypatch):
     assert "Traceback" in compared(Path(script), capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)
-def test_of_exceptions(name, process, capsys, monkeypatch, tmp_path):  # noqa: F811
+def test_of_exceptions(name, process, capsys, monkeypatch, tmp_path):
     assert compared(written(name, tmp_path), capsys, monkeypatch).count("Traceback") == {
         "chained": 3,
         "handled": 3,

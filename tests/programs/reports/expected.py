@@ -1,30 +1,13 @@
-"""What must be said of each program in `reports/`, how it is written rightly, and each printed fix done as it says.
+"""What must be said of each program here, how it is written rightly, and each printed fix done as it says."""
 
-A patch is a tuple of pairs, old text and new. `AS_PRINTED` is a fix that gives the statements to write behind a
-line, or before it: the test writes them there.
-"""
-
-from typing import NamedTuple
-
-AS_PRINTED = "as printed"
-KEPT = "does not change the program"
-Patch = tuple[tuple[str, str], ...] | str
+from tests.programs.expectation import AS_PRINTED, KEPT, Expected, Patch, swap
 
 
-class Report(NamedTuple):
-    """The cause, the variable, text of its line; the right program; a patch for each fix, and for each answer."""
-
-    cause: str
-    variable: str
-    line: str
-    right: Patch
-    fixes: tuple[Patch, ...] = ()
-    answers: tuple[Patch, ...] = ()  # what "not known" offers, for the answer that the report gives
-
-
-def swap(old: str, new: str) -> Patch:
-    """A patch of one place."""
-    return ((old, new),)
+def report(
+    cause: str, variable: str, line: str, right: Patch, fixes: tuple[Patch, ...] = (), answers: tuple[Patch, ...] = ()
+) -> Expected:
+    """One variable, one line, and one right program."""
+    return Expected(cause, (variable,), (line,) if line else (), (right,), fixes, answers)
 
 
 def after_step(step: str, lines: str) -> Patch:
@@ -123,25 +106,25 @@ _ENCODED = swap(
     "    for patches, labels in batches:\n        encoded_positions = position_embedding(torch.arange(5))\n",
 )
 
-REPORTS = {
+EXPECTED = {
     # --- state that one step hands to the next ---
-    "lstm_state_of_windows": Report(
+    "lstm_state_of_windows": report(
         "carried", "h_state", "r_out, h_state = self.rnn(x, h_state)", _DETACH_H, (AS_PRINTED,)
     ),
-    "memory_state_retained": Report(
+    "memory_state_retained": report(
         "carried",
         "next_state",
         "memory = memory * (1 - weights)",
         swap("        state = next_state\n", "        state = tuple(part.detach() for part in next_state)\n"),
         (AS_PRINTED,),
     ),
-    "hidden_state_of_the_architect": Report(
+    "hidden_state_of_the_architect": report(
         "carried",
         "hidden",
         "hidden = probs[0] * s.tanh()",
         swap("        return hidden_next\n\n\ndef", "        return hidden_next.detach()\n\n\ndef"),
     ),
-    "neurons_trained_online": Report(
+    "neurons_trained_online": report(
         "carried",
         "model[1].v",
         "self.v = (1.0 - spike) * self.v",
@@ -151,11 +134,11 @@ REPORTS = {
         ),
         (AS_PRINTED,),
     ),
-    "lstm_hidden_in_module": Report("carried", "model.hidden", "lstm_out, self.hidden = ", _LSTM, (AS_PRINTED,)),
-    "decoder_state_object": Report("carried", "dec_state.hidden", "hidden = self.cell(", _DECODER, (AS_PRINTED,)),
-    "spiking_membranes": Report("carried", "net[3].mem", "self.mem = self.mem - spike", _SPIKING, (AS_PRINTED,)),
-    "neurons_of_a_backbone": Report("carried", "neuron.v", "self.v = (1.0 - spike) * self.v", _NEURONS, (AS_PRINTED,)),
-    "graph_memory": Report(
+    "lstm_hidden_in_module": report("carried", "model.hidden", "lstm_out, self.hidden = ", _LSTM, (AS_PRINTED,)),
+    "decoder_state_object": report("carried", "dec_state.hidden", "hidden = self.cell(", _DECODER, (AS_PRINTED,)),
+    "spiking_membranes": report("carried", "net[3].mem", "self.mem = self.mem - spike", _SPIKING, (AS_PRINTED,)),
+    "neurons_of_a_backbone": report("carried", "neuron.v", "self.v = (1.0 - spike) * self.v", _NEURONS, (AS_PRINTED,)),
+    "graph_memory": report(
         "carried",
         "model.memory.memory_container",
         "self.memory.set_node_memory(target",
@@ -166,7 +149,7 @@ REPORTS = {
         + swap("    optimizer.zero_grad()\n", "    optimizer.zero_grad()\n    model.memory.cut()\n"),
         (AS_PRINTED,),
     ),
-    "evolving_weight": Report(
+    "evolving_weight": report(
         "carried",
         "model.recurrent.weight",
         "_, self.weight = self.recurrent_layer",
@@ -176,7 +159,7 @@ REPORTS = {
         ),
         (AS_PRINTED,),
     ),
-    "key_value_cache": Report(
+    "key_value_cache": report(
         "carried",
         "model.attention.cache_",
         "self.cache_v[:bsz, start_pos : start_pos + seqlen] = xv",
@@ -184,7 +167,7 @@ REPORTS = {
         + swap("self.cache_v.to(xq)", "self.cache_v.to(xq).detach()"),
         (AS_PRINTED,),
     ),
-    "neuron_state_tuple": Report(
+    "neuron_state_tuple": report(
         "carried",
         "state.",
         "v = 0.9 * state.v + 0.1 * i",
@@ -194,22 +177,22 @@ REPORTS = {
         (AS_PRINTED,),
     ),
     # --- what an object keeps ---
-    "rotary_frequencies": Report(
+    "rotary_frequencies": report(
         "cached",
         "model.rotary.cached_freqs",
         'freqs = torch.einsum("i,j->ij", t, self.freqs)',
         swap("        self.cached_freqs = freqs\n", ""),
         (AS_PRINTED,),
     ),
-    "cached_lattice_sum": Report(
+    "cached_lattice_sum": report(
         "cached",
         "calculator._cached_filter",
         "self._cached_filter = torch.exp(",
         swap("if self._cached_filter is None or", "if True or"),
         (AS_PRINTED,),
     ),
-    "parametrizations_cached": Report(
-        "cached",
+    "parametrizations_cached": report(
+        "cached parameters",
         "parametrize.cached()",
         "return torch.matrix_exp(",
         swap("with parametrize.cached():\n    for step in range(3):\n", "if True:\n    for step in range(3):\n"),
@@ -220,17 +203,17 @@ REPORTS = {
             ),
         ),
     ),
-    "flow_keeps_its_inverse": Report(
+    "flow_keeps_its_inverse": report(
         "cached", "flow._cached_x_y[0]", "return (y - self.shift) *", swap("cache_size=1", "cache_size=0")
     ),
-    "memoised_cholesky": Report(
+    "memoised_cholesky": report(
         "cached",
         "strategy._memoize_cache['cholesky_factor']",
         "torch.linalg.cholesky(",
         swap('    @cached("cholesky_factor")\n', ""),
         (AS_PRINTED,),
     ),
-    "prediction_caches": Report(
+    "prediction_caches": report(
         "cached",
         "model.mean_cache",
         "self.mean_cache = torch.linalg.solve",
@@ -238,24 +221,24 @@ REPORTS = {
         (AS_PRINTED,),
     ),
     # --- computed once ---
-    "adjacency_made_in_init": Report(
+    "adjacency_made_in_init": report(
         "hoisted", "self.model.adp", "self.adp = torch.softmax(", _ADJACENCY, (_ADJACENCY,)
     ),
-    "positions_encoded_once": Report(
+    "positions_encoded_once": report(
         "hoisted", "encoded_positions", "encoded_positions = position_embedding(", _ENCODED, (_ENCODED,)
     ),
-    "mappo_advantages": Report(
+    "mappo_advantages": report(
         "hoisted",
         "advantages",
         "advantages = rewards - old_values",
         swap("rewards - old_values", "(rewards - old_values).detach()"),
         answers=(swap("advantages = rewards - old_values", "advantages = (rewards - old_values).detach()"),),
     ),
-    "style_features_by_hooks": Report(
+    "style_features_by_hooks": report(
         "hoisted", "targ_styles[1]", "return x.T @ x / x.numel()", _STYLE, answers=(_STYLE,)
     ),
-    "reinforce_twice_over_an_episode": Report(
-        "stored",
+    "reinforce_twice_over_an_episode": report(
+        "hoisted",
         "policy.saved_log_probs[0]",
         "policy.saved_log_probs.append(",
         swap("policy.saved_log_probs.append(m.log_prob(action))", "policy.saved_log_probs.append((state, action))")
@@ -264,16 +247,16 @@ REPORTS = {
             "-torch.distributions.Categorical(policy(s)).log_prob(a) * reward for (s, a), reward",
         ),
     ),
-    "update_cell_run_again": Report("same loss twice", "loss", "loss = -prob[", _CELL, (_CELL,)),
+    "update_cell_run_again": report("same loss twice", "loss", "loss = -prob[", _CELL, (_CELL,)),
     # --- two losses ---
-    "two_critics_share_a_target": Report(
+    "two_critics_share_a_target": report(
         "two losses",
         "embedded",
         "embedded = self.encoder(obss).tanh()",
         _TWICE,
         (_TWICE, KEPT, swap("critic1_loss.backward()", "critic1_loss.backward(retain_graph=True)")),
     ),
-    "penalty_with_attached_fakes": Report(
+    "penalty_with_attached_fakes": report(
         "two losses",
         "self.fake_B",
         "self.fake_B = self.netG(real_A)",
@@ -285,14 +268,14 @@ REPORTS = {
             ),
         ),
     ),
-    "td3_loss_dict": Report(
+    "td3_loss_dict": report(
         "two losses",
         "joint",
         "joint = torch.cat([obs, action], 1)",
         swap("(self.qvalue(joint) - reward)", "(self.qvalue(torch.cat([obs, action.detach()], 1)) - reward)"),
         answers=(swap("(self.qvalue(joint) - reward)", "(self.qvalue(joint.detach()) - reward)"),),
     ),
-    "option_critic": Report(
+    "option_critic": report(
         "two losses",
         "state",
         "return self.features(obs)",
@@ -302,7 +285,7 @@ REPORTS = {
         )
         + swap("    loss = actor_loss(", "    state = option_critic.get_state(obs)\n    loss = actor_loss("),
     ),
-    "fakes_in_two_functions": Report(
+    "fakes_in_two_functions": report(
         "two losses",
         "sr",
         "sr = generator(lr).tanh()",
@@ -310,9 +293,9 @@ REPORTS = {
         answers=(swap("discriminator(sr).mean() -", "discriminator(sr.detach()).mean() -"),),
     ),
     # --- changed in place ---
-    "gan_discriminator_steps_first": Report("changed in place", "D.2.weight", "opt_D.step()", _GAN, (_GAN,)),
-    "factor_vae": Report("changed in place", "model.encoder.2.weight", "optimizer.step()", _FACTOR, (_FACTOR,)),
-    "maddpg_critic_first": Report(
+    "gan_discriminator_steps_first": report("changed in place", "D.2.weight", "opt_D.step()", _GAN, (_GAN,)),
+    "factor_vae": report("changed in place", "model.encoder.2.weight", "optimizer.step()", _FACTOR, (_FACTOR,)),
+    "maddpg_critic_first": report(
         "changed in place",
         "self.critic_network.2.weight",
         "self.critic_optim.step()",
@@ -327,7 +310,7 @@ REPORTS = {
             ),
         ),
     ),
-    "sac_policy_after_critics": Report(
+    "sac_policy_after_critics": report(
         "changed in place",
         "self.qf1.2.weight",
         "self.qf1_optimizer.step()",
@@ -342,10 +325,10 @@ REPORTS = {
             ),
         ),
     ),
-    "residual_added_in_place": Report(
+    "residual_added_in_place": report(
         "changed in place", "out", "out += residual", swap("out += residual", "out = out + residual"), (AS_PRINTED,)
     ),
-    "gate_then_inplace_relu": Report(
+    "gate_then_inplace_relu": report(
         "changed in place",
         "x",
         "x = self.act(x)",
@@ -353,24 +336,24 @@ REPORTS = {
         (swap("inplace=True", "inplace=False"),),
     ),
     # --- refused in the forward ---
-    "update_by_hand": Report("refused in place", "p", "p.add_(", _NO_GRAD, (_NO_GRAD,)),
-    "sparse_codes_descend": Report("refused in place", "s_batch", "s_batch -= ", _CODES, (_CODES,)),
-    "neurons_edited": Report("refused in place", "layers[layer].dense.weight[:, pos]", "-= original", _EDIT, (_EDIT,)),
-    "fusion_weights_rectified": Report(
+    "update_by_hand": report("refused in place", "p", "p.add_(", _NO_GRAD, (_NO_GRAD,)),
+    "sparse_codes_descend": report("refused in place", "s_batch", "s_batch -= ", _CODES, (_CODES,)),
+    "neurons_edited": report("refused in place", "layers[layer].dense.weight[:, pos]", "-= original", _EDIT, (_EDIT,)),
+    "fusion_weights_rectified": report(
         "refused in place",
         "",
         "weight = self.weight_relu(self.weight)",
         swap("self.weight_relu(self.weight)", "self.weight.relu()"),
         (swap("inplace=True", "inplace=False"),),
     ),
-    "hooks_and_inplace_relu": Report(
-        "refused in place",
+    "hooks_and_inplace_relu": report(
+        "hook",
         "",
         "out = mod(torch.rand(1, 3, 4, 4))",
         swap(", nn.ReLU(inplace=True))", ", nn.ReLU())"),
         (swap("inplace=True", "inplace=False"),),
     ),
-    "channels_normalised": Report(
+    "channels_normalised": report(
         "refused in place",
         "t",
         "t.sub_(m).div_(s)",
@@ -379,7 +362,7 @@ REPORTS = {
             "            pass\n        return (tensor - torch.tensor(self.mean)[:, None, None]) / torch.tensor(self.std)[:, None, None]",
         ),
     ),
-    "model_copied_after_forward": Report(
+    "model_copied_after_forward": report(
         "copied",
         "model.exp",
         "ema = deepcopy(model)",
@@ -388,7 +371,7 @@ REPORTS = {
             "        return self.con2(self.con1(x))",
         ),
     ),
-    "rollout_under_inference_mode": Report(
+    "rollout_under_inference_mode": report(
         "inference tensor",
         "inputs",
         "logps = self.model(inputs)",
@@ -396,7 +379,7 @@ REPORTS = {
         answers=(swap("inference_mode", "no_grad"),),
     ),
     # --- no graph, not in the graph ---
-    "coordinates_by_argmax": Report(
+    "coordinates_by_argmax": report(
         "discrete",
         "loss",
         "torch.argmax(output_coor_x, axis=1)",
@@ -411,14 +394,14 @@ REPORTS = {
             ),
         ),
     ),
-    "losses_in_a_tensor": Report(
-        "constant",
+    "losses_in_a_tensor": report(
+        "made a constant",
         "loss",
         "balance_loss = torch.tensor(loss_list)",
         swap("balance_loss = torch.tensor(loss_list)", "balance_loss = sum(loss_list) / len(loss_list)"),
         (swap("torch.tensor(loss_list)", "torch.stack(loss_list)"),),
     ),
-    "validation_step_trained_on": Report(
+    "validation_step_trained_on": report(
         "no_grad",
         "losses['loss']",
         "outputs = self.model(inputs)",
@@ -430,46 +413,46 @@ REPORTS = {
             ),
         ),
     ),
-    "reentrant_checkpoint": Report(
+    "reentrant_checkpoint": report(
         "checkpoint",
         "loss",
         "x = checkpoint(r, x, use_reentrant=True)",
         swap("checkpoint(r, x, use_reentrant=True)", "r(x)"),
         (_CHECKPOINT,),
     ),
-    "dice_by_numpy": Report(
+    "dice_by_numpy": report(
         "detached",
         "loss",
         ".detach().numpy())",
         swap("np.sum((probas * true).detach().numpy())", "(probas * true).sum()")
         + swap("np.sum((probas + true).detach().numpy())", "(probas + true).sum()"),
     ),
-    "maml_with_an_unused_head": Report("not used", "learner.regression_head.weight", "", _MAML, (_MAML,)),
+    "maml_with_an_unused_head": report("not used", "learner.regression_head.weight", "", _MAML, (_MAML,)),
     # --- derivatives that are missing ---
-    "distances_twice": Report(
+    "distances_twice": report(
         "no second derivative",
         "",
         "return torch.cdist(a, b)",
         _CDIST,
         (swap("torch.cdist(a, b)", 'torch.cdist(a, b, compute_mode="use_mm_for_euclid_dist")'),),
     ),
-    "compiled_energy": Report(
+    "compiled_energy": report(
         "no second derivative",
         "",
         "y = model(positions)",
         swap("y = model(positions)", "y = energy(positions)"),
         (swap('torch.compile(energy, backend="aot_eager")', "energy"),),
     ),
-    "encoding_differentiable_once": Report(
+    "encoding_differentiable_once": report(
         "no second derivative",
         "",
         "return self.network(encoded).square()",
         swap("EncodingFunction.apply(x, self.table)", "(x @ self.table).sin()"),
     ),
-    "checkpoint_under_autocast": Report(
-        "recomputed otherwise", "", "", swap("        if self.calls > 1:\n            x = x[:1]\n", "")
+    "checkpoint_under_autocast": report(
+        "recomputed", "", "", swap("        if self.calls > 1:\n            x = x[:1]\n", "")
     ),
-    "dehazing_losses_together": Report(
+    "dehazing_losses_together": report(
         "changed in place",
         "self.gen.net.2.weight, self.gen.net.2.bias and 2 more still holds what",
         "self.dis_optimizer.step()",
@@ -502,18 +485,18 @@ REPORTS = {
             ),
         ),
     ),
-    "kernel_exponentials_once": Report(
+    "kernel_exponentials_once": report(
         "hoisted",
         "`self.kernel.length_scales`, as at",
         "self.signal_variance = torch.exp(self.log_signal)",
         _KERNEL,
         (_KERNEL,),
     ),
-    "log_probs_replayed": Report(
+    "log_probs_replayed": report(
         "stored", "`self.memory`", "self.log_prob = action_probs.log_prob(action)", _REPLAYED, answers=(_REPLAYED,)
     ),
-    "adapted_with_frozen_weights": Report("no graph", "self.params['model.0.haar_weights']", "", _FROZEN, (_FROZEN,)),
-    "environment_trained_in_evaluation": Report(
+    "adapted_with_frozen_weights": report("no graph", "self.params['model.0.haar_weights']", "", _FROZEN, (_FROZEN,)),
+    "environment_trained_in_evaluation": report(
         "no_grad",
         "@torch.no_grad()",
         "output = self.model(data)",
@@ -528,11 +511,11 @@ REPORTS = {
             ),
         ),
     ),
-    "sampled_logits_data": Report(
+    "sampled_logits_data": report(
         "detached", "`loss`", "logits = torch.stack(logits, 1).data", swap("1).data", "1)"), (swap("1).data", "1)"),)
     ),
-    "predictions_copied": Report("constant", "`loss`", "pre_y1 = torch.tensor(", _COPIED, (_COPIED,)),
-    "texts_embedded_by_the_dataset": Report(
+    "predictions_copied": report("made a constant", "`loss`", "pre_y1 = torch.tensor(", _COPIED, (_COPIED,)),
+    "texts_embedded_by_the_dataset": report(
         "hoisted",
         "dataset.tensor_frame.feat['text']",
         "return self.embedding(idx)",
