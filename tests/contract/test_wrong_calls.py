@@ -582,7 +582,6 @@ WRONG = {
         ),
     },
     "hessian": {
-        "f returns None (print)": (lambda: hodiff.hessian(lambda z: None, x), r"f returned None"),
         "point int tensor": (
             lambda: hodiff.hessian(f, torch.tensor([1, 2, 3])),
             r"x has dtype torch\.int64; derivatives need a real floating-point tensor",
@@ -764,9 +763,11 @@ WRONG = {
         ),
     },
     "select": {
-        "typo": (lambda: hodiff.select(m, "0.wieght"), r"pattern '0\.wieght' matches no parameter of Sequential"),
+        "typo": (
+            lambda: hodiff.select(m, "0.wieght"),
+            r"(?s)pattern '0\.wieght' matches no parameter of Sequential.*0\.weight",
+        ),
         "a selection for its module": (lambda: hodiff.select(m, "*")(X), r"call the module itself, model\(x\)"),
-        "a word misspelt, of two layers": (lambda: hodiff.select(m, "0.wieght"), r"0\.wieght.*0\.weight"),
         "a name misspelt": (lambda: hodiff.select(NAMED, "haed"), r"haed.*head"),
         "a name by another case": (lambda: hodiff.select(NAMED, "Head.*"), r"Head"),
         "frozen parameters alone": (
@@ -995,7 +996,7 @@ UNRELATED = leaf(SIX)
 OF_SCALARS = {
     "f returns all entries": (lambda call: call(vec, SIX), r"(?is)\(6,\).*(batch_ndim|jacobian|sum)"),
     "f returns a float": (lambda call: call(lambda z: float(f(z.detach())), SIX), r"(?is)float"),
-    "f returns nothing": (lambda call: call(lambda z: None, SIX), r"(?is)None"),
+    "f returns nothing": (lambda call: call(lambda z: None, SIX), r"f returned None"),
     "f returns an integer": (lambda call: call(lambda z: (z > 0).sum(), SIX), r"(?is)int64|depend|integer|floating"),
     "f returns a complex number": (lambda call: call(lambda z: torch.complex(z, z).sum(), SIX), r"(?is)complex"),
     "a generator of parameters": (
