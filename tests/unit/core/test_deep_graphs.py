@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 START = """
 import sys, threading, time, torch, hodiff
 def chain(x, count=20_000):
