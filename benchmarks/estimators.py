@@ -54,9 +54,15 @@ def digits() -> Problem:
     inputs, targets = torch.tensor(data.data[:300] / 16), torch.tensor(data.target[:300])
     model = nn.Sequential(nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10)).double()
     problem = Problem("digits, 64-6-10", model, inputs, targets)
-    optimizer = hodiff.NewtonCG(model.parameters())
-    for _ in range(6):
-        optimizer.step(lambda: problem.loss(model))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=60, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = problem.loss(model)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
     return problem
 
 

@@ -15,7 +15,7 @@ A map of the library:
   `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`, `eigs`,
   `spectral_radius`, `spectral_density`, `logdet`, `solve` take any,
   and `nystrom` is a preconditioner
-* training with curvature: `NewtonCG`, an optimizer of a loss; `LevenbergMarquardt`, of residuals
+* training with curvature: `LevenbergMarquardt`, an optimizer of residuals
 * through solutions: `hodiff.implicit` (`argmin`, `root`, `fixed_point`); through the steps of an optimizer: `unroll`,
   by the update rules of `hodiff.rules`
 * sparse: `sparse_hessian`, `sparse_jacobian`; patterns, colors and plans in `hodiff.sparse`
@@ -82,7 +82,6 @@ if typing.TYPE_CHECKING:
         LevenbergMarquardt,
         LinearOperator,
         MatrixOperator,
-        NewtonCG,
         diagonal,
         eigs,
         eigsh,
@@ -114,7 +113,6 @@ __all__ = [
     "LevenbergMarquardt",
     "LinearOperator",
     "MatrixOperator",
-    "NewtonCG",
     "PathLengthPenalty",
     "RandomnessWarning",
     "Selection",

@@ -397,13 +397,6 @@ def test_parameters_of_a_module_do_not_count() -> None:
     at_leaf @ ONES, at_leaf.value, at_leaf.gradient, hodiff.trace(at_leaf)
 
 
-def test_the_optimizer_is_silent() -> None:
-    model = network()
-    optimizer = hodiff.NewtonCG(model.parameters(), damping=1e-3)
-    for _ in range(2):
-        optimizer.step(lambda: (model(K).tanh() - 1).square().mean())
-
-
 def test_least_squares_is_silent() -> None:
     model = network()
     optimizer = hodiff.LevenbergMarquardt(lambda model, x: model(x)[:, 0].tanh() - 1, model)

@@ -207,12 +207,6 @@ TAUGHT = {
         lambda: hodiff.hessian_penalty(g, X, generator=np.random.default_rng(0)),
         r"generator: got a NumPy Generator",
     ),
-    "NewtonCG(model)": (
-        lambda: hodiff.NewtonCG(m),
-        r"params: optimizer can only optimize Tensors, but one of the params is torch",
-    ),
-    "NewtonCG.step() no closure": (lambda: hodiff.NewtonCG(m.parameters()).step(), r"closure: got None"),
-    "NewtonCG.step(loss) tensor": (lambda: hodiff.NewtonCG(m.parameters()).step(loss(m)), r"closure: got a Tensor"),
     "LM(loss, parameters())": (
         lambda: hodiff.LevenbergMarquardt(lambda mod, b: mod(b[0]) - b[1], m.parameters()),
         r"x is a generator \(model\.parameters\(\)\?\)",
@@ -258,10 +252,6 @@ TAUGHT = {
     "graph.predict([1, 2])": (
         lambda: hodiff.graph.predict([1, 2.0]),
         r"loss: got a float and an int, expected a tensor",
-    ),
-    "NewtonCG damping by a word": (
-        lambda: hodiff.NewtonCG(m.parameters(), damping="auto"),
-        r"^damping: got 'auto', expected a number of at least 0\.$",
     ),
     "f without a return": (
         lambda: hodiff.grad(lambda x: None, x),

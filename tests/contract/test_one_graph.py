@@ -33,12 +33,12 @@ STAYS_OUT = {
          "MatrixOperator", "diagonal", "eigs", "eigsh", "logdet", "nystrom", "solve", "spectral_density",
          "spectral_radius", "trace"), OPERATORS,
     ),
-    **dict.fromkeys(("LevenbergMarquardt", "NewtonCG"), "an optimizer decides by numbers"),
     **dict.fromkeys(("sparse_hessian", "sparse_jacobian"), "a pattern is found by watching operations"),
     **dict.fromkeys(
         ("PathLengthPenalty", "curvature_penalty", "hessian_penalty", "jacobian_penalty",
          "sliced_score_matching_loss"), "a penalty that is no gradient penalty",
     ),
+    "LevenbergMarquardt": "an optimizer decides by numbers",
     "check_derivatives": "it compares numbers",
     "compile_step": "it compiles by itself",
     "multi_grad": "it frees graphs one by one",

@@ -335,16 +335,6 @@ def test_the_running_mean_of_a_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(penalty.mean_length) == pytest.approx(length * (1 - 0.9 ** (10 * THREADS)), rel=1e-6)
 
 
-def test_steps_of_newtons_method_come_one_after_another() -> None:
-    def run(calls: Callable[[Callable[[int], Any]], Any]) -> Tensor:
-        x = torch.full((3,), 2.0, dtype=D, requires_grad=True)
-        optimizer = hodiff.NewtonCG([x], rtol=1e-9)
-        calls(lambda number: optimizer.step(lambda: (x - 1).pow(4).sum()))
-        return x.detach()
-
-    torch.testing.assert_close(run(in_threads), run(lambda step: [step(number) for number in range(THREADS)]))
-
-
 def test_steps_of_least_squares_come_one_after_another() -> None:
     def run(calls: Callable[[Callable[[int], Any]], Any]) -> Tensor:
         x = torch.full((3,), 2.0, dtype=D)

@@ -9,7 +9,6 @@ from hodiff.curvature._hessian import HessianOperator
 from hodiff.curvature._jacobian import JacobianOperator
 from hodiff.curvature._least_squares import LevenbergMarquardt
 from hodiff.curvature._matrix import MatrixOperator, nystrom
-from hodiff.curvature._newton import NewtonCG
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._solve import solve
 from hodiff.curvature._trace import diagonal, trace
@@ -22,7 +21,6 @@ __all__ = [
     "LevenbergMarquardt",
     "LinearOperator",
     "MatrixOperator",
-    "NewtonCG",
     "diagonal",
     "eigs",
     "eigsh",

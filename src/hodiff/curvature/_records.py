@@ -87,7 +87,6 @@ def flat(value: Any) -> Tensor:
 
 V = TypeVar("V")
 Status = Literal["converged", "negative curvature", "budget", "stagnation", "divergence", "iterations", "running"]
-End = Literal["interior", "boundary", "negative curvature", "budget"]
 
 
 def _outcome(converged: bool | Tensor | None, unasked: str) -> str:
@@ -362,53 +361,6 @@ class SolveRecord(Shown, Generic[V]):
         }[self.status]
         spent = plural(self.products, "product")
         return f"After {spent} the relative residual is {number(largest(self.residual))}, {why}."
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class NewtonRecord(Shown):
-    """What one step of `NewtonCG` did.
-
-    Attributes:
-        value: The loss before.
-        decrease: By how much it fell; 0 where the step was refused.
-        ratio: What came true of the decrease that the model promised; -inf where the loss was not finite there.
-        accepted: Whether the step was taken; if not, the parameters are as they were.
-        radius: The radius of the next step.
-        products: How many products it took.
-        end: `"interior"` (a Newton step), `"boundary"` (the radius bound it), `"negative curvature"` or
-            `"budget"` (the products ran out).
-    """
-
-    value: float
-    decrease: float
-    ratio: float
-    accepted: bool
-    radius: float
-    products: int
-    end: End
-
-    def _facts(self) -> dict[str, str]:
-        return {
-            "value": f"loss {number(self.value)}",
-            "decrease": f"fell by {number(self.decrease)}" if self.accepted else "undone",
-            "ratio": f"ratio {number(self.ratio)}",
-            "radius": f"radius {number(self.radius)}",
-            "products": plural(self.products, "product"),
-            "end": self.end,
-        }
-
-    @property
-    def message(self) -> str:
-        """How it went, in a sentence."""
-        if not self.accepted:
-            return f"The loss did not fall enough: the step was undone, and the radius is now {number(self.radius)}."
-        how = {
-            "interior": "a Newton step",
-            "boundary": "a step to the radius",
-            "negative curvature": "a step along negative curvature",
-            "budget": "a step that ran out of products",
-        }[self.end]
-        return f"The loss fell by {number(self.decrease)}, {number(self.ratio)} of the predicted decrease, by {how}."
 
 
 @dataclass(frozen=True, repr=False, eq=False)

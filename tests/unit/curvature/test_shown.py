@@ -21,14 +21,6 @@ def generator():
     return torch.Generator().manual_seed(0)
 
 
-def newton(bad=False):
-    x = torch.ones(2, requires_grad=True)
-    calls = []
-    optimizer = hodiff.NewtonCG([x], radius=10.0)
-    optimizer.step(lambda: calls.append(1) or (x.square().sum() if len(calls) == 1 or not bad else x.sum() + 9))
-    return optimizer.last
-
-
 def indefinite():
     with pytest.warns(hodiff.ConvergenceWarning, match="negative or zero curvature"):
         return hodiff.solve(hodiff.MatrixOperator(torch.tensor([1.0, -1.0])), torch.ones(2))
@@ -113,16 +105,6 @@ CASES = {
         r"SolveRecord\(2, residual \d\.?\d*, \d products, negative curvature\)",
         "the operator is not positive definite",
     ),
-    "newton": (
-        newton,
-        r"NewtonRecord\(loss 2, fell by 2, ratio 1, radius 10, 1 product, interior\)",
-        "The loss fell by 2, 1 of the predicted decrease, by a Newton step.",
-    ),
-    "newton, undone": (
-        lambda: newton(bad=True),
-        r"NewtonRecord\(loss 2, undone, ratio -\d+(\.\d+)?, radius 0\.3536, 1 product, interior\)",
-        "the step was undone, and the radius is now 0.3536",
-    ),
 }
 
 
@@ -195,7 +177,7 @@ def test_convergence_of_a_solution(axes):
     assert axes.get_legend().get_texts()[0].get_text() == "CG"
 
 
-def test_convergence_of_eigenvalues_a_trace_and_a_training(axes):
+def test_convergence_of_eigenvalues_and_a_trace(axes):
     seen = []
     hodiff.eigsh(A, 2, generator=generator(), callback=seen.append)
     hodiff.plotting.convergence(seen, axes=axes)
@@ -207,10 +189,6 @@ def test_convergence_of_eigenvalues_a_trace_and_a_training(axes):
     assert other.get_lines()[0].get_ydata() == pytest.approx([float(record.value) for record in traces])
     assert len(other.collections) == 1 and other.get_ylabel() == "estimate ± 2 standard errors"
     plt.close(other.figure)
-    steps = [newton(), newton()]
-    third = hodiff.plotting.convergence(steps)
-    assert third.get_lines()[0].get_xdata() == pytest.approx([1, 2]) and third.get_ylabel() == "loss"
-    plt.close(third.figure)
 
 
 def test_the_style_in_force_decides_the_colors():
