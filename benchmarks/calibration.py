@@ -116,16 +116,11 @@ def against_dense(case: str, A: Tensor) -> Iterator[Row]:
     """The largest relative error of five eigenvalues, and of a solution."""
     operator, b = hodiff.MatrixOperator(A), torch.ones(SIZE, dtype=D)
     values = torch.linalg.eigvals(A)
-    largest = values[values.abs().argsort(descending=True)]
-    draws = torch.Generator().manual_seed(0)
-    found = hodiff.eigs(operator, 5, generator=draws)
-    gap = max(float((value - values).abs().min()) for value in found.value)
-    off = float((found.value.abs() - largest[:5].abs()).abs().max())
-    scale = float(largest[0].abs())
-    yield Row("eigs, five of largest magnitude", case, f"{max(gap, off) / scale:.0e}; {found.products} products")
     if torch.allclose(A, A.T):
+        draws = torch.Generator().manual_seed(0)
         found = hodiff.eigsh(hodiff.MatrixOperator((A + A.T) / 2), 5, generator=draws)
         off = float((found.value - values.real.sort(descending=True).values[:5]).abs().max())
+        scale = float(values.abs().max())
         yield Row("eigsh, five largest", case, f"{off / scale:.0e}; {found.products} products")
     if float(values.abs().min()) > 1e-6:
         found = hodiff.solve(operator, b, method="gmres", rtol=1e-8)

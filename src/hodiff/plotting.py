@@ -13,7 +13,6 @@ import torch
 
 from hodiff.curvature._records import (
     EigenRecord,
-    RadiusRecord,
     SolveRecord,
     TraceRecord,
     axes_or_new,
@@ -28,8 +27,8 @@ __all__ = ["convergence"]
 def convergence(records: Sequence[Any], *, axes: Any = None, label: str | None = None) -> Any:
     """Draw how an estimate or a solution converged, over the products that it took.
 
-    Residuals (of `hodiff.solve`, `hodiff.eigsh`, `hodiff.eigs`, `hodiff.spectral_radius`) are drawn on a
-    logarithmic scale; a trace's or a log-determinant's running mean with a band of two standard errors.
+    Residuals (of `hodiff.solve`, `hodiff.eigsh`) are drawn on a logarithmic scale; a trace's or a
+    log-determinant's running mean with a band of two standard errors.
 
     Args:
         records: The records in order: `seen = []`, then `callback=seen.append`.
@@ -58,7 +57,7 @@ def convergence(records: Sequence[Any], *, axes: Any = None, label: str | None =
         raise InputError(f"label: got {kind(label)}, expected the text of the legend, or None.")
     spent = [getattr(record, "products", 0) for record in records]
     first = records[0]
-    if not isinstance(first, (SolveRecord, EigenRecord, RadiusRecord, TraceRecord)):
+    if not isinstance(first, (SolveRecord, EigenRecord, TraceRecord)):
         raise InputError(f"records: got {kind(first)}, which has no convergence history.")
     axes = axes_or_new(axes)
     if isinstance(first, TraceRecord):

@@ -104,7 +104,6 @@ SHOWN: dict[str, Callable[[], Any]] = {
     "trace": lambda: hodiff.trace(matrix(), samples=2, generator=seeded()),
     "diagonal": lambda: hodiff.diagonal(matrix()),
     "eigsh": lambda: hodiff.eigsh(matrix(), 1, generator=seeded()),
-    "spectral_radius": lambda: hodiff.spectral_radius(matrix(), generator=seeded()),
     "solve": lambda: hodiff.solve(matrix(), V),
     "spectral_density": lambda: hodiff.spectral_density(matrix(), samples=2, generator=seeded()),
     "logdet": lambda: hodiff.logdet(matrix(), samples=2, generator=seeded()),

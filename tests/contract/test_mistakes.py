@@ -396,7 +396,6 @@ RECORDS = {
     "solve": lambda: hodiff.solve(M, v),
     "eigsh": lambda: hodiff.eigsh(M, 1),
     "logdet": lambda: hodiff.logdet(M),
-    "spectral_radius": lambda: hodiff.spectral_radius(M),
     "spectral_density": lambda: hodiff.spectral_density(M, width=0.1),
     "laplacian": lambda: hodiff.laplacian(g, X, samples=2),
 }

@@ -30,8 +30,8 @@ OPERATORS = "a matrix-free operator keeps graphs of its own, estimators look at 
 STAYS_OUT = {
     **dict.fromkeys(
         ("FisherOperator", "GaussNewtonOperator", "HessianOperator", "JacobianOperator", "LinearOperator",
-         "MatrixOperator", "diagonal", "eigs", "eigsh", "logdet", "nystrom", "solve", "spectral_density",
-         "spectral_radius", "trace"), OPERATORS,
+         "MatrixOperator", "diagonal", "eigsh", "logdet", "nystrom", "solve", "spectral_density",
+         "trace"), OPERATORS,
     ),
     **dict.fromkeys(("sparse_hessian", "sparse_jacobian"), "a pattern is found by watching operations"),
     **dict.fromkeys(

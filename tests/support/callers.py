@@ -296,8 +296,6 @@ PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "trace": lambda x: hodiff.trace(_matrix(x), generator=generator()),
     "diagonal": lambda x: hodiff.diagonal(_matrix(x), generator=generator()),
     "eigsh": lambda x: hodiff.eigsh(_matrix(x), 1, generator=generator()),
-    "eigs": lambda x: hodiff.eigs(_matrix(x), 1, generator=generator()),
-    "spectral_radius": lambda x: hodiff.spectral_radius(_matrix(x), generator=generator()),
     "solve": lambda x: hodiff.solve(_matrix(x), x[0]),
     "LevenbergMarquardt": _fitted,
     "spectral_density": lambda x: hodiff.spectral_density(_matrix(x), samples=4, steps=2, generator=generator()),

@@ -3,7 +3,7 @@
 from hodiff._core import _compiled_callers
 from hodiff.curvature import _algebra as _algebra  # to import it is to register it: what `A + B` makes
 from hodiff.curvature._density import logdet, spectral_density
-from hodiff.curvature._eigen import eigs, eigsh, spectral_radius
+from hodiff.curvature._eigen import eigsh
 from hodiff.curvature._gauss_newton import FisherOperator, GaussNewtonOperator
 from hodiff.curvature._hessian import HessianOperator
 from hodiff.curvature._jacobian import JacobianOperator
@@ -22,13 +22,11 @@ __all__ = [
     "LinearOperator",
     "MatrixOperator",
     "diagonal",
-    "eigs",
     "eigsh",
     "logdet",
     "nystrom",
     "solve",
     "spectral_density",
-    "spectral_radius",
     "trace",
 ]
 

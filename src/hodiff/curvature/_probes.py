@@ -126,6 +126,10 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or torch.equal(a, -b)
 
 
+UNSYMMETRIC = "scipy.sparse.linalg.eigs(A.to_scipy())"
+"""What gives eigenvalues of an operator that is not symmetric."""
+
+
 def check_square(
     operator: object, name: str, *, symmetric: bool = False, instead: str = "", stacks: bool = False
 ) -> LinearOperator:
@@ -144,7 +148,7 @@ def check_square(
         raise InputError(
             f"{name} takes one matrix at a time, but the operator is a stack of {tuple(batch)} "
             f"(batch_ndim=). These take stacks: hodiff.solve, hodiff.trace, hodiff.diagonal, "
-            f"hodiff.logdet, hodiff.spectral_radius."
+            f"hodiff.logdet."
         )
     if rows != columns:
         raise InputError(f"{name}: the operator is {rows} x {columns}, expected a square one (J.T @ J?).")

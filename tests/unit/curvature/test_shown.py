@@ -14,7 +14,6 @@ from hodiff.curvature import _records
 
 mpl.use("Agg")
 A = hodiff.MatrixOperator(torch.arange(1.0, 301.0, dtype=torch.float64))
-T = hodiff.MatrixOperator(torch.tensor([[1.0, 2.0], [-2.0, 1.0]]))
 
 
 def generator():
@@ -69,16 +68,6 @@ CASES = {
         lambda: hodiff.eigsh(A, 4, generator=generator()),
         r"EigenRecord\(300, 299, 298, \.\.\. \(4\), residual \d[-.e\d]+, \d+ products, converged\)",
         r"4 eigenvalues, \d+ products: the largest residual is \d[-.e\d]+, converged.",
-    ),
-    "eigs": (
-        lambda: hodiff.eigs(T, 1),
-        r"EigenRecord\(1[+-]2j, residual \d[-.e\d]+, \d+ products, converged\)",
-        "1 eigenvalue, ",
-    ),
-    "spectral_radius": (
-        lambda: hodiff.spectral_radius(T),
-        r"RadiusRecord\(2\.236, residual \d[-.e\d]+, \d+ products, converged\)",
-        "The residual is ",
     ),
     "density": (
         lambda: hodiff.spectral_density(A, samples=4, steps=20, probes="gaussian", generator=generator()),
@@ -156,9 +145,6 @@ def test_eigenvalues_are_drawn(axes):
     record = hodiff.eigsh(A, 3, generator=generator())
     record.plot(axes)
     assert axes.get_lines()[0].get_ydata() == pytest.approx([300, 299, 298])
-    complex_axes = hodiff.eigs(T, 2).plot()
-    assert sorted(complex_axes.get_lines()[0].get_ydata()) == pytest.approx([-2, 2])
-    plt.close(complex_axes.figure)
 
 
 def test_cost_is_drawn(axes):
