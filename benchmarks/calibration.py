@@ -45,10 +45,7 @@ def seen(t: Tensor) -> Tensor:
 ESTIMATES: dict[str, Estimate] = {
     "Hutchinson": lambda A, g: hodiff.trace(A, samples=VECTORS, generator=g),
     "Hutch++": lambda A, g: hodiff.trace(A, samples=VECTORS, generator=g, method="hutch++"),
-    "XTrace": lambda A, g: hodiff.trace(A, samples=VECTORS, generator=g, method="xtrace"),
-    "XNysTrace": lambda A, g: hodiff.trace(A, samples=VECTORS, generator=g, method="xnystrace"),
     "diagonal": lambda A, g: hodiff.diagonal(A, samples=VECTORS, generator=g),
-    "XDiag": lambda A, g: hodiff.diagonal(A, samples=VECTORS, generator=g, method="xdiag"),
     "density's mean": lambda A, g: hodiff.spectral_density(A, vectors=signs(g), steps=STEPS).mean(seen),
     "log-determinant": lambda A, g: hodiff.logdet(A, vectors=signs(g), steps=STEPS),
     "log-determinant, shifted": lambda A, g: hodiff.logdet(A, vectors=signs(g), steps=STEPS, shift=SHIFT),
@@ -61,16 +58,14 @@ def signs(generator: torch.Generator) -> Tensor:
 
 def truth(name: str, A: Tensor) -> Tensor | None:
     """What is estimated; None where the estimate is not for this matrix."""
-    if name in ("diagonal", "XDiag"):
+    if name == "diagonal":
         return A.diagonal()
-    if name in ("Hutchinson", "Hutch++", "XTrace"):
+    if name in ("Hutchinson", "Hutch++"):
         return A.trace()
     if not torch.allclose(A, A.T):
         return None
     values = torch.linalg.eigvalsh(A)
     least = float(values.min())
-    if name == "XNysTrace":
-        return A.trace() if least > -1e-10 else None
     if name == "density's mean":
         return seen(values).mean()
     shift = SHIFT if name.endswith("shifted") else 0.0

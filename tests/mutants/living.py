@@ -14,7 +14,6 @@ WHY: dict[str, str] = {
     "hodiff/curvature/_krylov.py:262:47-98 comparison": "the same, but where two rounded numbers are equal",
     "hodiff/curvature/_krylov.py:270:56-60 constant": "the same, but where a number is lost to rounding",
     "hodiff/curvature/_krylov.py:423:26-45 comparison": "the same, but where two rounded numbers are equal",
-    "hodiff/curvature/_leave_one_out.py:133:83-84 constant": "the same: the matrix is symmetric",
     "hodiff/curvature/_process_group.py:426:36-41 operator": "the same: random factors from another range",
     "hodiff/fields/_expansions.py:345:44-45 constant": "how far blocks may differ, beside entries that are NaN",
     "hodiff/fields/_expansions.py:350:54-76 comparison": "the same, but where a difference is a bound to the last bit",

@@ -55,11 +55,6 @@ class RandomVectors:
         self.number = samples if self._rows is None else len(self._rows)
         self._taken = 0
 
-    @property
-    def signs(self) -> bool:
-        """Whether all entries of the caller's own are 1 or -1."""
-        return self._rows is None or bool((self._rows.abs() == 1).all())
-
     def exhaust(self, products: int) -> bool:
         """Whether so many products, of vectors drawn, are as many as the operator has columns."""
         return not self.given and products >= self._size

@@ -273,8 +273,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     r"spectral_density takes one matrix": lambda: hodiff.spectral_density(stack(3)),
     r"nystrom takes one matrix": lambda: hodiff.nystrom(stack(3), 2, 0.1),
     r"to_scipy takes one matrix at a time": lambda: stack(3).to_scipy(),
-    r"method='xtrace' takes one matrix at a time.*'hutchinson'": lambda: hodiff.trace(stack(3), method="xtrace"),
-    r"method='xdiag' takes one matrix at a time": lambda: hodiff.diagonal(stack(3), method="xdiag", vectors=draw(3, 3)),
+    r"method='hutch\+\+' takes one matrix at a time.*'hutchinson'": lambda: hodiff.trace(stack(3), method="hutch++"),
     r"b has shape \(4, 4, 4\), which could be 4 stacked vectors or columns": lambda: hodiff.solve(
         stack(4), draw(4, 4, 4)
     ),
