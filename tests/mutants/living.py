@@ -8,7 +8,6 @@ WHY: dict[str, str] = {
     "hodiff/_core/_vectors.py:324:22-23 constant": "the same numbers, copied in another way",
     "hodiff/_core/_vectors.py:324:65-86 comparison": "the same numbers, copied in another way",
     "hodiff/calculus/_multi.py:357:76-80 constant": "the same: both have an entry for each function",
-    "hodiff/cli/_info.py:168:50-61 operator": "the same: one point of a spot check for another",
     "hodiff/curvature/_data_operator.py:186:37-50 operator": "the same: one pass builds a graph",
     "hodiff/curvature/_density.py:320:40-43 constant": "the same: the unit of a matrix of zeros",
     "hodiff/curvature/_krylov.py:262:47-98 comparison": "the same, but where two rounded numbers are equal",
