@@ -12,10 +12,10 @@ A map of the library:
   `value_and_divergence`, `curl`, `partial`, `partials`, `derivatives_of`, `jet`; `hodiff.jets.report`
 * where: tensors, containers of them, modules, and `select`ed parameters
 * curvature without the matrix: `HessianOperator`, `GaussNewtonOperator`, `FisherOperator`,
-  `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`, `eigs`,
-  `spectral_radius`, `spectral_density`, `logdet`, `solve` take any,
+  `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`,
+  `spectral_density`, `logdet`, `solve` take any,
   and `nystrom` is a preconditioner
-* training with curvature: `NewtonCG`, an optimizer of a loss; `LevenbergMarquardt`, of residuals
+* training with curvature: `LevenbergMarquardt`, an optimizer of residuals
 * through solutions: `hodiff.implicit` (`argmin`, `root`, `fixed_point`); through the steps of an optimizer: `unroll`,
   by the update rules of `hodiff.rules`
 * sparse: `sparse_hessian`, `sparse_jacobian`; patterns, colors and plans in `hodiff.sparse`
@@ -82,15 +82,12 @@ if typing.TYPE_CHECKING:
         LevenbergMarquardt,
         LinearOperator,
         MatrixOperator,
-        NewtonCG,
         diagonal,
-        eigs,
         eigsh,
         logdet,
         nystrom,
         solve,
         spectral_density,
-        spectral_radius,
         trace,
     )
     from hodiff.implicit._unroll import unroll
@@ -114,7 +111,6 @@ __all__ = [
     "LevenbergMarquardt",
     "LinearOperator",
     "MatrixOperator",
-    "NewtonCG",
     "PathLengthPenalty",
     "RandomnessWarning",
     "Selection",
@@ -130,7 +126,6 @@ __all__ = [
     "diagonal",
     "divergence",
     "dragan_penalty",
-    "eigs",
     "eigsh",
     "eikonal_penalty",
     "grad",
@@ -163,7 +158,6 @@ __all__ = [
     "sparse_hessian",
     "sparse_jacobian",
     "spectral_density",
-    "spectral_radius",
     "trace",
     "twice_differentiable",
     "unroll",

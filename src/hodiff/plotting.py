@@ -13,8 +13,6 @@ import torch
 
 from hodiff.curvature._records import (
     EigenRecord,
-    NewtonRecord,
-    RadiusRecord,
     SolveRecord,
     TraceRecord,
     axes_or_new,
@@ -29,9 +27,8 @@ __all__ = ["convergence"]
 def convergence(records: Sequence[Any], *, axes: Any = None, label: str | None = None) -> Any:
     """Draw how an estimate or a solution converged, over the products that it took.
 
-    Residuals (of `hodiff.solve`, `hodiff.eigsh`, `hodiff.eigs`, `hodiff.spectral_radius`) are drawn on a
-    logarithmic scale; a trace's or a log-determinant's running mean with a band of two standard errors; the losses
-    of `hodiff.NewtonCG` (its `last`, of each step) over all products until then.
+    Residuals (of `hodiff.solve`, `hodiff.eigsh`) are drawn on a logarithmic scale; a trace's or a
+    log-determinant's running mean with a band of two standard errors.
 
     Args:
         records: The records in order: `seen = []`, then `callback=seen.append`.
@@ -60,7 +57,7 @@ def convergence(records: Sequence[Any], *, axes: Any = None, label: str | None =
         raise InputError(f"label: got {kind(label)}, expected the text of the legend, or None.")
     spent = [getattr(record, "products", 0) for record in records]
     first = records[0]
-    if not isinstance(first, (SolveRecord, EigenRecord, RadiusRecord, TraceRecord, NewtonRecord)):
+    if not isinstance(first, (SolveRecord, EigenRecord, TraceRecord)):
         raise InputError(f"records: got {kind(first)}, which has no convergence history.")
     axes = axes_or_new(axes)
     if isinstance(first, TraceRecord):
@@ -70,10 +67,6 @@ def convergence(records: Sequence[Any], *, axes: Any = None, label: str | None =
             errors = torch.stack([record.stderr for record in records]).double().cpu()
         with_band(axes, spent, values, errors, label)
         axes.set_ylabel("estimate" if errors is None else "estimate ± 2 standard errors")
-    elif isinstance(first, NewtonRecord):
-        losses = [record.value - record.decrease for record in records]
-        axes.plot(torch.tensor(spent, device="cpu").cumsum(0), losses, label=label)
-        axes.set_ylabel("loss")
     else:
         axes.semilogy(spent, [float(torch.as_tensor(record.residual).max()) for record in records], label=label)
         axes.set_ylabel("residual")

@@ -88,16 +88,8 @@ def _penalty(f: Any = images, x: Any = X, **options: Any) -> Any:
     return hodiff.PathLengthPenalty().double()(f, x, **options)
 
 
-def _step(closure: Any) -> Any:
-    return hodiff.NewtonCG([X.clone().requires_grad_()]).step(closure)
-
-
 def _fitted(batch: Any) -> Any:
     return hodiff.LevenbergMarquardt(lambda v, batch: batch @ v, V[0].clone()).step(batch)
-
-
-def _closure() -> Tensor:
-    return (SHIFT**4).sum()
 
 
 def _product(v: Any) -> Any:
@@ -162,16 +154,14 @@ NEEDED: dict[str, Callable[[], dict[str, Any]]] = {
     "MatrixOperator": _with(A=A),
     "LinearOperator": _with(),
     "LevenbergMarquardt": lambda: {"residuals": residual, "where": X.clone()},
-    "NewtonCG": lambda: {"params": [X.clone().requires_grad_()]},
     "PathLengthPenalty": _with(),
     "Selection": lambda: {"module": nn.Linear(3, 2), "names": ["weight"]},
     "select": lambda: {"module": nn.Linear(3, 2)},
     "twice_differentiable": lambda: {},
     "compile_step": lambda: {"loss": residual, "where": X.clone().requires_grad_()},
-    **dict.fromkeys(("trace", "diagonal", "eigs", "spectral_radius", "spectral_density", "logdet"),
+    **dict.fromkeys(("trace", "diagonal", "spectral_density", "logdet"),
                     lambda: {"operator": _matrix()}),
     "eigsh": lambda: {"operator": _matrix(), "k": 1},
-    "eigs": lambda: {"operator": _matrix(), "k": 1},
     "nystrom": lambda: {"operator": _matrix(), "rank": 2, "shift": 0.5},
     "solve": lambda: {"operator": _matrix(), "b": V[0]},
     "sparse.color": _with(pattern=torch.eye(3).to_sparse()),
@@ -187,7 +177,6 @@ NEEDED: dict[str, Callable[[], dict[str, Any]]] = {
 
 METHODS: dict[str, Target] = {
     "PathLengthPenalty.forward": Target(_penalty, _with(f=images, x=X)),
-    "NewtonCG.step": Target(_step, _with(closure=_closure)),
     "LevenbergMarquardt.step": Target(_fitted, lambda: {"batch": X.clone()}),
     "LinearOperator @": Target(_product, _with(v=V)),
     "LinearOperator *": Target(lambda a: a * _matrix(), _with(a=2.0)),

@@ -44,7 +44,7 @@ def limited() -> Iterator[None]:
 
 CALLING = {EvaluationContext.at.__code__, EstimatorProgress.__call__.__code__, Samples.__call__.__code__}
 """What calls the user's code: `f`, and `callback=`."""
-WITHIN = {"spectral_radius.<locals>.<lambda>", "_update.<locals>.update"}
+WITHIN = {"_update.<locals>.update"}
 """Likewise, by the names of functions that are made for each call."""
 HERE = str(Path(hodiff.__file__).parent)
 

@@ -109,7 +109,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     ),
 }
 """By the names of the tensors that enter, `w` by what `f` closes over."""
-DETACHED = {"solve", "diagonal", "logdet", "spectral_density", "eigs", "spectral_radius"}
+DETACHED = {"solve", "diagonal", "logdet", "spectral_density"}
 """Of these a differentiable result is refused (see test_detached)."""
 
 

@@ -362,7 +362,7 @@ def loaded() -> None:
 
 
 ENTERED: dict[str, Call] = {
-    "_core/_locks.py: ThreadClaim": CALLS["NewtonCG"],
+    "_core/_locks.py: ThreadClaim": CALLS["LevenbergMarquardt"],
     "_core/_graph.py: OutputGraph": CALLS["hvp, module as point"],
     "_core/_hooks.py: Counted(_watch_hooks)": CALLS["hvp, module as point"],
     "_core/_kernels.py: Counted(_plain_attention)": _entered(lambda: _settings.Scope(_kernels.plain_attention.enter)),
@@ -387,7 +387,6 @@ ENTERED: dict[str, Call] = {
     "_core/_settings.py: Scope": _inspected,
     "cli/_explain.py: Warnings": _entered(Warnings),
     "curvature/_data_operator.py: DataOperator": _closed,
-    "curvature/_newton.py: Scope(_second_derivatives)": CALLS["NewtonCG"],
     "curvature/_process_group.py: _exchanging": _shared,
     "curvature/_process_group.py: raise_on_all_ranks": _shared,
     "curvature/_data.py: told_what_it_got": CALLS["GaussNewtonOperator, module in f"],
@@ -469,24 +468,15 @@ def test_at_every_moment(name: str, kind: Kind) -> None:
         interrupt({**CALLS, **ENTERED}[name], None, kind)
 
 
-def _least_squares(w: list[torch.Tensor]) -> Callable[[], Any]:
-    return hodiff.LevenbergMarquardt(lambda w: torch.cat(w) ** 2 - 30, w, momentum=0.1).step
-
-
-def _newton(w: list[torch.Tensor]) -> Callable[[], Any]:
-    optimizer = hodiff.NewtonCG(w)
-    return lambda: optimizer.step(lambda: (torch.cat(w) ** 2 - 30).square().sum())
-
-
 @LOST
-@pytest.mark.parametrize("optimizer", [_least_squares, _newton])
-def test_no_step_is_half_taken(optimizer: Callable[[list[torch.Tensor]], Callable[[], Any]]) -> None:
+def test_no_step_is_half_taken() -> None:
     """At any moment of its end all parameters are as they were, or all are the new ones."""
+    optimizer = lambda w: hodiff.LevenbergMarquardt(lambda w: torch.cat(w) ** 2 - 30, w, momentum=0.1).step
     start = lambda: [torch.full((2,), 5.0 + k, dtype=torch.float64, requires_grad=True) for k in range(3)]
     optimizer(start())()  # what only a first call does
     after, count = start(), Interrupter()
     count(optimizer(after))
-    taking = [bool({"_take", "_taken"} & {code.co_name for code, _ in stack[1:]}) for stack in count.stacks]
+    taking = ["_take" in {code.co_name for code, _ in stack[1:]} for stack in count.stacks]
     ends = [at for at, inside in enumerate(taking, 1) if inside]
     assert ends and not any(map(torch.equal, start(), after))
     for at in ends:
@@ -777,16 +767,6 @@ def test_the_running_mean_of_a_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
     assert penalty.lengths is not None
     length = float(penalty.lengths.mean())
     assert float(penalty.mean_length) == pytest.approx(length * (1 - 0.9 ** (10 * THREADS)), rel=1e-6)
-
-
-def test_steps_of_newtons_method_come_one_after_another() -> None:
-    def run(calls: Callable[[Callable[[int], Any]], Any]) -> Tensor:
-        x = torch.full((3,), 2.0, dtype=D, requires_grad=True)
-        optimizer = hodiff.NewtonCG([x], rtol=1e-9)
-        calls(lambda number: optimizer.step(lambda: (x - 1).pow(4).sum()))
-        return x.detach()
-
-    torch.testing.assert_close(run(in_threads), run(lambda step: [step(number) for number in range(THREADS)]))
 
 
 def test_steps_of_least_squares_come_one_after_another() -> None:

@@ -30,15 +30,15 @@ OPERATORS = "a matrix-free operator keeps graphs of its own, estimators look at 
 STAYS_OUT = {
     **dict.fromkeys(
         ("FisherOperator", "GaussNewtonOperator", "HessianOperator", "JacobianOperator", "LinearOperator",
-         "MatrixOperator", "diagonal", "eigs", "eigsh", "logdet", "nystrom", "solve", "spectral_density",
-         "spectral_radius", "trace"), OPERATORS,
+         "MatrixOperator", "diagonal", "eigsh", "logdet", "nystrom", "solve", "spectral_density",
+         "trace"), OPERATORS,
     ),
-    **dict.fromkeys(("LevenbergMarquardt", "NewtonCG"), "an optimizer decides by numbers"),
     **dict.fromkeys(("sparse_hessian", "sparse_jacobian"), "a pattern is found by watching operations"),
     **dict.fromkeys(
         ("PathLengthPenalty", "curvature_penalty", "hessian_penalty", "jacobian_penalty",
          "sliced_score_matching_loss"), "a penalty that is no gradient penalty",
     ),
+    "LevenbergMarquardt": "an optimizer decides by numbers",
     "check_derivatives": "it compares numbers",
     "compile_step": "it compiles by itself",
     "multi_grad": "it frees graphs one by one",

@@ -516,17 +516,11 @@ def test_an_operator_over_data_that_stay_on_the_cpu(device: torch.device) -> Non
 
 
 @everywhere
-@pytest.mark.parametrize("kind", ["NewtonCG", "LevenbergMarquardt"])
-def test_optimizers(kind: str, device: torch.device) -> None:
-    """They find the solution of a linear problem."""
+def test_least_squares(device: torch.device) -> None:
+    """Steps find the solution of a linear problem."""
     a, b = seeded(8, 4).to(device), seeded(8, seed=1).to(device)
     x = torch.zeros(4, dtype=D, device=device, requires_grad=True)
-    if kind == "NewtonCG":
-        optimizer: Any = hodiff.NewtonCG([x])
-        for _ in range(20):
-            optimizer.step(lambda: (a @ x - b).square().sum())
-    else:
-        optimizer = hodiff.LevenbergMarquardt(lambda z: a @ z - b, x)
-        for _ in range(20):
-            optimizer.step()
+    optimizer = hodiff.LevenbergMarquardt(lambda z: a @ z - b, x)
+    for _ in range(20):
+        optimizer.step()
     agree(on_cpu(x), torch.linalg.lstsq(on_cpu(a), on_cpu(b)[:, None]).solution[:, 0], 1e-6)

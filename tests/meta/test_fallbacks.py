@@ -34,7 +34,6 @@ STANDING = {
     ("_core._reverse", "_memories", "(RuntimeError, NotImplementedError)"): GETTER,
     ("cli._explain", "run", "BaseException"): "the exception of the script that is run: it is the command's subject",
     ("cli._explain", "run", "OSError"): "a picture that cannot be written, which the command says",
-    ("cli._info", "here", "RuntimeError"): "what plain PyTorch refuses, which the command reports",
     ("curvature._data", "_length", "TypeError"): "an iterable without a length",
     ("curvature._data", "check_signature", "(TypeError, ValueError)"): SIGNATURE,
     ("graph._failure", "_closure", "ValueError"): "the cell of a closure that is not filled yet",

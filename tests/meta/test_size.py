@@ -176,7 +176,7 @@ def is_door(module: str) -> bool:
 def test_the_foundation_has_no_list_of_what_stands_on_it() -> None:
     """What is true of a public function is said where that is defined, as by `_compiled_callers.traced`."""
     upper = {name for name in hodiff.__all__ if defined_above(getattr(hodiff, name))}
-    assert {"hvp", "laplacian", "NewtonCG"} <= upper and "InputError" not in upper
+    assert {"hvp", "laplacian", "LevenbergMarquardt"} <= upper and "InputError" not in upper
     for path in [*(PACKAGE / "_core").rglob("*.py"), PACKAGE / "errors.py"]:
         for node in ast.walk(tree(path)):
             keys = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])

@@ -16,7 +16,6 @@ HERE = Path(__file__).parent
 TABLE = ROOT / "docs" / "generated" / "properties.md"
 
 NO_DERIVATIVE = {
-    "NewtonCG": "an optimizer, on products that have theirs",
     "Selection": "names parameters",
     "interpolate": "draws points; `wgan_gp_penalty` is checked at them",
     "select": "names parameters",

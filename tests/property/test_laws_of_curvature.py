@@ -284,15 +284,3 @@ def test_sparse_matrices(f: Expression, g: Expression, x: Tensor) -> None:
     H = torch.func.jacrev(torch.func.grad(lambda z: chain(z).sum()))(x)
     agree(hodiff.sparse_hessian(lambda z: chain(z).sum(), x).to_dense(), H, floor=1e-9)
     agree(hodiff.sparse_jacobian(chain, x).to_dense(), torch.func.jacrev(chain)(x), floor=1e-9)
-
-
-@law("eigs", says="the largest eigenvalue by magnitude, of any matrix", oracle="`torch.linalg.eigvals`")
-@law("spectral_radius", says="its magnitude", oracle="`torch.linalg.eigvals`")
-@given(A=matrices)
-def test_eigenvalues_of_any_matrix(A: Tensor) -> None:
-    expected = torch.linalg.eigvals(A).abs().max()
-    draw = lambda: torch.Generator().manual_seed(1)
-    found = hodiff.eigs(hodiff.MatrixOperator(A), 1, generator=draw())
-    agree(found.value.abs().max(), expected, 1e-5, 1e-8)
-    radius = hodiff.spectral_radius(hodiff.MatrixOperator(A), generator=draw())
-    agree(torch.as_tensor(radius.value, dtype=D), expected, 1e-4, 1e-8)

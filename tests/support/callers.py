@@ -270,12 +270,6 @@ def _attends(x: Tensor) -> Tensor:
     return torch.autograd.grad(gradient.sum(), q)[0]
 
 
-def _newton(x: Tensor) -> Tensor:
-    parameter = x.detach().clone().requires_grad_()
-    hodiff.NewtonCG([parameter]).step(lambda: (parameter**4).sum())
-    return parameter.detach()
-
-
 def _fitted(x: Tensor) -> Tensor:
     scale = x.new_ones(())
     hodiff.LevenbergMarquardt(lambda s, x: s * x - 2, scale).step(x.detach())
@@ -302,10 +296,7 @@ PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "trace": lambda x: hodiff.trace(_matrix(x), generator=generator()),
     "diagonal": lambda x: hodiff.diagonal(_matrix(x), generator=generator()),
     "eigsh": lambda x: hodiff.eigsh(_matrix(x), 1, generator=generator()),
-    "eigs": lambda x: hodiff.eigs(_matrix(x), 1, generator=generator()),
-    "spectral_radius": lambda x: hodiff.spectral_radius(_matrix(x), generator=generator()),
     "solve": lambda x: hodiff.solve(_matrix(x), x[0]),
-    "NewtonCG": _newton,
     "LevenbergMarquardt": _fitted,
     "spectral_density": lambda x: hodiff.spectral_density(_matrix(x), samples=4, steps=2, generator=generator()),
     "nystrom": lambda x: hodiff.nystrom(_matrix(x), 2, 0.5, generator=generator()) @ x[0],

@@ -2,7 +2,7 @@
 
 python -m tests.torch_ops build/2.13.0.jsonl            # a few hours; stop and start it as you like
 python -m tests.torch_ops build/2.13.0.jsonl --only det linalg.solve
-python -m tests.torch_ops build/2.13.0.jsonl --publish    # the results, their page, and `hodiff info`
+python -m tests.torch_ops build/2.13.0.jsonl --publish    # the results, and their page
 """
 
 import argparse
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.torch_ops import page, results, shipped, sweep
+from tests.torch_ops import page, results, sweep
 
 
 def main() -> None:
@@ -25,7 +25,6 @@ def main() -> None:
         found = sweep.read(options.results)
         results.write(sweep.release(options.results), found)
         page.write()
-        shipped.write()
         return
     options.results.parent.mkdir(parents=True, exist_ok=True)
     sweep.run(options.results, options.samples, options.only)

@@ -1,4 +1,4 @@
-"""`docs/explain/operations.md`, written from the shipped results alone."""
+"""`docs/explain/operations.md`, written from the stored results alone."""
 
 from collections import defaultdict
 from typing import Any

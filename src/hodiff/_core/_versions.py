@@ -144,8 +144,7 @@ def check_release() -> None:
     if newer():
         warnings.warn(
             f"torch {torch.__version__} is {newer()}, so its changes to derivatives are unknown "
-            f"to this version of hodiff. `hodiff info` tests its operations, and "
-            f"hodiff.check_derivatives tests your function.",
+            "to this version of hodiff. hodiff.check_derivatives tests your function.",
             HodiffWarning,
             stacklevel=4,  # who imports hodiff
         )

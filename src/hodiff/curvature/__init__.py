@@ -3,13 +3,12 @@
 from hodiff._core import _compiled_callers
 from hodiff.curvature import _algebra as _algebra  # to import it is to register it: what `A + B` makes
 from hodiff.curvature._density import logdet, spectral_density
-from hodiff.curvature._eigen import eigs, eigsh, spectral_radius
+from hodiff.curvature._eigen import eigsh
 from hodiff.curvature._gauss_newton import FisherOperator, GaussNewtonOperator
 from hodiff.curvature._hessian import HessianOperator
 from hodiff.curvature._jacobian import JacobianOperator
 from hodiff.curvature._least_squares import LevenbergMarquardt
 from hodiff.curvature._matrix import MatrixOperator, nystrom
-from hodiff.curvature._newton import NewtonCG
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._solve import solve
 from hodiff.curvature._trace import diagonal, trace
@@ -22,15 +21,12 @@ __all__ = [
     "LevenbergMarquardt",
     "LinearOperator",
     "MatrixOperator",
-    "NewtonCG",
     "diagonal",
-    "eigs",
     "eigsh",
     "logdet",
     "nystrom",
     "solve",
     "spectral_density",
-    "spectral_radius",
     "trace",
 ]
 

@@ -18,6 +18,7 @@ from hodiff.curvature._krylov import orthogonalized
 from hodiff.curvature._links import told
 from hodiff.curvature._operator import LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
+    UNSYMMETRIC,
     Callback,
     EstimatorProgress,
     RandomVectors,
@@ -115,7 +116,7 @@ def spectral_density(
         Lin, L., Saad, Y., Yang, C. (2016). Approximating spectral densities of large matrices. SIAM Review 58(1).
         doi:10.1137/130934283.
     """
-    operator = check_square(operator, "spectral_density", symmetric=True, instead="hodiff.eigs")
+    operator = check_square(operator, "spectral_density", symmetric=True, instead=UNSYMMETRIC)
     check_detached("spectral_density", operator, create_graph, vectors=vectors)
     drawn = RandomVectors(operator, samples, probes, vectors, generator)
     _arguments.check_integer(steps, "steps", least=1)

@@ -1,4 +1,4 @@
-"""`eigsh`, `eigs`, `spectral_radius`: eigenpairs by restarted Lanczos or Arnoldi iteration."""
+"""`eigsh`: eigenpairs by restarted Lanczos iteration."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _settings, _vectors
-from hodiff.curvature._krylov import Basis, norms, orthogonalized, spread
-from hodiff.curvature._links import told
+from hodiff.curvature._krylov import Basis
 from hodiff.curvature._matrix import MatrixOperator
 from hodiff.curvature._operator import WAYS, LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
+    UNSYMMETRIC,
     Callback,
     EstimatorProgress,
-    check_detached,
     check_finite,
     check_rtol,
     check_square,
@@ -29,7 +28,7 @@ from hodiff.curvature._probes import (
     source,
     warn_not_converged,
 )
-from hodiff.curvature._records import EigenRecord, RadiusRecord
+from hodiff.curvature._records import EigenRecord
 from hodiff.curvature._solve import solve
 from hodiff.errors import GraphError, InputError
 
@@ -113,14 +112,14 @@ def eigsh(
         Wu, K., Simon, H. (2000). Thick-restart Lanczos method for large symmetric eigenvalue problems.
         SIAM J. Matrix Anal. Appl. 22(2). doi:10.1137/S0895479898334605.
     """
-    operator = check_square(operator, "eigsh", symmetric=True, instead="hodiff.eigs")
+    operator = check_square(operator, "eigsh", symmetric=True, instead=UNSYMMETRIC)
     if not is_recorded("eigsh", operator, create_graph):
-        return _eigenpairs("eigsh", operator, k, which, rtol, products, basis, generator, callback, progress)
+        return _eigenpairs(operator, k, which, rtol, products, basis, generator, callback, progress)
     if which == "magnitude":
         raise InputError("create_graph needs which='largest' or which='smallest'.")
     with _settings.grad_mode(False):  # one pair more, to know the gap
         more = min(k + 1, operator.shape[0])
-        record = _eigenpairs("eigsh", operator, more, which, rtol, products, basis, generator, callback, progress)
+        record = _eigenpairs(operator, more, which, rtol, products, basis, generator, callback, progress)
     before, rtol = operator.products, default_rtol(operator.dtype) if rtol is None else rtol
     rtol += 10 * torch.finfo(operator.dtype).eps / _relative_gap(record.value, rtol, k)
     rows = record.vectors.T[:k].contiguous()
@@ -214,308 +213,7 @@ def _relative_gap(values: Tensor, rtol: float, k: int) -> float:
     return float(gaps.min()) / size if len(gaps) else 1.0
 
 
-def eigs(
-    operator: LinearOperator,
-    k: int = 6,
-    *,
-    which: Which = "magnitude",
-    create_graph: bool | None = None,
-    rtol: float | None = None,
-    products: int | None = None,
-    basis: int | None = None,
-    generator: torch.Generator | None = None,
-    callback: Callback | None = None,
-    progress: bool | None = None,
-) -> EigenRecord:
-    r"""Some eigenvalues of an operator that need not be symmetric, and their vectors, by restarted Arnoldi iteration.
-
-    The basis is restarted with Schur vectors, which are orthonormal even if the eigenvectors are
-    far from orthogonal. Converged vectors are locked, and the search continues, as in
-    `hodiff.eigsh`.
-
-    Args:
-        operator: A square operator.
-        k: The number of eigenpairs.
-        which: Those of largest `"magnitude"`, or of `"largest"` or `"smallest"` real part.
-        create_graph: The result is detached. None warns if that makes a constant of something that
-            requires grad; False accepts it silently; True raises, and the error says how to get the
-            derivative.
-        rtol: When a pair has converged: \(\lVert A x - \lambda x \rVert \le\) `rtol` times the largest
-            entry of the projection seen. None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half
-            (5e-2 in bfloat16).
-        products: The maximal number of products; None: 1000, plus 50 for each pair.
-        basis: How many vectors to keep before a restart; None: as many as fit into 8 MiB, between
-            `2 k + 10` and 100.
-        generator: The source of the random start; None: the default generator of the operator's
-            device.
-        callback: A function that receives the current record, every five products of the first
-            search.
-        progress: Whether to show a progress bar. None: in a terminal, after two seconds.
-
-    Returns:
-        A record: `value`, complex, of shape `(k,)`, in the order asked for; `vectors`, complex columns of shape
-        `(D, k)` and length 1, not orthogonal in general; `residual`, true ones of shape `(k,)`; `converged`;
-        `products`. Of a conjugate pair that *k* divides, the one with a positive imaginary part.
-
-    Raises:
-        InputError: The operator is not square, or has fewer than *k* columns.
-
-    Warns:
-        ConvergenceWarning: The maximal number of products was reached. The record then holds the
-            best pairs found, with their residuals.
-        HodiffWarning: The result is detached, although the operator requires grad (see
-            `create_graph`).
-
-    Cost:
-        Often 30 to 150 products; memory as for `hodiff.eigsh`. An operator with fewer than `basis`
-        columns takes one product for each, and the result is exact.
-
-    Note:
-        A small residual means a small error in the matrix. If the matrix is far from normal, the
-        error of an eigenvalue may be much larger: the residual times its condition number, or, for
-        a defective eigenvalue with *m* missing vectors, about the root of order *m* + 1 of the
-        residual.
-
-    Examples:
-        A rotation by 90 degrees has the eigenvalues i and -i:
-
-        >>> import torch, hodiff
-        >>> turn = hodiff.MatrixOperator(torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
-        >>> hodiff.eigs(turn, 2).value.imag.round(decimals=4)
-        tensor([ 1., -1.])
-
-    Reference:
-        Stewart, G. W. (2002). A Krylov-Schur algorithm for large eigenproblems. SIAM J. Matrix Anal. Appl.
-        23(3). doi:10.1137/S0895479800371529.
-    """
-    operator = check_square(operator, "eigs")
-    check_detached("eigs", operator, create_graph)
-    return _eigenpairs("eigs", operator, k, which, rtol, products, basis, generator, callback, progress)
-
-
-def spectral_radius(
-    operator: LinearOperator,
-    *,
-    create_graph: bool | None = None,
-    rtol: float | None = None,
-    products: int | None = None,
-    basis: int | None = None,
-    generator: torch.Generator | None = None,
-    callback: Callback | None = None,
-    progress: bool | None = None,
-) -> RadiusRecord:
-    r"""The spectral radius, ρ(A) = max |λ|: if it is below 1, powers of A vanish.
-
-    Args:
-        operator: A square operator, for example the Jacobian of an iterated map.
-        create_graph: The result is detached. None warns if that makes a constant of something that
-            requires grad; False accepts it silently; True raises, and the error says how to get the
-            derivative.
-        rtol: When the eigenvalue has converged, relative to the largest entry of the projection;
-            None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half (5e-2 in bfloat16).
-        products: The maximal number of products; None: 1050.
-        basis: How many vectors to keep before a restart, as for `hodiff.eigs`.
-        generator: The source of the random start; None: the default generator of the operator's
-            device.
-        callback: A function that receives the current record, every five products of the first
-            search.
-        progress: Whether to show a progress bar. None: in a terminal, after two seconds.
-
-    Returns:
-        A record: `value` and `residual`, tensors of shape `()`, of a stack of matrices of the
-        batch's shape, and `converged` likewise; `products`.
-
-    Raises:
-        InputError: The operator is not square.
-
-    Warns:
-        ConvergenceWarning: The maximal number of products was reached.
-        HodiffWarning: The result is detached, although the operator requires grad (see
-            `create_graph`).
-
-    Cost:
-        Often 20 to 100 products, and memory for `basis` vectors. A stack of matrices takes as many
-        products, each for all matrices that have not converged, and the callback is called before
-        each restart. Up to 64 columns, all eigenvalues are computed, with a product for each
-        column.
-
-    Note:
-        A small residual means a small error in the matrix. For a matrix far from normal, the error
-        of the radius may be much larger: for a nilpotent matrix of size 100, whose radius is 0, it
-        is about 0.7 in double precision, although the residual is small. To bound the powers of
-        such a matrix, use their norm.
-
-    Examples:
-        >>> import torch, hodiff
-        >>> A = hodiff.MatrixOperator(torch.tensor([[0.0, -0.5], [0.5, 0.0]]))
-        >>> hodiff.spectral_radius(A).value
-        tensor(0.5000)
-
-    Reference:
-        As for `hodiff.eigs`; of a symmetric operator, as for `hodiff.eigsh`.
-    """
-    operator = check_square(operator, "spectral_radius", stacks=True)
-    check_detached("spectral_radius", operator, create_graph)
-    if operator._domain.batch:
-        return _radii(operator, rtol, products, basis, generator, callback, progress)
-
-    def of(record: EigenRecord) -> RadiusRecord:
-        return RadiusRecord(record.value[0].abs(), record.residual[0], record.converged, record.products)
-
-    watching = (lambda record: callback(of(record))) if callable(callback) else callback
-    return of(
-        _eigenpairs("spectral_radius", operator, 1, "magnitude", rtol, products, basis, generator, watching, progress)
-    )
-
-
-def _radii(
-    operator: LinearOperator,
-    rtol: float | None,
-    products: int | None,
-    basis: int | None,
-    generator: torch.Generator | None,
-    callback: Callback | None,
-    progress: bool | None,
-) -> RadiusRecord:
-    """The record of a stack of matrices."""
-    _vectors.check_generator(generator)
-    check_rtol(rtol)
-    rtol = default_rtol(operator.dtype) if rtol is None else rtol
-    size, batch = operator.shape[-1], operator._domain.batch
-    room, budget = _room(size, 1, symmetric=False), 1050
-    if basis is not None:
-        room = _arguments.check_integer(basis, "basis", least=3)
-    if products is not None:
-        budget = _arguments.check_integer(products, "products", least=4)
-    radii = Radii(operator, rtol, source(operator, generator))
-
-    def record(spent: int, met: Tensor | None) -> RadiusRecord:
-        numbers = (radii.value * radii.unit, radii.residual * radii.unit)
-        dtype = _vectors.sum_dtype(operator.dtype)
-        value, residual = (part.reshape(batch).to(operator.device, dtype) for part in numbers)
-        reached = None if met is None else met.reshape(batch).to(value.device)
-        return RadiusRecord(value, residual, reached, spent)
-
-    with EstimatorProgress("spectral_radius", operator, budget, callback, progress) as watch:
-        if size <= min(DENSE, budget) or not batch.numel():
-            radii.by_matrices()
-        else:
-            radii.search(min(room, size), budget, lambda: watch(lambda spent: record(spent, None)))
-        met = radii.residual <= 2 * rtol * radii.scale
-        if not bool(met.all()):
-            warn_not_converged(
-                f"spectral_radius: after {watch.spent} products the residual is more than "
-                f"rtol={rtol:g} of the largest entry{told(~met.reshape(batch))}; allow more "
-                f"products, or a larger basis{FAR}."
-            )
-        return record(watch.spent, met)
-
-
-FAR = " (if the matrix is far from normal, neither may help: a small residual does not imply accurate eigenvalues)"
-DENSE = 64
-"""Up to this size all eigenvalues of a stack of matrices take less time than iterations."""
-
-
-class Radii:
-    """The eigenvalues of largest magnitude of a stack, by Arnoldi iteration side by side.
-
-    Attributes:
-        value: Their magnitudes, a line of them in double precision on the CPU; likewise
-        residual: |A x - λ x|;
-        scale: The largest entry of A, or of its projections; and
-        unit: What all these are measured in.
-    """
-
-    def __init__(self, operator: LinearOperator, rtol: float, generator: torch.Generator | None) -> None:
-        self._operator = operator
-        self._rtol = rtol
-        self._generator = generator
-        self.value = torch.zeros(operator._domain.batch.numel(), dtype=torch.float64, device="cpu")
-        self.scale, self.unit = torch.zeros_like(self.value), torch.zeros_like(self.value)
-        self.residual = torch.full_like(self.value, torch.inf)
-
-    def by_matrices(self) -> None:
-        """All eigenvalues of each."""
-        matrix = self._operator._dense().flatten(0, -3).to("cpu", torch.float64)
-        check_finite(matrix, "spectral_radius")
-        self.unit = _vectors.near(matrix.abs().amax((-2, -1)))
-        matrix = matrix / self.unit[:, None, None]
-        value, x = dominant(matrix)
-        self.value, self.scale = value.abs(), matrix.norm(dim=(-2, -1))
-        image = (matrix.to(x.dtype) @ x[..., None])[..., 0]
-        self.residual = (image - value[:, None] * x).norm(dim=-1)
-
-    def search(self, room: int, budget: int, look: Callable[[], None]) -> None:
-        """In Krylov spaces of up to `room` vectors, each begun by the best vector of the last."""
-        operator, numbers = self._operator, torch.arange(len(self.value), device="cpu")
-        like = operator._domain.zeros_flat(0).to(_vectors.sum_dtype(operator.dtype))
-        shape = (len(numbers), operator.shape[-1])
-        x = _vectors.draw(shape, like, "gaussian", self._generator)
-        while len(numbers) and budget > 3:
-            values, pairs, taken = self._best(x, numbers, min(room, budget - 2))
-            budget -= taken + 2
-            parts = (self._images(part, numbers) for part in (pairs.real, pairs.imag))
-            images = torch.complex(*parts)
-            rest = torch.linalg.vector_norm(images - values.to(pairs)[:, None] * pairs, dim=1)
-            self.value[numbers], self.residual[numbers] = values.abs(), rest.to(self.residual)
-            look()
-            going = self.residual[numbers] > 2 * self._rtol * self.scale[numbers]
-            numbers, x = numbers[going], (pairs.real + pairs.imag)[going.to(x.device)]
-
-    def _images(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """A times a row of each, in units that the first of them gave."""
-        images = self._operator._times_some(rows.to(self._operator.dtype), numbers).to(rows.dtype)
-        check_finite(images, "spectral_radius")
-        unit, largest = self.unit[numbers], _vectors.near(images.abs().amax(1))
-        unit = self.unit[numbers] = torch.where(unit > 0, unit, largest.to(unit))
-        return images / spread(unit, images)
-
-    def _best(self, start: Tensor, numbers: Tensor, steps: int) -> tuple[Tensor, Tensor, int]:
-        """The dominant pair in the Krylov space of each, and how many steps the last of them took."""
-        basis = start.new_zeros((len(start), steps + 1, start.shape[1]))
-        basis[:, 0] = start / spread(norms(start), start)
-        H = torch.zeros((len(start), steps + 1, steps), dtype=torch.float64, device="cpu")
-        values, x = torch.complex(H[:, 0, 0], H[:, 0, 0]), torch.complex(start, start)
-        going = torch.arange(len(start), device="cpu")
-        j, look = 0, 5
-        while len(going):
-            column, norm, basis[:, j + 1] = self._next(basis[:, : j + 1], numbers[going])
-            H[:, : j + 1, j] = column
-            H[:, j + 1, j] = norm
-            j += 1
-            if j < min(look, steps):
-                continue
-            look += max(5, j // 4)  # all eigenvalues of projections take longer than products, soon
-            value, y = dominant(H[:, :j, :j])
-            ended = (norm * y[:, -1].abs() <= self._rtol * self.scale[numbers[going]]) | (j == steps)
-            if bool(ended.any()):
-                at, there = going[ended], ended.to(basis.device)
-                with as_given(start):
-                    y = torch.stack([y.real, y.imag], 1)[ended].to(start) @ basis[there, :j]
-                values[at], x[at.to(x.device)] = value[ended], torch.complex(y[:, 0], y[:, 1])
-                going, H = going[~ended], H[~ended]
-                basis = basis[~there]
-        return values, x, j
-
-    def _next(self, basis: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The image of the last vector: its parts in the basis, how long the rest is, and that."""
-        scale, eps = self.scale[numbers], torch.finfo(self._operator.dtype).eps
-        column, w, norm = orthogonalized(self._images(basis[:, -1], numbers), [basis], eps * scale)
-        self.scale[numbers] = scale = scale.maximum(column.abs().amax(1)).maximum(norm)
-        norm = torch.where(norm > 10 * eps * scale, norm, 0.0)
-        return column, norm, w * spread(torch.where(norm > 0, 1 / norm, 0.0), w)
-
-
-def dominant(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """The eigenvalue of largest magnitude of each matrix, and its vector, of length 1."""
-    values, vectors = torch.linalg.eig(matrices)
-    first = values.abs().argmax(-1, keepdim=True)
-    x = vectors.gather(-1, first[..., None].expand(*vectors.shape[:-1], 1))
-    return values.gather(-1, first)[..., 0], x[..., 0]
-
-
 def _eigenpairs(
-    name: str,
     operator: LinearOperator,
     k: int,
     which: Which,
@@ -526,8 +224,7 @@ def _eigenpairs(
     callback: Callback | None,
     progress: bool | None,
 ) -> EigenRecord:
-    """Check what is common to all, search, and say how it went."""
-    symmetric = operator.symmetric and name != "eigs"
+    """Check the options, search, and say how it went."""
     _arguments.check_integer(k, "k", least=1)
     _vectors.check_generator(generator)
     check_rtol(rtol)
@@ -535,22 +232,22 @@ def _eigenpairs(
     size = operator.shape[0]
     if k > size:
         raise InputError(f"k: got {k}, but the operator has {_arguments.plural(size, 'column')}.")
-    max_basis = _room(size, k, symmetric) if basis is None else _arguments.check_integer(basis, "basis", least=k + 2)
+    room = kept_vectors(size, least=max(2 * k + 10, 30))
+    max_basis = room if basis is None else _arguments.check_integer(basis, "basis", least=k + 2)
     budget = 50 * k + 1000 if products is None else _arguments.check_integer(products, "products", least=2 * k + 2)
     if rtol is None:
         rtol = default_rtol(operator.dtype)
     dtype = _vectors.sum_dtype(operator.dtype)
-    kinds = (dtype, operator.dtype) if symmetric else (torch.promote_types(dtype, torch.complex64),) * 2
 
     def record(pairs: Pairs, converged: bool | None, spent: int) -> EigenRecord:
         value, vectors, residual = pairs
-        return EigenRecord(value.to(kinds[0]), vectors.T.to(kinds[1]), residual.to(dtype), converged, spent)
+        return EigenRecord(value.to(dtype), vectors.T.to(operator.dtype), residual.to(dtype), converged, spent)
 
-    with EstimatorProgress(name, operator, budget, callback, progress) as watch:
-        limit = operator.products + budget - k - (not symmetric)  # the last projection; a conjugate pair is not divided
+    with EstimatorProgress("eigsh", operator, budget, callback, progress) as watch:
+        limit = operator.products + budget - k  # the last projection
         search = Search(
             operator, k, which, rtol, min(max_basis, size), limit, generator,
-            lambda best: watch(lambda spent: record(best(), None, spent)), symmetric=symmetric, name=name,
+            lambda best: watch(lambda spent: record(best(), None, spent)),
         )  # fmt: skip
         search.run()
         pairs = search.polished()
@@ -558,20 +255,14 @@ def _eigenpairs(
         converged = search.complete and bool((residual <= 2 * rtol * scale).all())
         if not converged:
             warn_not_converged(
-                f"{name}: after {watch.spent} products the largest residual is "
+                f"eigsh: after {watch.spent} products the largest residual is "
                 f"{float(residual.max()) / (scale or 1.0):.2g} of the largest eigenvalue (rtol={rtol:g}); "
-                f"allow more products, or a larger basis{'' if symmetric else FAR}."
+                f"allow more products, or a larger basis."
             )
         return record(pairs, converged, watch.spent)
 
 
-def _room(size: int, k: int, symmetric: bool) -> int:
-    max_basis = kept_vectors(size, least=max(2 * k + 10, 30))
-    # A restart by Schur vectors takes room⁴ operations.
-    return max_basis if symmetric else min(max_basis, max(2 * k + 10, 100))
-
-
-# --- some eigenpairs of an operator, by restarted Lanczos or Arnoldi iteration; the engine of `eigsh` and `eigs` ------
+# --- some eigenpairs of an operator, by restarted Lanczos iteration ---------------------------------------------------
 
 
 Which = Literal["largest", "smallest", "magnitude"]
@@ -583,9 +274,6 @@ Look = Callable[[Callable[[], Pairs]], None]
 
 class Search:
     """What has been locked, and the basis that looks for better ones.
-
-    Of an operator that is not symmetric, an invariant subspace is locked: eigenvectors need not be
-    orthogonal, and orthonormal vectors that span the same (of Schur's form) carry as much.
 
     Attributes:
         scale: The largest entry of a projection seen: an estimate of |A|, below it.
@@ -603,9 +291,6 @@ class Search:
         limit: int,
         generator: torch.Generator | None,
         look: Look,
-        *,
-        symmetric: bool,
-        name: str,
     ) -> None:
         self._operator = operator
         self._k = k
@@ -615,7 +300,6 @@ class Search:
         self._limit = limit
         self._generator = source(operator, generator)
         self._look = look
-        self._symmetric, self._name = symmetric, name
         self.scale = 0.0
         self.complete = False
         self.unit = 0.0
@@ -627,8 +311,7 @@ class Search:
             else torch.float64
         )
         self._locked = torch.empty((0, operator.shape[0]), dtype=dtype, device=operator.device)
-        self._values = torch.empty(0, dtype=torch.float64 if symmetric else torch.complex128, device="cpu")
-        self._kind = dtype if symmetric else torch.promote_types(dtype, torch.complex64)
+        self._values = torch.empty(0, dtype=torch.float64, device="cpu")
 
     def run(self) -> None:
         """Search, lock what has converged, and search again beside it, until nothing better is left."""
@@ -638,8 +321,8 @@ class Search:
             self._grow_and_restart(  # no name keeps one basis while the next is made
                 Basis(
                     self._images, self._draw(), max_basis, self._eps,
-                    symmetric=self._symmetric, draw=self._draw, locked=self._locked, scale=self.scale,
-                    check=partial(check_finite, name=self._name),
+                    draw=self._draw, locked=self._locked, scale=self.scale,
+                    check=partial(check_finite, name="eigsh"),
                 ),
                 max_basis,
             )  # fmt: skip
@@ -653,19 +336,16 @@ class Search:
         """A times a flat vector, which its norm will check, or each row; in a unit by the first."""
         products = flat_product(self._operator, rows).to(rows.dtype)
         if rows.ndim == 2:
-            check_finite(products, self._name)
+            check_finite(products, "eigsh")
         unit = self.unit = self.unit or _unit(products)
         return products / unit if unit not in (0, 1) else products
 
     def _rank(self, values: Tensor) -> Tensor:
         """What is to be large."""
-        return {"largest": values.real, "smallest": -values.real, "magnitude": values.abs()}[self._which]
+        return {"largest": values, "smallest": -values, "magnitude": values.abs()}[self._which]
 
     def _order(self, values: Tensor) -> Tensor:
         return self._rank(values).argsort(descending=True, stable=True)
-
-    def _pairs(self, square: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.linalg.eigh(square) if self._symmetric else torch.linalg.eig(square)
 
     def _grow_and_restart(self, basis: Basis, max_basis: int) -> None:
         """One search: it ends with new locked vectors, or with the proof that none is missing."""
@@ -676,8 +356,8 @@ class Search:
             looked = min(max_basis, max(basis.size, looked) + 5, basis.size + left)
             basis.grow(looked)
             self.scale = max(self.scale, basis.scale)
-            values, coordinates = self._pairs(basis.square)
-            residuals = (basis.remainder.to(coordinates) @ coordinates).abs()
+            values, coordinates = torch.linalg.eigh(basis.square)
+            residuals = (basis.remainder @ coordinates).abs()
             order = self._order(values)
             tolerance = self._rtol * self.scale
             whole = basis.exhausted or self._operator.products >= self._limit
@@ -693,25 +373,17 @@ class Search:
                 min(self._k, max_basis) if first else 1
             )
             if done or whole:
-                self._lock(basis, values, coordinates, better)
+                self._lock(basis, values[better], coordinates[:, better])
                 if basis.exhausted:
                     self.complete = True
                 return
             if basis.size >= max_basis:
                 keep = order[: min(max_basis - 3, self._k + (max_basis - self._k) // 2)]
-                basis.restart(*self._subspace(basis.square, values, coordinates, keep))
+                basis.restart(coordinates[:, keep], values[keep])
                 looked = basis.size
 
     def _ritz(self, basis: Basis, values: Tensor, coordinates: Tensor, residuals: Tensor) -> Pairs:
-        rows = basis.vectors[: len(coordinates)].to(self._kind)
-        with as_given(rows):
-            return values * self.unit, coordinates.T.to(rows) @ rows, residuals * self.unit
-
-    def _subspace(self, square: Tensor, values: Tensor, coordinates: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """An orthonormal basis of an invariant subspace of the projection, and the projection on it."""
-        if self._symmetric:
-            return coordinates[:, chosen], torch.diag(values[chosen])
-        return invariant(square, self._order, len(chosen))
+        return values * self.unit, basis.combine(coordinates), residuals * self.unit
 
     def _worst(self) -> float:
         """The rank of the last of the k best values locked; below everything while there are fewer."""
@@ -727,14 +399,12 @@ class Search:
         bound = float(self._rank(values[best])) + float(residuals[best])
         return bound <= self._worst() + 2 * tolerance
 
-    def _lock(self, basis: Basis, values: Tensor, coordinates: Tensor, chosen: Tensor) -> None:
-        if not len(chosen):
+    def _lock(self, basis: Basis, values: Tensor, coordinates: Tensor) -> None:
+        if not len(values):
             return
-        inside, square = self._subspace(basis.square, values, coordinates, chosen)
-        rows = torch.cat([self._locked, basis.combine(inside)])
+        rows = torch.cat([self._locked, basis.combine(coordinates)])
         self._locked = torch.linalg.qr(rows.T)[0].T.contiguous()
-        locked = values[chosen] if self._symmetric else torch.linalg.eigvals(square)
-        self._values = torch.cat([self._values, locked])
+        self._values = torch.cat([self._values, values])
 
     def polished(self) -> Pairs:
         """The k best pairs, by one more projection on all that were found, and their true residuals.
@@ -747,7 +417,7 @@ class Search:
         values, vectors, rest = self._projected(space, images)
         for _ in range(3):
             large = rest.norm(dim=1) > self._rtol * self.scale
-            missing = torch.cat([rest.real[large], rest.imag[large]]) if rest.is_complex() else rest[large]
+            missing = rest[large]
             size = len(space) + len(missing)
             affordable = self._operator.products + size <= self._limit and size <= space.shape[1]
             if not bool(large.any()) or not affordable:
@@ -763,10 +433,10 @@ class Search:
         """The k best Ritz pairs in a space, and what is left of their images."""
         with as_given(space):
             projection = (space @ images.T).cpu().double()
-            values, coordinates = self._pairs((projection + projection.T) / 2 if self._symmetric else projection)
+            values, coordinates = torch.linalg.eigh((projection + projection.T) / 2)
             best = self._order(values)[: self._k]
-            turn = coordinates[:, best].T.to(space.device, self._kind)
-            vectors, images = turn @ space.to(self._kind), turn @ images.to(self._kind)
+            turn = coordinates[:, best].T.to(space)
+            vectors, images = turn @ space, turn @ images
         values = values[best].to(turn.device)
         return values, vectors, images - values.to(turn)[:, None] * vectors
 
@@ -775,26 +445,3 @@ def _unit(products: Tensor) -> float:
     """What to measure products in: 1 where their squares have room, 0 where all are 0."""
     unit = power_of_two(products)
     return 1.0 if 2**-20 < unit < 2**20 else unit
-
-
-def invariant(square: Tensor, order: Callable[[Tensor], Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """An orthonormal basis, as columns, of the invariant subspace of the `count` first eigenvalues, and its block.
-
-    Schur's form in that order, one eigenvector (or one pair of conjugate ones) after the other:
-    each is split off by an orthogonal similarity, which is stable however far from orthogonal the
-    eigenvectors are. A pair is not divided, so that there may be one vector more.
-    """
-    turned, basis = square.clone(), torch.eye(len(square), dtype=square.dtype, device="cpu")
-    done = 0
-    while done < count:
-        values, vectors = torch.linalg.eig(turned[done:, done:])
-        first = order(values)[0]
-        vector = vectors[:, first]
-        parts = [vector.real] if values[first].imag == 0 else [vector.real, vector.imag]
-        q, _ = torch.linalg.qr(torch.stack(parts, 1), mode="complete")
-        turned[:, done:] = turned[:, done:] @ q
-        turned[done:] = q.T @ turned[done:]
-        basis[:, done:] = basis[:, done:] @ q
-        turned[done + len(parts) :, done : done + len(parts)] = 0
-        done += len(parts)
-    return basis[:, :done], turned[:done, :done]

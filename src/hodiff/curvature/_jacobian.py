@@ -36,9 +36,9 @@ class JacobianOperator(DataOperator[Linearized], TwoSpaces):
             batches of the first pass are kept, so that rows keep their order.
         batch_ndim: How many leading dimensions of *where*, and of all outputs, index independent
             samples: each has its own Jacobian. A vector is like *where*, or flat `(*batch, D)`. A
-            product multiplies all samples at once, and `hodiff.solve`, `hodiff.trace`,
-            `hodiff.diagonal` and `hodiff.spectral_radius` return a result for each. Not for
-            modules, whose parameters are not samples.
+            product multiplies all samples at once, and `hodiff.solve`, `hodiff.trace`
+            and `hodiff.diagonal` return a result for each. Not for modules, whose parameters are
+            not samples.
         memory_budget: How much memory the graphs may hold: bytes (an int, 0 to keep none), or a
             fraction of the free memory (a float).
         chunk_size: How many vectors one pass takes.

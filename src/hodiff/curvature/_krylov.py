@@ -511,14 +511,13 @@ def anywhere(where: Number) -> bool:
     return where if where is True or where is False else bool(where.any())
 
 
-# --- an orthonormal basis of a Krylov space with full reorthogonalization; the engine of `eigsh` and `eigs` ----
+# --- an orthonormal basis of a Krylov space with full reorthogonalization; the engine of `eigsh` ----------------------
 
 
 class Basis:
     r"""An orthonormal basis \(V\) of a Krylov space, and the operator's projection \(T = V A V^\top\) on it.
 
-    Of a symmetric operator (Lanczos) the lower half of the projection is kept; of another one
-    (Arnoldi) it is a Hessenberg matrix, but for what a restart leaves.
+    The operator is symmetric (Lanczos): the lower half of the projection is kept.
 
     Every new vector is made orthogonal to all before, and to the locked ones, so that no eigenvalue
     appears twice unless it is so. When the space is exhausted (the remainder vanishes: a
@@ -528,8 +527,7 @@ class Basis:
 
     Attributes:
         vectors: The basis as rows, `(room + 1, D)`; the first `size` are in use, one more is the next.
-        projection: `T`, with one row more, on the CPU in double precision; of a symmetric operator
-            the lower half.
+        projection: The lower half of `T`, with one row more, on the CPU in double precision.
         size: How many columns of `T` are known.
         scale: The largest |T| seen: an estimate of |A|, below it.
         exhausted: Whether the basis and the locked vectors span everything.
@@ -542,13 +540,12 @@ class Basis:
         max_basis: int,
         eps: float,
         *,
-        symmetric: bool,
         draw: Callable[[], Tensor],
         check: Callable[[Tensor], object],
         locked: Tensor | None = None,
         scale: float = 0.0,
     ) -> None:
-        self._multiply, self._symmetric, self._draw, self._check = multiply, symmetric, draw, check
+        self._multiply, self._draw, self._check = multiply, draw, check
         self._locked = start.new_empty((0, len(start))) if locked is None else locked
         self.vectors = start.new_empty((max_basis + 1, len(start)))
         self.projection = torch.zeros((max_basis + 1, max_basis + 1), dtype=torch.float64, device="cpu")
@@ -571,10 +568,7 @@ class Basis:
         column, w, norm = self._orthogonalized(image, j + 1)
         if not math.isfinite(norm):
             self._check(image)
-        if self._symmetric:
-            self.projection[j, : j + 1] = column
-        else:
-            self.projection[: j + 1, j] = column
+        self.projection[j, : j + 1] = column
         self.scale = max(self.scale, norm, *map(abs, column.tolist()))
         self.size = j + 1
         if norm > 10 * self._eps * self.scale:
@@ -614,19 +608,19 @@ class Basis:
         return self.projection[: self.size, : self.size]
 
     def combine(self, coordinates: Tensor) -> Tensor:
-        """The vector with these coordinates in the basis; for columns of them, vectors as rows."""
+        """The vectors, as rows, with these coordinates in the basis, as columns."""
         coordinates = coordinates.to(self.vectors)
         with as_given(coordinates):
-            return (coordinates if coordinates.ndim == 1 else coordinates.T) @ self.vectors[: len(coordinates)]
+            return coordinates.T @ self.vectors[: len(coordinates)]
 
-    def restart(self, coordinates: Tensor, square: Tensor) -> None:
-        """Keep only an invariant subspace of the projection, which is `square` on it, and the vector that was next."""
+    def restart(self, coordinates: Tensor, values: Tensor) -> None:
+        """Keep only these eigenvectors of the projection, with their values, and the vector that was next."""
         count = coordinates.shape[1]
         kept, left = self.combine(coordinates), self.remainder @ coordinates
         following = self.vectors[self.size].clone()
         self.vectors[:count] = kept
         self.vectors[count] = following
         self.projection.zero_()
-        self.projection[:count, :count] = square
+        self.projection.diagonal()[:count] = values
         self.projection[count, :count] = left
         self.size = count

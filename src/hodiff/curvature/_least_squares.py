@@ -20,7 +20,6 @@ from hodiff.calculus._first import tall_jacobian
 from hodiff.calculus._per_sample import GROUP, Samples, check_not_crossed
 from hodiff.curvature import _data
 from hodiff.curvature._damped_system import DampedStep, DampedSystem, flat
-from hodiff.curvature._newton import Rateless, undoing
 from hodiff.curvature._records import LeastSquaresRecord
 from hodiff.errors import HodiffWarning, InputError
 
@@ -59,7 +58,16 @@ _State = dict[str, Any]
 """What a step leaves to the next: damping, scale, radius, the columns' largest norms, the last length and norm."""
 
 
-class LevenbergMarquardt(Rateless):
+class _Group(dict[str, Any]):
+    """Options and parameters. What else is asked for is what schedules a learning rate."""
+
+    def __missing__(self, key: str) -> Any:
+        raise InputError(
+            f"{key}: this optimizer has no learning rate to schedule; it chooses the length of each step itself."
+        )
+
+
+class LevenbergMarquardt(torch.optim.Optimizer):
     r"""Levenberg's and Marquardt's method: nonlinear least squares, as an optimizer on residuals.
 
     The loss is **half the sum of the squares** of all that the functions return,
@@ -162,6 +170,7 @@ class LevenbergMarquardt(Rateless):
         "geodesic acceleration").
     """
 
+    # What a copy, or a pickle, has: PyTorch's own optimizers keep all their options in the groups.
     _own = (
         *("_functions", "_where", "_damping", "_momentum", "_least"),
         *("_search", "_tries", "_budget", "_warned", "last"),
@@ -208,7 +217,14 @@ class LevenbergMarquardt(Rateless):
         """Refuse a second group: *where* is one point."""
         if self.param_groups:
             raise InputError("param_group: LevenbergMarquardt has one group, its where; make another optimizer.")
-        super().add_param_group(param_group)
+        super().add_param_group(_Group(param_group))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: getattr(self, name) for name in self._own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.param_groups = [*map(_Group, self.param_groups)]
 
     def step(self, *batches: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take one step, or refuse it (see `last`).
@@ -523,7 +539,7 @@ class LevenbergMarquardt(Rateless):
         return self._momentum * flat(changes, tensors[0].device)
 
     def _take(self, tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-        undo = undoing(tensors)
+        undo = _undoing(tensors)
         try:
             with _settings.grad_mode(False):
                 for tensor, leaf in zip(tensors, leaves, strict=True):
@@ -533,6 +549,18 @@ class LevenbergMarquardt(Rateless):
             undo.clear()
         finally:
             _settings.undo_all(undo)
+
+
+def _undoing(tensors: Sequence[Tensor]) -> _settings.Undo:
+    """What gives tensors their values back."""
+    before = [tensor.detach().clone() for tensor in tensors]
+
+    def put_back() -> None:
+        with _settings.grad_mode(False):
+            for tensor, old in zip(tensors, before, strict=True):
+                tensor.copy_(old)
+
+    return [put_back]
 
 
 class _Joint:

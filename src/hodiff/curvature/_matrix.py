@@ -30,8 +30,8 @@ class MatrixOperator(LinearOperator):
             it always is, like a kernel matrix.
         batch_ndim: How many leading dimensions of *A* index the matrices of a stack, `(*batch, M,
             D)`. A vector is then `(*batch, D)`, several are `(K, *batch, D)`, or columns `(*batch,
-            D, K)`. `hodiff.solve`, `hodiff.trace`, `hodiff.diagonal`, `hodiff.logdet` and
-            `hodiff.spectral_radius` return a result for each.
+            D, K)`. `hodiff.solve`, `hodiff.trace`, `hodiff.diagonal` and `hodiff.logdet` return a
+            result for each.
 
     Raises:
         InputError: *A* is not a real floating point matrix or vector, is an expanded view of more than 64 GiB, or

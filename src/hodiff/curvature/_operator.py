@@ -562,7 +562,7 @@ WRITTEN = {
         ("inverse inv pinv solve cholesky", "write hodiff.solve(H, b) for its inverse times b."),
         ("mv mm matmul matmat dot apply", "write H @ v."),
         ("t transpose mT H adjoint", "write H.T."),
-        ("norm", "write hodiff.spectral_radius(H), or H.dense().norm()."),
+        ("norm", "write H.dense().norm()."),
         ("size ndim dim numel __len__", "its size is H.shape."),
         ("to cpu cuda double float half", "it has the dtype and device of its point; convert that, and make it again."),
         ("detach requires_grad backward", "its products are detached; for derivatives use hodiff.hvp, jvp or vjp."),
@@ -644,8 +644,6 @@ WAYS = {
         "create_graph=True, for hodiff.HessianOperator, GaussNewtonOperator, JacobianOperator, "
         "MatrixOperator, and their blocks, sums, products and multiples",
     ),
-    "eigs": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",
-    "spectral_radius": "torch.linalg.eigvals of hodiff.jacobian(..., create_graph=True), or of the matrix",
     "spectral_density": (
         "torch.linalg.eigvalsh of hodiff.hessian(..., matrix=True, create_graph=True), or of the matrix"
     ),

@@ -55,11 +55,6 @@ class RandomVectors:
         self.number = samples if self._rows is None else len(self._rows)
         self._taken = 0
 
-    @property
-    def signs(self) -> bool:
-        """Whether all entries of the caller's own are 1 or -1."""
-        return self._rows is None or bool((self._rows.abs() == 1).all())
-
     def exhaust(self, products: int) -> bool:
         """Whether so many products, of vectors drawn, are as many as the operator has columns."""
         return not self.given and products >= self._size
@@ -126,6 +121,10 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or torch.equal(a, -b)
 
 
+UNSYMMETRIC = "scipy.sparse.linalg.eigs(A.to_scipy())"
+"""What gives eigenvalues of an operator that is not symmetric."""
+
+
 def check_square(
     operator: object, name: str, *, symmetric: bool = False, instead: str = "", stacks: bool = False
 ) -> LinearOperator:
@@ -144,7 +143,7 @@ def check_square(
         raise InputError(
             f"{name} takes one matrix at a time, but the operator is a stack of {tuple(batch)} "
             f"(batch_ndim=). These take stacks: hodiff.solve, hodiff.trace, hodiff.diagonal, "
-            f"hodiff.logdet, hodiff.spectral_radius."
+            f"hodiff.logdet."
         )
     if rows != columns:
         raise InputError(f"{name}: the operator is {rows} x {columns}, expected a square one (J.T @ J?).")

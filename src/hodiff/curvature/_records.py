@@ -49,11 +49,7 @@ def _bare(text: str, heading: str) -> str:
 
 def number(value: Any) -> str:
     """A number with four digits."""
-    if isinstance(value, Tensor):
-        value = value.item()
-    if isinstance(value, complex):
-        return f"{value.real:.4g}{value.imag:+.4g}j"
-    return f"{value:.4g}"
+    return f"{value.item() if isinstance(value, Tensor) else value:.4g}"
 
 
 def numbers(values: Tensor) -> str:
@@ -87,7 +83,6 @@ def flat(value: Any) -> Tensor:
 
 V = TypeVar("V")
 Status = Literal["converged", "negative curvature", "budget", "stagnation", "divergence", "iterations", "running"]
-End = Literal["interior", "boundary", "negative curvature", "budget"]
 
 
 def _outcome(converged: bool | Tensor | None, unasked: str) -> str:
@@ -129,21 +124,6 @@ class _Estimate(Shown):
         return f"{self._errors.format(relative)} after {plural(self.products, 'product')}{asked[met]}."
 
 
-class _Iterated(Shown):
-    """What records of eigenpairs show, with their residuals."""
-
-    residual: Tensor
-    converged: Any
-
-    def _facts(self) -> dict[str, str]:
-        return {
-            "value": numbers(self.value.reshape(-1)),
-            "residual": f"residual {number(largest(self.residual))}",
-            "products": plural(self.products, "product"),
-            "outcome": _outcome(self.converged, "running"),
-        }
-
-
 @dataclass(frozen=True, repr=False, eq=False)
 class TraceRecord(_Estimate):
     """An estimated trace, or log-determinant; of a stack of matrices, tensors of the batch's shape.
@@ -183,13 +163,12 @@ class DiagonalRecord(_Estimate):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class EigenRecord(_Iterated):
+class EigenRecord(Shown):
     """Some eigenpairs.
 
     Attributes:
-        value: The eigenvalues, `(k,)`: the one asked for first comes first. Complex from `eigs`.
-        vectors: The eigenvectors as columns, `(D, k)`, of length 1, and orthogonal where the operator is symmetric;
-            `A.unflatten(vectors)` shapes real ones.
+        value: The eigenvalues, `(k,)`: the one asked for first comes first.
+        vectors: The eigenvectors as orthonormal columns, `(D, k)`; `A.unflatten(vectors)` shapes them.
         residual: |A x - λ x| of each pair, `(k,)`, computed from products (in what a callback is given, estimated).
         converged: Whether every residual is within the tolerance; None while it runs.
         products: How many products it took.
@@ -201,6 +180,14 @@ class EigenRecord(_Iterated):
     converged: bool | None
     products: int
 
+    def _facts(self) -> dict[str, str]:
+        return {
+            "value": numbers(self.value),
+            "residual": f"residual {number(largest(self.residual))}",
+            "products": plural(self.products, "product"),
+            "outcome": _outcome(self.converged, "running"),
+        }
+
     @property
     def message(self) -> str:
         """How it went, in a sentence."""
@@ -208,39 +195,12 @@ class EigenRecord(_Iterated):
         return f"{text}: the largest residual is {number(self.residual.max())}, {self._facts()['outcome']}."
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw the eigenvalues with their residuals (complex ones in the plane); returns matplotlib's axes."""
+        """Draw the eigenvalues with their residuals; returns matplotlib's axes."""
         axes, value = axes_or_new(axes), self.value.cpu()
-        if value.is_complex():
-            axes.plot(value.real, value.imag, "o")
-            axes.set(xlabel="real part", ylabel="imaginary part")
-            return axes
         axes.errorbar(range(1, len(value) + 1), value, yerr=self.residual.cpu(), fmt="o", capsize=3)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set(xlabel="number", ylabel="eigenvalue ± residual")
         return axes
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class RadiusRecord(_Iterated):
-    """A spectral radius; of a stack of matrices, tensors of the batch's shape.
-
-    Attributes:
-        value: The largest magnitude of an eigenvalue, a tensor without dimensions.
-        residual: |A x - λ x| of that eigenpair, likewise.
-        converged: Whether the residual is within the tolerance; None while it runs.
-        products: How many products it took.
-    """
-
-    value: Tensor
-    residual: Tensor
-    converged: bool | Tensor | None
-    products: int
-
-    @property
-    def message(self) -> str:
-        """How it went, in a sentence."""
-        residual = number(largest(self.residual))
-        return f"The residual is {residual} after {plural(self.products, 'product')}, {self._facts()['outcome']}."
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -362,53 +322,6 @@ class SolveRecord(Shown, Generic[V]):
         }[self.status]
         spent = plural(self.products, "product")
         return f"After {spent} the relative residual is {number(largest(self.residual))}, {why}."
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class NewtonRecord(Shown):
-    """What one step of `NewtonCG` did.
-
-    Attributes:
-        value: The loss before.
-        decrease: By how much it fell; 0 where the step was refused.
-        ratio: What came true of the decrease that the model promised; -inf where the loss was not finite there.
-        accepted: Whether the step was taken; if not, the parameters are as they were.
-        radius: The radius of the next step.
-        products: How many products it took.
-        end: `"interior"` (a Newton step), `"boundary"` (the radius bound it), `"negative curvature"` or
-            `"budget"` (the products ran out).
-    """
-
-    value: float
-    decrease: float
-    ratio: float
-    accepted: bool
-    radius: float
-    products: int
-    end: End
-
-    def _facts(self) -> dict[str, str]:
-        return {
-            "value": f"loss {number(self.value)}",
-            "decrease": f"fell by {number(self.decrease)}" if self.accepted else "undone",
-            "ratio": f"ratio {number(self.ratio)}",
-            "radius": f"radius {number(self.radius)}",
-            "products": plural(self.products, "product"),
-            "end": self.end,
-        }
-
-    @property
-    def message(self) -> str:
-        """How it went, in a sentence."""
-        if not self.accepted:
-            return f"The loss did not fall enough: the step was undone, and the radius is now {number(self.radius)}."
-        how = {
-            "interior": "a Newton step",
-            "boundary": "a step to the radius",
-            "negative curvature": "a step along negative curvature",
-            "budget": "a step that ran out of products",
-        }[self.end]
-        return f"The loss fell by {number(self.decrease)}, {number(self.ratio)} of the predicted decrease, by {how}."
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -11,7 +11,6 @@ from torch import Tensor
 from hodiff._core import _settings
 from hodiff._core._arguments import Probes, check_option
 from hodiff._core._vectors import near, standard_error, sum_dtype
-from hodiff.curvature._leave_one_out import xdiag, xnystrace, xtrace
 from hodiff.curvature._operator import LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
     BLOCK,
@@ -30,9 +29,7 @@ from hodiff.curvature._probes import (
 from hodiff.curvature._records import DiagonalRecord, TraceRecord
 from hodiff.errors import InputError
 
-TraceMethod = Literal["hutchinson", "hutch++", "xtrace", "xnystrace"]
-_PRODUCTS = {"hutchinson": 2, "hutch++": 3, "xtrace": 4, "xnystrace": 2}
-"""For two random vectors."""
+TraceMethod = Literal["hutchinson", "hutch++"]
 
 
 def trace(
@@ -66,14 +63,11 @@ def trace(
             the parameters, *vectors* and everything that the operator's function uses. For
             `"hutchinson"` and the operators that `hodiff.solve` names. With one vector of your own
             it is \(v^\top H v\). None: only inside the function of another hodiff call.
-        method: `"hutchinson"`, the mean of \(z^\top A z\); `"hutch++"`, which uses half of the
+        method: `"hutchinson"`, the mean of \(z^\top A z\); or `"hutch++"`, which uses half of the
             vectors for a sketch of the largest eigenvalues, computes their part exactly, and
-            estimates the rest; `"xtrace"`, in which each vector in turn estimates what a sketch of
-            all others leaves; or `"xnystrace"`, the same for positive semidefinite operators at
-            half the cost. The last three are better if the spectrum decays, and the last two are
-            the best then.
+            estimates the rest. That is better if the spectrum decays.
         rtol: Stop as soon as the standard error is below `rtol * |value|` (checked every 8 vectors,
-            after the first 16; with the last two methods at the end). None: use all samples.
+            after the first 16). None: use all samples.
         generator: The source of the random vectors; None: the default generator of the operator's
             device.
         callback: A function that receives the current record, every 8 vectors.
@@ -85,7 +79,7 @@ def trace(
         by pattern.
 
     Raises:
-        InputError: The operator is not square, or found not to be semidefinite by `"xnystrace"`; or an unknown method.
+        InputError: The operator is not square, or an unknown method.
 
     Warns:
         ConvergenceWarning: `rtol` was not reached.
@@ -94,18 +88,15 @@ def trace(
         HodiffWarning: The result is not finite.
 
     Cost:
-        A product for each vector; two for `"xtrace"` and for each vector of the sketch of
-        `"hutch++"`. `"hutchinson"` needs memory for a few vectors, the other methods for `samples`
-        vectors, the last two in double precision.
+        A product for each vector, two for each vector of the sketch of `"hutch++"`.
+        `"hutchinson"` needs memory for a few vectors, `"hutch++"` for half of `samples`.
 
         With `create_graph`, one more evaluation and pass, and the graphs of all products at once.
         Third derivatives may follow, so layer, batch and instance norm are computed from their
         definition.
 
     Note:
-        Standard errors are themselves estimates, and rough ones if there are few vectors. For the
-        last two methods they are 1.0 to 1.4 times the true ones, measured over many kinds of
-        spectra, and up to 1.9 times if the sketch leaves hardly anything.
+        Standard errors are themselves estimates, and rough ones if there are few vectors.
 
     Examples:
         Rademacher probes find the trace of a diagonal matrix without error:
@@ -119,29 +110,26 @@ def trace(
         Hutchinson, M. F. (1990). Communications in Statistics 19(2). doi:10.1080/03610919008812866.
         Meyer, R. A., Musco, C., Musco, C., Woodruff, D. P. (2021). Hutch++: optimal stochastic trace
         estimation. SOSA. arXiv:2010.09649.
-        Epperly, E. N., Tropp, J. A., Webber, R. J. (2024). XTrace: making the most of every sample in stochastic
-        trace estimation. SIAM J. Matrix Anal. Appl. 45(1). doi:10.1137/23M1548323.
     """
     operator = check_square(operator, "trace", stacks=True)
     check_option(method, TraceMethod, "method")
-    _check_stack(operator, method, "hutchinson")
+    if operator._domain.batch and method != "hutchinson":
+        raise InputError(
+            f"method={method!r} takes one matrix at a time, but the operator is a stack of "
+            f"{tuple(operator._domain.batch)}; use 'hutchinson'."
+        )
     recorded = is_recorded("trace", operator, create_graph, vectors=vectors)
     drawn = RandomVectors(operator, samples, probes, vectors, generator, live=recorded)
     check_rtol(rtol, drawn.number)
     leaves = _leaves_of(operator, blocks, method)
     if recorded:
         return _differentiable(operator, drawn, blocks, method, rtol)
-    needed = drawn.number * _PRODUCTS[method] // 2
+    needed = drawn.number + (drawn.number // 2 if method == "hutch++" else 0)  # two products for one of the sketch
     with EstimatorProgress("trace", operator, needed, callback, progress) as watch:
-        if drawn.exhaust(needed) or (method in ("xtrace", "xnystrace") and drawn.number >= operator.shape[-1]):
+        if drawn.exhaust(needed):
             parts = operator._domain.pieces(exact_diagonal(operator))
             terms = torch.stack([part.sum(-1, dtype=torch.float64) for part in parts])[None]
             record = _record(operator, terms, leaves, 0.0, rtol, watch, exact=True)
-        elif method in ("xtrace", "xnystrace"):
-            estimate = xtrace if method == "xtrace" else xnystrace
-            gaussian = probes == "gaussian" and not drawn.given
-            value, error = estimate(operator, drawn.take(drawn.number), gaussian=gaussian)
-            record = _made(operator, value, error, rtol, watch)
         else:
             record = _hutchinson(operator, drawn, method == "hutch++", leaves, rtol, watch)
         watch.warn_if_not_finite(record.value)
@@ -230,31 +218,9 @@ def _record(
     parts = {
         name: _record(operator, terms[:, chosen], {}, 0.0, rtol, watch, exact=exact) for name, chosen in leaves.items()
     }
-    return _made(operator, value, error, rtol, watch, parts)
-
-
-def _made(
-    operator: LinearOperator,
-    value: Tensor,
-    error: Tensor | None,
-    rtol: float | None,
-    watch: EstimatorProgress,
-    blocks: dict[str, TraceRecord] | None = None,
-) -> TraceRecord:
     dtype = sum_dtype(operator.dtype)
     converged = reached(value, error, rtol, len(operator._domain.batch))
-    return TraceRecord(
-        value.to(dtype), None if error is None else error.to(dtype), converged, watch.spent, blocks or {}
-    )
-
-
-def _check_stack(operator: LinearOperator, method: str, *taken: str) -> None:
-    """Raise where a method is not for stacks of matrices."""
-    if operator._domain.batch and method not in taken:
-        raise InputError(
-            f"method={method!r} takes one matrix at a time, but the operator is a stack of "
-            f"{tuple(operator._domain.batch)}; use {', '.join(map(repr, taken))}."
-        )
+    return TraceRecord(value.to(dtype), None if error is None else error.to(dtype), converged, watch.spent, parts)
 
 
 def _sketch(operator: LinearOperator, rows: Tensor) -> Tensor:
@@ -266,7 +232,7 @@ def _sketch(operator: LinearOperator, rows: Tensor) -> Tensor:
 # --- `diagonal`: exact, or estimated with a standard error for each entry ---------------------------------------------
 
 
-DiagonalMethod = Literal["estimate", "xdiag", "exact"]
+DiagonalMethod = Literal["estimate", "exact"]
 
 
 def diagonal(
@@ -286,10 +252,8 @@ def diagonal(
 
     Args:
         operator: A square operator.
-        method: `"estimate"`, the mean of \(z \circ A z\); `"xdiag"`, which computes the part of a
-            sketch exactly and estimates the rest with each vector in turn, and is better if the
-            spectrum decays; or `"exact"`, one product for each column, or fewer passes for some
-            operators (`hodiff.FisherOperator`).
+        method: `"estimate"`, the mean of \(z \circ A z\); or `"exact"`, one product for each
+            column, or fewer passes for some operators (`hodiff.FisherOperator`).
         samples: How many random vectors to draw. If they are at least as many as the columns, the
             diagonal is computed exactly.
         rtol: Stop an estimate as soon as the norm of the standard errors is below `rtol` times that
@@ -299,9 +263,9 @@ def diagonal(
         vectors: Your own random vectors, one or several, in a form that `A @ v` accepts (several
             flat ones are columns `(D, K)`), with independent entries of mean 0 and variance 1; then
             none is drawn. Vectors that are all equal up to sign count as one.
-        create_graph: Whether `value` can be differentiated, with `"estimate"` or `"exact"`. None:
-            only inside the function of another hodiff call; elsewhere a warning says if something
-            that requires grad becomes a constant, and False accepts that silently.
+        create_graph: Whether `value` can be differentiated. None: only inside the function of
+            another hodiff call; elsewhere a warning says if something that requires grad becomes a
+            constant, and False accepts that silently.
         generator: The source of the random vectors; None: the default generator of the operator's
             device.
         callback: A function that receives the current record, every 8 vectors.
@@ -309,11 +273,10 @@ def diagonal(
 
     Returns:
         A record: `value` and `stderr`, with the structure and shapes of the point (`stderr` is None where one vector
-        says nothing about it; XDiag's is up to 1.6 times too large where the spectrum decays fast); `converged`, None
-        without `rtol`; `products`.
+        says nothing about it); `converged`, None without `rtol`; `products`.
 
     Raises:
-        InputError: The operator is not square, XDiag's probes are not signs, or an unknown method.
+        InputError: The operator is not square, or an unknown method.
 
     Warns:
         ConvergenceWarning: `rtol` was not reached.
@@ -322,9 +285,8 @@ def diagonal(
         HodiffWarning: The result is not finite.
 
     Cost:
-        A product for each vector drawn, two for XDiag (one of them with the transpose), or as many as there are
-        columns; memory for a few vectors, for XDiag for `samples`, in double precision. With `create_graph`, an
-        evaluation and a pass more, and the graphs of all products at once.
+        A product for each vector drawn, or as many as there are columns; memory for a few vectors. With
+        `create_graph`, an evaluation and a pass more, and the graphs of all products at once.
 
     Examples:
         >>> import torch, hodiff
@@ -335,36 +297,26 @@ def diagonal(
     Reference:
         Bekas, C., Kokiopoulou, E., Saad, Y. (2007). An estimator for the diagonal of a matrix. Applied
         Numerical Mathematics 57. doi:10.1016/j.apnum.2007.01.003.
-        Epperly, E. N., Tropp, J. A., Webber, R. J. (2024). XTrace: making the most of every sample in stochastic
-        trace estimation. SIAM J. Matrix Anal. Appl. 45(1). doi:10.1137/23M1548323.
     """
     operator = check_square(operator, "diagonal", stacks=True)
     check_option(method, DiagonalMethod, "method")
-    _check_stack(operator, method, "estimate", "exact")
     recorded = is_recorded("diagonal", operator, create_graph, vectors=vectors)
     drawn = RandomVectors(operator, samples, probes, vectors, generator, live=recorded)
     check_rtol(rtol, None if method == "exact" else drawn.number)
-    size, needed = operator.shape[-1], drawn.number * (2 if method == "xdiag" else 1)
-    exact = method == "exact" or drawn.exhaust(needed)
-    if method == "xdiag" and not exact and (probes != "rademacher" or drawn.number < 2 or not drawn.signs):
-        raise InputError(
-            "method='xdiag' needs at least two vectors with entries 1 and -1 "
-            "(probes='rademacher'): each square must be 1, not only their mean."
-        )
+    size = operator.shape[-1]
+    exact = method == "exact" or drawn.exhaust(drawn.number)
     if recorded:
-        return _differentiable_diagonal(operator, drawn, method, rtol, exact=exact)
+        return _differentiable_diagonal(operator, drawn, rtol, exact=exact)
 
     def record(value: Tensor, stderr: Tensor | None, rtol_asked: float | None, spent: int) -> DiagonalRecord:
         shaped = [None if part is None else operator.unflatten(part.to(operator.dtype)) for part in (value, stderr)]
         met = reached(value, stderr, rtol_asked, len(operator._domain.batch))
         return DiagonalRecord(shaped[0], shaped[1], met, spent)
 
-    with EstimatorProgress("diagonal", operator, size if exact else needed, callback, progress) as watch:
-        if exact or (method == "xdiag" and drawn.number >= size):
+    with EstimatorProgress("diagonal", operator, size if exact else drawn.number, callback, progress) as watch:
+        if exact:
             value = exact_diagonal(operator)
             stderr = torch.zeros_like(value)
-        elif method == "xdiag":
-            value, stderr = xdiag(operator, drawn.take(drawn.number))
         else:
             value, stderr = _estimate(
                 operator, drawn, rtol, lambda mean, error: watch(lambda spent: record(mean, error, None, spent))
@@ -381,11 +333,11 @@ def diagonal(
 
 
 def _differentiable_diagonal(
-    operator: LinearOperator, drawn: RandomVectors, method: DiagonalMethod, rtol: float | None, *, exact: bool
+    operator: LinearOperator, drawn: RandomVectors, rtol: float | None, *, exact: bool
 ) -> DiagonalRecord:
     """The mean of z * Az with its graph, or that of the unit vectors, where it is exact."""
-    if method == "xdiag" or rtol is not None:
-        raise InputError("create_graph needs method='estimate' or 'exact', without rtol=.")
+    if rtol is not None:
+        raise InputError("create_graph: a differentiable diagonal takes no rtol=.")
     before, size = operator.products, operator.shape[-1]
     rows = operator._domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype)
     with _settings.recording():

@@ -263,7 +263,7 @@ def _of_operation(called: Called, wrong: Check) -> Cause:
         reason = f"{called.name} has no finite derivative of order {wrong.order} at its argument: {numbers}"
         return cause("kink", called.place.line, reason, elsewhere)
     reason = f"PyTorch's derivative of {called.name} is wrong at order {wrong.order} here, alone as well: {numbers}"
-    fix = "write it with other operations; `hodiff info` lists what is known to be wrong on this installation."
+    fix = "write it with other operations."
     return cause("operation", called.place.line, reason, fix)
 
 

@@ -17,8 +17,8 @@ from tests.meta.source import ROOT, imports, library_files
 
 def test_info_names_versions_devices_and_extras(capsys):
     assert main(["info"]) == 0
-    head = capsys.readouterr().out.partition("\n\n")[0]
-    facts = dict(line.split(maxsplit=1) for line in head.splitlines())
+    printed = capsys.readouterr().out
+    facts = dict(line.split(maxsplit=1) for line in printed.splitlines())
     assert facts["torch"] == torch.__version__
     assert facts["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}")
     assert "cpu" in facts["devices"]

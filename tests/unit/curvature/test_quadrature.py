@@ -220,9 +220,15 @@ def test_the_spectrum_of_a_classifier_of_digits_lies_in_its_band() -> None:
     digits = load_digits()
     inputs, targets = torch.tensor(digits.data[:300] / 16), torch.tensor(digits.target[:300])
     model = nn.Sequential(nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10)).double()
-    optimizer = hodiff.NewtonCG(model.parameters())
-    for _ in range(6):
-        optimizer.step(lambda: F.cross_entropy(model(inputs), targets))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=60, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
     H = hodiff.HessianOperator(lambda model: F.cross_entropy(model(inputs), targets), model)
     exact = torch.linalg.eigvalsh(H.dense())
     found = hodiff.spectral_density(H, vectors=draw(len(exact), 8, seed=1).sign(), steps=50)

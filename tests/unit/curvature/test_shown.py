@@ -14,19 +14,10 @@ from hodiff.curvature import _records
 
 mpl.use("Agg")
 A = hodiff.MatrixOperator(torch.arange(1.0, 301.0, dtype=torch.float64))
-T = hodiff.MatrixOperator(torch.tensor([[1.0, 2.0], [-2.0, 1.0]]))
 
 
 def generator():
     return torch.Generator().manual_seed(0)
-
-
-def newton(bad=False):
-    x = torch.ones(2, requires_grad=True)
-    calls = []
-    optimizer = hodiff.NewtonCG([x], radius=10.0)
-    optimizer.step(lambda: calls.append(1) or (x.square().sum() if len(calls) == 1 or not bad else x.sum() + 9))
-    return optimizer.last
 
 
 def indefinite():
@@ -78,16 +69,6 @@ CASES = {
         r"EigenRecord\(300, 299, 298, \.\.\. \(4\), residual \d[-.e\d]+, \d+ products, converged\)",
         r"4 eigenvalues, \d+ products: the largest residual is \d[-.e\d]+, converged.",
     ),
-    "eigs": (
-        lambda: hodiff.eigs(T, 1),
-        r"EigenRecord\(1[+-]2j, residual \d[-.e\d]+, \d+ products, converged\)",
-        "1 eigenvalue, ",
-    ),
-    "spectral_radius": (
-        lambda: hodiff.spectral_radius(T),
-        r"RadiusRecord\(2\.236, residual \d[-.e\d]+, \d+ products, converged\)",
-        "The residual is ",
-    ),
     "density": (
         lambda: hodiff.spectral_density(A, samples=4, steps=20, probes="gaussian", generator=generator()),
         r"DensityRecord\(4x20 nodes in \[1\.\d+, 299\.\d+\], width 5\.\d+, 80 products\)",
@@ -112,16 +93,6 @@ CASES = {
         indefinite,
         r"SolveRecord\(2, residual \d\.?\d*, \d products, negative curvature\)",
         "the operator is not positive definite",
-    ),
-    "newton": (
-        newton,
-        r"NewtonRecord\(loss 2, fell by 2, ratio 1, radius 10, 1 product, interior\)",
-        "The loss fell by 2, 1 of the predicted decrease, by a Newton step.",
-    ),
-    "newton, undone": (
-        lambda: newton(bad=True),
-        r"NewtonRecord\(loss 2, undone, ratio -\d+(\.\d+)?, radius 0\.3536, 1 product, interior\)",
-        "the step was undone, and the radius is now 0.3536",
     ),
 }
 
@@ -174,9 +145,6 @@ def test_eigenvalues_are_drawn(axes):
     record = hodiff.eigsh(A, 3, generator=generator())
     record.plot(axes)
     assert axes.get_lines()[0].get_ydata() == pytest.approx([300, 299, 298])
-    complex_axes = hodiff.eigs(T, 2).plot()
-    assert sorted(complex_axes.get_lines()[0].get_ydata()) == pytest.approx([-2, 2])
-    plt.close(complex_axes.figure)
 
 
 def test_cost_is_drawn(axes):
@@ -195,7 +163,7 @@ def test_convergence_of_a_solution(axes):
     assert axes.get_legend().get_texts()[0].get_text() == "CG"
 
 
-def test_convergence_of_eigenvalues_a_trace_and_a_training(axes):
+def test_convergence_of_eigenvalues_and_a_trace(axes):
     seen = []
     hodiff.eigsh(A, 2, generator=generator(), callback=seen.append)
     hodiff.plotting.convergence(seen, axes=axes)
@@ -207,10 +175,6 @@ def test_convergence_of_eigenvalues_a_trace_and_a_training(axes):
     assert other.get_lines()[0].get_ydata() == pytest.approx([float(record.value) for record in traces])
     assert len(other.collections) == 1 and other.get_ylabel() == "estimate ± 2 standard errors"
     plt.close(other.figure)
-    steps = [newton(), newton()]
-    third = hodiff.plotting.convergence(steps)
-    assert third.get_lines()[0].get_xdata() == pytest.approx([1, 2]) and third.get_ylabel() == "loss"
-    plt.close(third.figure)
 
 
 def test_the_style_in_force_decides_the_colors():
