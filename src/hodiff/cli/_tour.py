@@ -218,7 +218,7 @@ def written(leaf: Tensor) -> Tensor:
 
 
 def inner(a: Named, b: Named) -> Tensor:
-    """The inner product."""
+    """The inner product of two vectors given by name."""
     return sum((a[name] * part).sum() for name, part in b.items())  # type: ignore[return-value]
 
 
