@@ -42,7 +42,6 @@ DEFAULTS = {
     "samples": "a variance takes two; a trace or Laplacian is exact unless asked; labels are drawn once",
     "target": "the norm that each penalty was published with",
     "weight": "the factor that each penalty was published with",
-    "which": "the largest of real eigenvalues; complex ones have no order but their magnitude",
 }
 ANNOTATIONS = {
     "damping": "a solution is also differentiated by it",
