@@ -1,4 +1,4 @@
-"""What a user may call inside of `f`: control flow, transforms, checkpoints, compiled, scripted and custom functions.
+"""What a user may call inside of `f`: transforms, checkpoints, compiled, scripted and custom functions.
 
 Each row is one entrywise function in two forms: by the operator or transform, and written plainly, which is the oracle.
 """
@@ -12,9 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
-from torch._higher_order_ops.map import map as map_
-from torch._higher_order_ops.scan import scan
-from torch._higher_order_ops.while_loop import while_loop
 from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask
 from torch.utils import checkpoint
@@ -36,95 +33,19 @@ def twice(z: Tensor) -> Tensor:
     return -SCALE * (z * z.sin() + 2 * z.cos())
 
 
-# --- control flow ----------------------------------------------------------------------------------------------------
+# --- operators that take functions ------------------------------------------------------------------------------------
 
 
-def _holds(z: Tensor) -> Tensor:
-    return z.square().sum() >= 0
-
-
-def _other(z: Tensor) -> Tensor:
-    return z.cos()
-
-
-def cond_captures(z: Tensor) -> Tensor:
-    return torch.cond(_holds(z), lambda: wave(z), lambda: _other(z), ())  # type: ignore[return-value]
-
-
-def cond_operands(z: Tensor) -> Tensor:
-    return torch.cond(_holds(z), wave, _other, (z,))  # type: ignore[return-value]
-
-
-def cond_both(z: Tensor) -> Tensor:
-    return torch.cond(_holds(z), lambda s: SCALE * s * z, _other, (z.sin(),))  # type: ignore[return-value]
-
-
-def cond_beside(z: Tensor) -> Tensor:
-    """The branch is one of two paths: where it is lost, the other is still there."""
-    return z + torch.cond(~_holds(z), lambda: _other(z), lambda: wave(z) - z, ())  # type: ignore[operator]
-
-
-def cond_nested(z: Tensor) -> Tensor:
-    return torch.cond(_holds(z), lambda y: cond_captures(y), _other, (z,))  # type: ignore[return-value]
-
-
-def cond_pytree(z: Tensor) -> Tensor:
-    found: Any = torch.cond(_holds(z), lambda: {"a": z.sin(), "b": [SCALE * z]}, lambda: {"a": z, "b": [z]}, ())
-    return found["a"] * found["b"][0]
-
-
-class Branching(nn.Module):
-    """A module whose branches capture its parameter."""
-
+class Weighted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(0.7, dtype=D))
 
     def forward(self, z: Tensor) -> Tensor:
-        found: Any = torch.cond(_holds(z), lambda y: self.weight**2 * y.sin(), lambda y: self.weight * y, (z,))
-        return SCALE * found * z
+        return SCALE * self.weight**2 * z.sin() * z
 
 
-BRANCHING = Branching()
-
-
-def while_operands(z: Tensor) -> Tensor:
-    step = lambda i, y, factor: (i + 1, y * factor, factor.clone())
-    return while_loop(lambda i, y, factor: i < 1, step, (torch.tensor(0), SCALE * z.sin(), z.clone()))[1]
-
-
-def while_captures(z: Tensor) -> Tensor:
-    return while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, y * z), (torch.tensor(0), SCALE * z.sin() / z))[1]
-
-
-def scan_operands(z: Tensor) -> Tensor:
-    carry = torch.ones(z.shape[1:], dtype=z.dtype)
-    return scan(lambda c, row: (c.clone(), c * row.sin() * row), carry, z)[1] * SCALE
-
-
-def scan_captures(z: Tensor) -> Tensor:
-    carry, numbers = torch.ones(z.shape[1:], dtype=z.dtype), torch.arange(z.shape[0])
-    return scan(lambda c, i: (c.clone(), c * SCALE * z.index_select(0, i.reshape(1))[0].sin()), carry, numbers)[1] * z
-
-
-def scan_pytree(z: Tensor) -> Tensor:
-    carry = {"a": torch.ones(z.shape[1:], dtype=z.dtype), "b": torch.zeros(z.shape[1:], dtype=z.dtype)}
-    step = lambda c, rows: ({"a": c["a"].clone(), "b": c["b"] + 1}, [c["a"] * rows[0].sin(), SCALE * rows[1]])
-    sines, factors = scan(step, carry, (z, z), reverse=True)[1]
-    return sines * factors
-
-
-def map_operands(z: Tensor) -> Tensor:
-    return map_(lambda row: row.sin() * row, z) * SCALE
-
-
-def map_captures(z: Tensor) -> Tensor:
-    return map_(lambda i: wave(z.index_select(0, i.reshape(1))[0]), torch.arange(z.shape[0]))
-
-
-def map_pytree(z: Tensor) -> Tensor:
-    found: Any = map_(lambda rows, scale: {"a": scale * rows[0].sin(), "b": rows[1].clone()}, [z, z], SCALE)
-    return found["a"] * found["b"]
+WEIGHTED = Weighted()
 
 
 def folded(z: Tensor) -> Tensor:
@@ -153,20 +74,6 @@ def lazily(make: Callable[[], Entrywise]) -> Entrywise:
     """The function that is made when it is first called: to compile one loads Dynamo."""
     made = cache(make)
     return lambda z: made()(z)
-
-
-@cache
-def _exported(shape: torch.Size) -> Any:
-    class Wave(nn.Module):
-        def forward(self, z: Tensor) -> Tensor:
-            found: Any = torch.cond(z.square().sum() >= 0, lambda y: y.sin() * y, lambda y: y.cos(), (z,))
-            return found
-
-    return torch.export.export(Wave(), (torch.ones(shape, dtype=D),)).module()
-
-
-def exported(z: Tensor) -> Tensor:
-    return SCALE * _exported(z.shape)(z)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -229,23 +136,12 @@ def func_jacfwd(z: Tensor) -> Tensor:
 
 
 def func_call(z: Tensor) -> Tensor:
-    found = torch.func.functional_call(BRANCHING, {"weight": SCALE.sqrt()}, (z,))
+    found = torch.func.functional_call(WEIGHTED, {"weight": SCALE.sqrt()}, (z,))
     return found / SCALE
 
 
 def in_vmap(z: Tensor) -> Tensor:
     return torch.vmap(wave)(z)
-
-
-def cond_in_vmap(z: Tensor) -> Tensor:
-    """The condition differs between the samples."""
-    pick = lambda row: torch.cond(row[0] > 0.5, lambda: wave(row), lambda: SCALE * row.sin() * row, ())
-    return torch.vmap(pick)(z)  # type: ignore[arg-type]
-
-
-def cond_in_grad(z: Tensor) -> Tensor:
-    branch = lambda y: torch.cond(_holds(y), lambda: once(y).sum(), lambda: _other(y).sum(), ())
-    return torch.func.grad(branch)(z)  # type: ignore[arg-type]
 
 
 # --- forward mode ----------------------------------------------------------------------------------------------------
@@ -455,26 +351,10 @@ class Inside:
 
 
 INSIDE: dict[str, Inside] = {
-    "cond, captures": Inside(cond_captures),
-    "cond, operands": Inside(cond_operands),
-    "cond, both": Inside(cond_both),
-    "cond beside another path": Inside(cond_beside),
-    "cond in cond": Inside(cond_nested),
-    "cond of containers": Inside(cond_pytree),
-    "cond of a module": Inside(BRANCHING, lambda z: 0.49 * wave(z)),
-    "while_loop, operands": Inside(while_operands),
-    "while_loop, captures": Inside(while_captures),
-    "scan, operands": Inside(scan_operands),
-    "scan, captures": Inside(scan_captures),
-    "scan of containers": Inside(scan_pytree),
-    "map, operands": Inside(map_operands),
-    "map, captures": Inside(map_captures),
-    "map of containers": Inside(map_pytree),
-    "associative_scan": Inside(folded),
+    "associative_scan": Inside(folded, refused="associative_scan .*Python loop"),
     "flex_attention": Inside(flex, refused="FlexAttention does not support backward on CPU"),
     "flex_attention, the operator": Inside(flex_operator),
     "nested_compile_region": Inside(lazily(lambda: torch.compiler.nested_compile_region(wave))),
-    "export with cond": Inside(exported),
     "checkpoint, re-entrant": Inside(reentrant, refused="re-entrant (activation )?checkpoint"),
     "checkpoint": Inside(not_reentrant),
     "checkpoint, selective": Inside(selective, refused="a selective activation checkpoint"),
@@ -492,8 +372,6 @@ INSIDE: dict[str, Inside] = {
     ),
     "func.functional_call": Inside(func_call),
     "vmap": Inside(in_vmap),
-    "vmap of cond": Inside(cond_in_vmap),
-    "func.grad of cond": Inside(cond_in_grad),
     "forward_ad": Inside(dual),
     "forward_ad along the point": Inside(dual_along),
     "custom_op": Inside(lambda z: SCALE * with_formula(z)),

@@ -16,8 +16,6 @@ from hodiff._core import _arguments, _near_zero, _versions
 from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError
 
-_AS_PYTHON = "give hodiff the function, which runs it as plain Python, or use a Python"
-
 
 class WayOut(NamedTuple):
     """An operation without a second derivative, in words, and what to do instead."""
@@ -25,6 +23,17 @@ class WayOut(NamedTuple):
     operation: str
     instead: str
 
+
+_LOOP = "write a Python loop"
+CONTROL_FLOW = {
+    "cond": WayOut("torch.cond", "write a Python `if`, or use torch.where"),
+    "switch": WayOut("torch.switch", "write a Python `if`"),
+    "while_loop": WayOut("while_loop (torch._higher_order_ops)", _LOOP),
+    "map_impl": WayOut("map (torch._higher_order_ops)", _LOOP),
+    "scan": WayOut("scan (torch._higher_order_ops)", _LOOP),
+    "associative_scan": WayOut("associative_scan (torch._higher_order_ops)", _LOOP),
+}
+"""PyTorch's operators for control flow, by their names."""
 
 # Keyed by a piece of a node's name, lower case without underscores: the same key finds the forward
 # node (`CdistBackward0`), its derivative (`CdistBackwardBackward0`) and the engine's error text.
@@ -52,9 +61,9 @@ _WAYS_OUT = {
     "compiledfunction": WayOut(
         "a compiled function", "compute it uncompiled, or give hodiff the function, which runs it eagerly"
     ),
-    "condautogradop": WayOut("torch.cond", f"{_AS_PYTHON} `if`, or torch.where"),
-    "whileloopautogradop": WayOut("while_loop (torch._higher_order_ops)", f"{_AS_PYTHON} loop"),
-    "scanautogradop": WayOut("scan (torch._higher_order_ops)", f"{_AS_PYTHON} loop"),
+    "condautogradop": CONTROL_FLOW["cond"],
+    "whileloopautogradop": CONTROL_FLOW["while_loop"],
+    "scanautogradop": CONTROL_FLOW["scan"],
     "flexattentionautogradop": WayOut(
         "flex_attention", "give hodiff the function, which writes it out, or use scaled_dot_product_attention"
     ),
