@@ -107,6 +107,7 @@ def per_sample_grad(
             f"loss per sample. For losses already computed, use hodiff.jacobian(losses, where)."
         )
     samples = Samples(f, batch)
+    _call.in_place_of(f, samples)
     if not any(isinstance(leaf, Tensor) for leaf in _tree.flatten(batch)[0]):
         raise InputError(f"batch: got {_arguments.kind(batch)}, expected a tensor, or a container of them.")
     with OutputGraph(call(samples, where, 1, create_graph, strict, allow, args, kwargs)) as graph:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _settings
+from hodiff._core import _arguments, _call, _settings
 from hodiff._core._arguments import Allowed, ExtremeReduction, Reduction, SecondMethod, check_option, is_set
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
@@ -165,7 +165,7 @@ def _one_draw(f: Function, where: Where, args: Sequence[Any], kwargs: Mapping[st
         random.restore()
         return inside(z, *args, **kwargs)
 
-    return call
+    return _call.in_place_of(f, call)
 
 
 Evaluation = Callable[..., OutputGraph]
