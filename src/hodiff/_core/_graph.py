@@ -37,13 +37,14 @@ class OutputGraph:
         kinds: The classes of the nodes in the outputs' graph.
         higher: Whether results are derivatives of an order above the first, those that `f` takes itself counted.
         recorded: Whether passes must be recorded to be right, though their results are detached.
+        last: What else is done when the evaluation is over and has succeeded.
     """
 
     outputs: Any = None
     aux: Any = None
     kinds: Set[type] = frozenset()
-    higher = recorded = _mixes = _common = _over = False
-    _last: Callable[[], object] | None = None
+    higher = recorded = _mixes = _common = False
+    last: Callable[[], object] | None = None
     _first: Sequence[Tensor] = ()  # where there are several evaluations, the leaves of the first
     _starts: Collection[_nodes.Node] = ()  # of leaves that stand for the caller's own
 
@@ -90,11 +91,11 @@ class OutputGraph:
         except BaseException:
             context.close()
             raise
-        self._over = True
+        last, self.last = self.last, None
         if context.hooks.changed and self.call.order >= 2 and error is None:
             _refusals.warn_of_hooks()
-        if self._last is not None and error is None:
-            self._last()
+        if last is not None and error is None:
+            last()
         if self.create_graph and self.call.builds_graph:
             for leaf in self.leaves:
                 # A leaf of ours stays in the result's graph. It must not collect a `.grad` nobody can see; but it
@@ -105,13 +106,6 @@ class OutputGraph:
     def _note_memory(self, error: object) -> None:
         if self.call.order >= 2 and isinstance(error, BaseException):
             _messages.note_memory(error)
-
-    def afterwards(self, step: Callable[[], object]) -> None:
-        """Do something when the evaluation is over and has succeeded."""
-        if self._over:
-            step()
-        else:
-            self._last = step
 
     def beside(self, leaves: Sequence[Tensor]) -> OutputGraph:
         """The function at other leaves, in an evaluation of its own, for numbers that nobody is given."""

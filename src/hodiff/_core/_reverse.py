@@ -171,13 +171,10 @@ def derivatives_along(
     """The gradient of the outputs, weighed, its derivative along a direction, and so on; the graph stays."""
     outputs, results = graph.tensors(), list[list[Tensor]]()
     for more in reversed(range(count)):
-        pairs = [(o, u.clone()) for o, u in zip(outputs, cotangents, strict=True) if o.requires_grad]
-        parts: Sequence[Tensor | None] = [None] * len(graph.leaves)
-        if pairs:
-            live, given = zip(*pairs, strict=True)
-            parts = _engine_pass(live, given, graph.leaves, keep=True, build=more > 0, recorded=graph.recorded)
-        outputs, cotangents = densified(parts, graph.leaves), direction
+        given = [u.clone() for u in cotangents]  # a Function may write into them
+        outputs = vjp(graph, outputs, given, more=True, differentiated=more > 0)
         results += [[part.detach() for part in outputs]]
+        cotangents = direction
     return results
 
 
