@@ -32,7 +32,7 @@ class Call(NamedTuple):
         batch: Their shape.
         args: Further positional arguments of the function.
         kwargs: Its keyword arguments.
-        allow: The `@once_differentiable` Functions that are accepted.
+        allow: The Functions whose second derivatives are accepted as they are.
         strict: Whether each part of the point must matter (True), some part (None), or none (False).
         has_aux: Whether the function returns something beside the loss.
         unpack_point: Whether it receives the items of the point one by one: f(x, y).

@@ -62,7 +62,7 @@ def per_sample_grad(
             of another hodiff call.
         strict: What to return for a tensor of *where* that the losses do not depend on. None:
             zeros, and an error if they depend on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         chunk_size: How many samples one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`, after the batch.
         kwargs: Keyword arguments for `f`.

@@ -123,7 +123,7 @@ class HessianOperator(SummedOperator[BatchGraph]):
             uses the group in one thread.
         strict: What to return for a tensor of *where* that the value does not depend on. None:
             zeros, and an error if it depends on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         args: Further positional arguments for `f`, after the batch.
         kwargs: Keyword arguments for `f`.
 
