@@ -38,11 +38,13 @@ STEPS = 4.0, 1.0, 0.25
 EQUAL = 0.02
 """How close differences must be to a product that they confirm, whatever the precision, in its own size."""
 
-SETTLED, ALL, CHANCE = 30, 10, 10
-"""How many times closer differences must be to each other than to a product that they contradict.
+SETTLED, ALL = 30, 10
+"""How many times closer two differences must be to each other than to a product that they contradict; all three."""
 
-So much closer are two; and all three. The third is for kinks, of which right Functions have nothing in their product:
-a sum over N of them within a step settles to a part of 1 / sqrt(N), and by chance to a tenth of that.
+CHANCE = 10
+"""The same for kinks, of which right Functions have nothing in their product.
+
+A sum over N of them within a step settles to a part of 1 / sqrt(N), and by chance to a tenth of that.
 """
 
 FEW, UNLIKELY = 3, 30
