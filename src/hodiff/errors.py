@@ -7,7 +7,7 @@ HodiffError
 └── DerivativeError(AssertionError) a checked derivative is wrong
 
 HodiffWarning(UserWarning)
-├── CustomFunctionWarning          a second derivative rests on a Python autograd.Function
+├── CustomFunctionWarning          a second derivative through a Python autograd.Function is not confirmed
 ├── BatchMixingWarning             samples of a batch are not independent
 ├── ConvergenceWarning             an estimate or a solution did not reach its tolerance
 └── RandomnessWarning              an operator is that of one random draw
@@ -139,10 +139,13 @@ class HodiffWarning(UserWarning):
 
 
 class CustomFunctionWarning(HodiffWarning):
-    """A second derivative passes through a Python `torch.autograd.Function`.
+    """A second derivative passes through a Python `torch.autograd.Function` that could not be confirmed.
 
-    The Function's `backward` determines its value, which PyTorch cannot verify. The warning is
-    given once per Function class. `hodiff.check_derivatives` verifies the derivative numerically.
+    The Function's `backward` alone determines its value, which hodiff compares once with central
+    differences of the gradient. The warning is given where that cannot be done or tells nothing;
+    and for a differentiable result (a loss) where they contradict, with both numbers. Elsewhere
+    that is a `GraphError`. It is given once for each line of your code.
+    `hodiff.check_derivatives` verifies the derivative numerically.
 
     Examples:
         >>> import hodiff

@@ -103,6 +103,7 @@ def test_who_asks_what_a_failure_is():
     assert {place[:2] for place, asked in caught() if asked} == {
         ("_core._arguments", "is_set"),
         ("_core._reverse", "vjps"),
+        ("_core._python_functions", "_Comparison.finding"),
         ("_core._traced", "_chunk"),
         ("_core._messages", "_asked"),
         ("calculus._first", "tall_jacobian"),

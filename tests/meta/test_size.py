@@ -29,9 +29,9 @@ from tests.meta.source import (
 
 # 122 before least squares came, 125 before the closed forms, 129 before blocks, 130 before steps, 135 before what
 # runs the list of a step left the file that makes it
-MODULES = 134
+MODULES = 135
 # Of strings that stand alone none is counted: a docstring costs nothing.
-STATEMENTS = 23210
+STATEMENTS = 23380
 # What `grad`, `jacobian`, `hessian`, `hvp` and `laplacian` import.
 MODULES_OF_FIVE_CALLS = 67
 STATEMENTS_OF_FIVE_CALLS = 9432

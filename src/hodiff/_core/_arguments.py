@@ -19,7 +19,7 @@ from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError, HodiffError, InputError
 
 Allowed = Sequence[str | type] | str | type
-"""`allow=`: the `autograd.Function` classes, or their names, whose backward may be `@once_differentiable`."""
+"""`allow=`: the `autograd.Function` classes, or their names, whose second derivative is accepted as it is."""
 
 ChunkSize = int | Literal["auto"]
 """How many vectors one pass takes; `"auto"` bounds its memory."""

@@ -37,12 +37,14 @@ class OutputGraph:
         kinds: The classes of the nodes in the outputs' graph.
         higher: Whether results are derivatives of an order above the first, those that `f` takes itself counted.
         recorded: Whether passes must be recorded to be right, though their results are detached.
+        last: What else is done when the evaluation is over and has succeeded.
     """
 
     outputs: Any = None
     aux: Any = None
     kinds: Set[type] = frozenset()
     higher = recorded = _mixes = _common = False
+    last: Callable[[], object] | None = None
     _first: Sequence[Tensor] = ()  # where there are several evaluations, the leaves of the first
     _starts: Collection[_nodes.Node] = ()  # of leaves that stand for the caller's own
 
@@ -89,8 +91,11 @@ class OutputGraph:
         except BaseException:
             context.close()
             raise
+        last, self.last = self.last, None
         if context.hooks.changed and self.call.order >= 2 and error is None:
             _refusals.warn_of_hooks()
+        if last is not None and error is None:
+            last()
         if self.create_graph and self.call.builds_graph:
             for leaf in self.leaves:
                 # A leaf of ours stays in the result's graph. It must not collect a `.grad` nobody can see; but it
@@ -101,6 +106,11 @@ class OutputGraph:
     def _note_memory(self, error: object) -> None:
         if self.call.order >= 2 and isinstance(error, BaseException):
             _messages.note_memory(error)
+
+    def beside(self, leaves: Sequence[Tensor]) -> OutputGraph:
+        """The function at other leaves, in an evaluation of its own, for numbers that nobody is given."""
+        call = self.call._replace(create_graph=False, keep=False, batch_ndim=0, batch=torch.Size(), strict=False)
+        return OutputGraph(call, leaves)
 
     def kept(self) -> OutputGraph:
         """A copy of this graph for passes whose results are detached and that leave it as it is."""
@@ -272,7 +282,9 @@ class OutputGraph:
                 if _refusals.BIASED.among(survey):
                     _refusals.refuse_biased(survey, self.leaves)
                 remarkable = survey.is_remarkable(call.order)
-                self.recorded = remarkable and _refusals.judge(survey, self.leaves, call.order, call.allow)
+                self.recorded = remarkable and _refusals.judge(
+                    survey, self.leaves, call.order, call.allow, context.unheld
+                )
             else:  # of which nothing rare was found before, mostly
                 self.recorded = not self._common and _refusals.refuse_first(survey, self.leaves)
         except GraphError as error:
@@ -354,7 +366,7 @@ class OutputGraph:
             _messages.Failure(
                 error,
                 self.call.what if self.call.builds_graph else None,
-                self._again if self.call.builds_graph and not _collective() else None,
+                self._again if self.repeatable else None,
                 [] if self.call.builds_graph else _tensors(self.call.what),
                 self.leaves or self.call.where.tensors,
                 self.call.where.tensors,
@@ -362,6 +374,12 @@ class OutputGraph:
                 self.call.strict,
             )
         )
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether there is a function that may be called again: it may wait for other processes, which would not."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return self.call.builds_graph and not distributed
 
     def _again(self) -> list[Tensor]:
         """The outputs of `f` when it is called once more."""
@@ -400,11 +418,6 @@ def detached(value: Any, theirs: Container[int] = ()) -> Any:
 
 def _forget(leaf: Tensor) -> None:
     leaf.grad = None
-
-
-def _collective() -> bool:
-    """Whether `f` may wait for other processes, which would not call it again."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def split(outputs: Any) -> tuple[Any, Any]:

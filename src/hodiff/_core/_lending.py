@@ -117,6 +117,7 @@ class EvaluationContext:
         by_hand: The derivatives that `f` took itself, when it was called last; None where it took none.
         forward_mode: Whether PyTorch's forward mode was on as `f` began, or `f` used it.
         nests: Whether `f` makes calls of hodiff itself.
+        unheld: The Python Functions in its graph whose second derivatives nobody has verified yet.
         hooks: Whether a tensor hook that `f` registered, or one of its modules', changed a gradient.
         undo: What undoes all that was switched.
     """
@@ -133,6 +134,7 @@ class EvaluationContext:
         """With `leaves`, those stand at once in place of the parameters of the point."""
         self.call, self._leaves = call, leaves
         self.leaf_tag, self.hooks = LeafTag(), Hooks()
+        self.unheld: dict[type, None] = {}
         self.leaf_tag.detached = not call.create_graph
         self.undo: list[Callable[[], object]] = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hodiff._core import _arguments, _locks, _messages, _near_zero, _nodes, _versions
+from hodiff._core import _arguments, _messages, _near_zero, _nodes, _python_functions, _versions
 from hodiff._core._arguments import outside
-from hodiff.errors import BatchMixingWarning, CustomFunctionWarning, GraphError, HodiffWarning
+from hodiff.errors import BatchMixingWarning, GraphError, HodiffWarning
 
 
 def independent(module_slice: bool, unused: list[str], has_graph: bool) -> GraphError:
@@ -58,13 +57,22 @@ def bypass(name: str) -> GraphError:
     )
 
 
-def judge(graph: _nodes.Survey, leaves: Sequence[Tensor], order: int, allow: Collection[str | type]) -> bool:
+def judge(
+    graph: _nodes.Survey,
+    leaves: Sequence[Tensor],
+    order: int,
+    allow: Collection[str | type],
+    unheld: dict[type, None] | None = None,
+) -> bool:
     """Raise, or warn, for every operation through which a derivative of that order is not right.
+
+    Python Functions that nobody has verified are added to `unheld`; without that, they are warned of.
 
     Returns:
         Whether a pass must be recorded to be right, though its result is detached.
     """
     unremarkable, recorded = _nodes.UNREMARKABLE[order], False
+    functions: dict[type, None] = {}
     _versions.prove()
     for kind in graph.kinds:
         if kind in unremarkable:
@@ -73,9 +81,15 @@ def judge(graph: _nodes.Survey, leaves: Sequence[Tensor], order: int, allow: Col
         if remark is not None:
             recorded |= _said(remark, graph.of(kind), leaves)
         elif _nodes.is_function(kind):
-            _check_function(_versions.function_of(kind), graph.of(kind), leaves, allow)
+            function = _versions.function_of(kind)
+            if _is_unknown(function, graph.of(kind), leaves, allow):
+                functions[function] = None
         else:
             unremarkable.add(kind)
+    if unheld is None:
+        _python_functions.warn_of(functions)
+    else:
+        unheld.update(functions)
     return recorded
 
 
@@ -98,21 +112,21 @@ def refuse_third_order(graph: _nodes.Survey) -> None:
         _refuse_norm(nodes, ())
 
 
-def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], allow: Collection[str | type]) -> None:
-    """Raise for a Python `autograd.Function` without a second derivative; warn, once a class, of any other."""
-    if function in allow or function.__name__ in allow or not _nodes.reaches(nodes, leaves):
-        return
+def _is_unknown(function: type, nodes: list[Any], leaves: Sequence[Tensor], allow: Collection[str | type]) -> bool:
+    """Raise for a Python `autograd.Function` without a second derivative; whether that of another may be wrong."""
+    if _python_functions.is_allowed(function, allow) or not _nodes.reaches(nodes, leaves):
+        return False
     if function.__name__ in _WITHOUT_SECOND or "CompiledFunction" in function.__name__:
         raise _messages.missing([function.__name__])
     if function.__name__ == _arguments.NODE:
         raise _arguments.freed()
     if function.__name__ == "BackwardHookFunction":  # PyTorch's own, an identity; what hooks do is watched
-        return
+        return False
     if function.__module__.startswith("hodiff."):  # right, or it says so itself
         for node in nodes if nodes[0].__class__ in _nodes.HIDING else ():
             if node.form.refused is not None:
                 raise node.form.refused
-        return
+        return False
     _refuse_without_backward(function)
     if _versions.is_once_differentiable(function):
         raise GraphError.about(
@@ -122,7 +136,7 @@ def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], 
             f"allow={function.__name__!r}.",
             functions=[function.__name__],
         )
-    _warn_once(function)
+    return True
 
 
 _WITHOUT_SECOND = frozenset({
@@ -733,22 +747,5 @@ def warn_of_mixing(batch_ndim: int) -> None:
         f"which mixes them: the result is the derivative of the sum over the batch, not each sample's own. "
         f"Use model.eval(), or another norm.",
         BatchMixingWarning,
-        stacklevel=outside(),
-    )
-
-
-_warned = weakref.WeakSet[type]()
-
-
-def _warn_once(function: type) -> None:
-    with _locks.lock:
-        if function in _warned:
-            return
-        _warned.add(function)
-    warnings.warn(
-        f"{function.__name__} is a Python autograd.Function: its backward alone determines a "
-        f"second derivative through it, which PyTorch cannot verify. Check it once: "
-        f"hodiff.check_derivatives(f, x). (This warning appears once per class.)",
-        CustomFunctionWarning,
         stacklevel=outside(),
     )

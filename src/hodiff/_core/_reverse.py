@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _messages, _nodes, _refusals, _settings, _versions
+from hodiff._core import _messages, _nodes, _python_functions, _refusals, _settings, _versions
 from hodiff._core._faults import interrupt_behind, is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff.errors import GraphError, InputError
@@ -140,6 +140,8 @@ def transposed_product(graph: OutputGraph, outputs: list[Tensor], cotangents: li
     The backward of a Python Function may cut it off from u (by a detach, by NumPy), and J v would miss its part.
     That is seen where J'u is no longer linear in u: <u, J J'u> is then not |J'u|^2.
     """
+    if not graph.create_graph:
+        graph.context.unheld = {}  # no second derivative by the point: what follows is seen here
     pulled = vjp(graph, outputs, cotangents, differentiated=True)
     functions = [kind for kind in graph.kinds if _nodes.is_function(kind) and not _is_ours(kind)]
     if not functions:
@@ -161,6 +163,19 @@ def transposed_product(graph: OutputGraph, outputs: list[Tensor], cotangents: li
             f"work without that.)"
         )
     return pulled
+
+
+def derivatives_along(
+    graph: OutputGraph, cotangents: Sequence[Tensor], direction: Sequence[Tensor], count: int
+) -> list[list[Tensor]]:
+    """The gradient of the outputs, weighed, its derivative along a direction, and so on; the graph stays."""
+    outputs, results = graph.tensors(), list[list[Tensor]]()
+    for more in reversed(range(count)):
+        given = [u.clone() for u in cotangents]  # a Function may write into them
+        outputs = vjp(graph, outputs, given, more=True, differentiated=more > 0)
+        results += [[part.detach() for part in outputs]]
+        cotangents = direction
+    return results
 
 
 def _is_ours(kind: type) -> bool:
@@ -397,6 +412,7 @@ def _search(
     """Raise where a gradient that is differentiated cannot be; what was once searched through is `_cleared`."""
     third = graph.call.order >= 3
     _refuse_missing(outputs, gradients, inputs, third=third, product=product)
+    _python_functions.hold(graph, derivatives_along)
     hiding = {kind for kind in graph.kinds if kind.__name__ in _messages.HIDING}
     if hiding and outputs[0] is graph.tensors()[0]:
         _refusals.refuse_hidden(
@@ -414,7 +430,8 @@ def search_block(outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs:
     kinds = frozenset(_nodes.survey(outputs).kinds)
     if not kinds <= _cleared[order >= 3]:
         call = SimpleNamespace(order=order, builds_graph=True)
-        graph: Any = SimpleNamespace(call=call, kinds=kinds, tensors=lambda: outputs)
+        context = SimpleNamespace(unheld={})
+        graph: Any = SimpleNamespace(call=call, kinds=kinds, tensors=lambda: outputs, context=context)
         _search(graph, outputs, gradients, inputs)
 
 

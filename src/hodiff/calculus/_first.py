@@ -160,7 +160,7 @@ def value_and_grad(
         check_independence: Whether to test that samples are independent.
         strict: What to return for a tensor of *x* that the value does not depend on. None: zeros,
             and an error if it depends on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -222,7 +222,7 @@ def vjp(
             of another hodiff call.
         strict: What to return for a tensor of *x* that `f(x)` does not depend on. None: zeros, and
             an error if it depends on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         chunk_size: How many vectors one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -299,7 +299,7 @@ def jacobian(
         check_independence: Whether to test that samples are independent.
         strict: What to return for a tensor of *x* that `f(x)` does not depend on. None: zeros, and
             an error if it depends on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         chunk_size: How many rows (or columns) one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -389,7 +389,7 @@ def jvp(
             of another hodiff call.
         strict: What to return for a tensor of *x* that `f(x)` does not depend on. None: zeros, and
             an error if it depends on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         chunk_size: How many vectors one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.

@@ -57,7 +57,7 @@ def nth_derivative(
         n: The order, at least 0.
         create_graph: Whether the result can be differentiated again. None: only inside the function
             of another hodiff call.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -107,7 +107,7 @@ def derivatives(
         n: The highest order, at least 0.
         create_graph: Whether the results can be differentiated again. None: only inside the
             function of another hodiff call.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 

@@ -62,7 +62,7 @@ def per_sample_grad(
             of another hodiff call.
         strict: What to return for a tensor of *where* that the losses do not depend on. None:
             zeros, and an error if they depend on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         chunk_size: How many samples one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`, after the batch.
         kwargs: Keyword arguments for `f`.
@@ -107,6 +107,7 @@ def per_sample_grad(
             f"loss per sample. For losses already computed, use hodiff.jacobian(losses, where)."
         )
     samples = Samples(f, batch)
+    _call.in_place_of(f, samples)
     if not any(isinstance(leaf, Tensor) for leaf in _tree.flatten(batch)[0]):
         raise InputError(f"batch: got {_arguments.kind(batch)}, expected a tensor, or a container of them.")
     with OutputGraph(call(samples, where, 1, create_graph, strict, allow, args, kwargs)) as graph:

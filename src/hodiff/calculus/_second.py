@@ -86,7 +86,7 @@ def hvp(
         check_independence: Whether to test that samples are independent.
         strict: What to return for a tensor of *x* that the value does not depend on. None: zeros,
             and an error if it depends on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         chunk_size: How many of the K vectors one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -181,7 +181,7 @@ def hessian_diagonal(
         check_independence: Whether to test that samples are independent.
         strict: What to return for a tensor of *x* that the value does not depend on. None: zeros,
             and an error if it depends on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -278,7 +278,7 @@ def cross_hvp(
         check_independence: Whether to test that samples are independent.
         strict: What to return for a tensor of *x* or *y* that the value does not depend on. None:
             zeros, and an error if it depends on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         chunk_size: How many of the K vectors one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`, after *x* and *y*.
         kwargs: Keyword arguments for `f`.
@@ -429,7 +429,7 @@ def hessian(
         check_independence: Whether to test that samples are independent.
         strict: What to return for a tensor of *x* that the value does not depend on. None: zeros,
             and an error if it depends on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -546,7 +546,7 @@ def value_grad_and_hessian(
         check_independence: Whether to test that samples are independent.
         strict: What to return for a tensor of *x* that the value does not depend on. None: zeros,
             and an error if it depends on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -668,7 +668,7 @@ def cross_hessian(
         check_independence: Whether to test that samples are independent.
         strict: What to return for a tensor of *x* or *y* that the value does not depend on. None:
             zeros, and an error if it depends on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         chunk_size: How many rows one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`, after *x* and *y*.
         kwargs: Keyword arguments for `f`.

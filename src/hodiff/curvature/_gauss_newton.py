@@ -288,7 +288,7 @@ class GaussNewtonOperator(PullbackOperator):
         chunk_size: How many vectors one pass takes.
         progress: Whether to show a progress bar over the batches.
         process_group: The processes that share the data; None: this process has all of it.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
 
     Attributes:
         value: The value of the loss, a by-product.
@@ -451,7 +451,7 @@ class FisherOperator(PullbackOperator):
         chunk_size: How many vectors one pass takes.
         progress: Whether to show a progress bar over the batches.
         process_group: The processes that share the data; None: this process has all of it.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
 
     Attributes:
         value: The value of the loss, a by-product.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _kernels, _nodes, _reverse
 from hodiff._core._arguments import Checkpoint, DataReduction
-from hodiff._core._call import Allowed, call
+from hodiff._core._call import Allowed, call, in_place_of
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
@@ -70,7 +70,7 @@ class HessianBuilder(Builder[BatchGraph]):
             given = () if batch is NONE else (batch,)
             return self.weigh(f(point, *given, *args, **kwargs), batch, number)  # pyright: ignore[reportCallIssue]
 
-        what = f if computed else weighed
+        what = f if computed else in_place_of(f, weighed)
         if self.checkpoint is not False:
             what = _kernels.in_blocks(what, where, self.checkpoint)
         return OutputGraph(call(
@@ -123,7 +123,7 @@ class HessianOperator(SummedOperator[BatchGraph]):
             uses the group in one thread.
         strict: What to return for a tensor of *where* that the value does not depend on. None:
             zeros, and an error if it depends on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         args: Further positional arguments for `f`, after the batch.
         kwargs: Keyword arguments for `f`.
 

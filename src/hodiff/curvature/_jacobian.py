@@ -43,7 +43,7 @@ class JacobianOperator(DataOperator[Linearized], TwoSpaces):
             fraction of the free memory (a float).
         chunk_size: How many vectors one pass takes.
         progress: Whether to show a progress bar over the batches.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
 
     Attributes:
         value: The outputs, a by-product.

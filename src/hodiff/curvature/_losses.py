@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _kernels, _nodes, _reverse, _tree
-from hodiff._core._call import Allowed, call
+from hodiff._core._call import Allowed, call, in_place_of
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, draw, sum_dtype
 from hodiff.curvature._data import NONE, Weighted, check_signature, told_what_it_got
@@ -221,6 +221,7 @@ def loss_at_outputs(
         """By a second pass through the graph of the gradient."""
         return _reverse.products(at, gradient, tangents, count, chunk_size=count)
 
+    in_place_of(loss, weighed)
     with OutputGraph(call(weighed, point, passes=2, create_graph=False, has_aux=True, keep=True, allow=allow)) as at:
         _refuse_shortcut(graph, at.scalars())
         gradient = _reverse.gradient(at, differentiated=True)
@@ -252,7 +253,7 @@ def recorded_curvature(
         return summed(first, target if labels else target.to(first), *more)
 
     point = _tree.rebuild(tree, iter(outputs))
-    with OutputGraph(call(total, point, passes=2, create_graph=True, allow=allow)) as at:
+    with OutputGraph(call(in_place_of(loss, total), point, passes=2, create_graph=True, allow=allow)) as at:
         gradient = _reverse.gradient(at, differentiated=True)
         return _reverse.products(at, gradient, tangents, count, chunk_size=count)
 

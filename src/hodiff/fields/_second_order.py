@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments
+from hodiff._core import _arguments, _call
 from hodiff._core._arguments import ChunkSize, NoNumber, SupportsArray
 from hodiff._core._compiled_callers import traced
 from hodiff._core._vectors import standard_error
@@ -531,7 +531,8 @@ def biharmonic(
 
     def nested(call: FieldCall, route: Method = "jets") -> Any:
         outer = {**both, "create_graph": call.record, "method": route}
-        return laplacian(lambda y: laplacian(f, y, create_graph=True, method=route, **inner), x, **outer)
+        once = _call.in_place_of(f, lambda y: laplacian(f, y, create_graph=True, method=route, **inner))
+        return laplacian(once, x, **outer)
 
     def reverse(call: FieldCall) -> Any:
         with call.watched():

@@ -343,12 +343,13 @@ def _form(
     first: Tensors,
 ) -> Any:
     """The form of a block, with what one look at its graph tells."""
-    call, names = _call.state.running[-1].call, graph.names()
+    context, names = _call.state.running[-1], graph.names()
+    call = context.call
     refused, recorded = None, False
     if names & _messages.WRITTEN_AT_SOME and _refusals.loses_digits(graph):
         names |= {_messages.DIGITS}
     try:
-        recorded = _refusals.judge(graph, tensors, call.order, call.allow)
+        recorded = _refusals.judge(graph, tensors, call.order, call.allow, context.unheld)
     except GraphError as error:  # which the evaluation raises, if it cannot be fixed
         refused = error
     if call.batch_ndim and _refusals.MIXING.among(graph):

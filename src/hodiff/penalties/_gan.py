@@ -96,7 +96,7 @@ def wgan_gp_penalty(
         return_outputs: Whether to also return the critic's outputs at these points, from the same
             evaluation.
         check_independence: Whether to test that no sample's output depends on another sample.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         generator: The source of the random points; None: the device's default generator.
         args: Further positional arguments for the critic, such as labels.
         kwargs: Keyword arguments for the critic.
@@ -214,7 +214,7 @@ def dragan_penalty(
         return_outputs: Whether to also return the critic's outputs at these points, from the same
             evaluation.
         check_independence: Whether to test that no sample's output depends on another sample.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         generator: The source of the random noise; None: the device's default generator.
         args: Further positional arguments for the critic, such as labels.
         kwargs: Keyword arguments for the critic.
@@ -338,7 +338,7 @@ def r1_penalty(
         return_outputs: Whether to also return the critic's outputs, so that the loss needs no other
             evaluation of the real samples.
         check_independence: Whether to test that no sample's output depends on another sample.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         args: Further positional arguments for the critic, such as labels.
         kwargs: Keyword arguments for the critic.
 
@@ -440,7 +440,7 @@ def r2_penalty(
             after it, for float16.
         return_outputs: Whether to also return the critic's outputs.
         check_independence: Whether to test that no sample's output depends on another sample.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         args: Further positional arguments for the critic, such as labels.
         kwargs: Keyword arguments for the critic.
 

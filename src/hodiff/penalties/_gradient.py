@@ -105,7 +105,7 @@ def gradient_penalty(
             by how much.
         strict: What to return for a tensor of *x* that the output does not depend on. None: zeros,
             and an error if it depends on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         args: Further positional arguments for `f`, such as labels.
         kwargs: Keyword arguments for `f`.
 
@@ -321,7 +321,7 @@ def eikonal_penalty(
         create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
         return_outputs: Whether to also return `f(points)`.
         check_independence: Whether to test that no sample's output depends on another sample.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 
@@ -416,7 +416,7 @@ def gradient_norm_penalty(
         return_outputs: Whether to also return the loss, from the same evaluation.
         strict: What to return for a tensor of *where* that the loss does not depend on. None:
             zeros, and an error if it depends on none. True: always an error. False: always zeros.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 

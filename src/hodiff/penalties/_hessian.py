@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _settings
+from hodiff._core import _arguments, _call, _settings
 from hodiff._core._arguments import Allowed, ExtremeReduction, Reduction, SecondMethod, check_option, is_set
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
@@ -83,7 +83,7 @@ def hessian_penalty(
             the variance 46 % too large.
         return_outputs: Whether to also return what `f` returned, from the same evaluation.
         check_independence: Whether to test that no sample's output depends on another sample.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         generator: The source of v; None: the device's default generator.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -165,7 +165,7 @@ def _one_draw(f: Function, where: Where, args: Sequence[Any], kwargs: Mapping[st
         random.restore()
         return inside(z, *args, **kwargs)
 
-    return call
+    return _call.in_place_of(f, call)
 
 
 Evaluation = Callable[..., OutputGraph]
@@ -225,7 +225,7 @@ def curvature_penalty(
         create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
         return_outputs: Whether to also return what `f` returned, from the same evaluation.
         check_independence: Whether to test that no sample's output depends on another sample.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
 

@@ -100,7 +100,7 @@ class PathLengthPenalty(nn.Module):
             reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
             create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
             return_outputs: Whether to return the images too, from the same evaluation.
-            allow: `@once_differentiable` Functions to accept in a second derivative.
+            allow: `autograd.Function`s to accept in a second derivative, as they are.
             generator: What y is drawn from; None: the device's default generator.
             args: Further positional arguments for `f`.
             kwargs: Keyword arguments for `f`.

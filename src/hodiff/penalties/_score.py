@@ -81,7 +81,7 @@ def sliced_score_matching_loss(
         create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
         return_outputs: Whether to also return what `f` returned, from the same evaluation.
         check_independence: Whether to test that no sample's output depends on another sample.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         generator: The source of v; None: the device's default generator.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.

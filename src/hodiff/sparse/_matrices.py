@@ -69,7 +69,7 @@ def sparse_hessian(
         check: Whether to compare the matrix with a Hessian-vector product for a random vector.
         create_graph: Whether the entries can be differentiated again. None: only inside the
             function of another hodiff call.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         chunk_size: How many products one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
@@ -146,7 +146,7 @@ def sparse_jacobian(
         check: Whether to compare the matrix with a product for a random vector.
         create_graph: Whether the entries can be differentiated again. None: only inside the
             function of another hodiff call.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         chunk_size: How many products one pass takes; `"auto"` bounds its memory.
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.

@@ -239,7 +239,7 @@ def sparsity_pattern(
             at this point.
         x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
         order: 2 for the Hessian, 1 for the Jacobian.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         args: Further positional arguments for `f`. The pattern is valid for all values of dense
             tensors in them.
         kwargs: Keyword arguments for `f`, likewise.

@@ -378,7 +378,7 @@ def plan_hessian(
         x: A point: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
         pattern: The pattern, if you know it, in one of the forms of `sparse_hessian`.
         output: The form of `plan(x)`, as for `sparse_hessian`.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         args: Further positional arguments for `f`; `plan(x, args=...)` may pass others.
         kwargs: Keyword arguments for `f`, likewise.
 
@@ -431,7 +431,7 @@ def plan_jacobian(
         x: A point: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
         pattern: The pattern, if you know it, in one of the forms of `sparse_hessian`.
         output: The form of `plan(x)`, as for `sparse_hessian`.
-        allow: `@once_differentiable` Functions to accept in a second derivative.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
         args: Further positional arguments for `f`; `plan(x, args=...)` may pass others.
         kwargs: Keyword arguments for `f`, likewise.
 

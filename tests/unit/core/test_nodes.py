@@ -180,7 +180,9 @@ def test_a_class_of_functions_goes_with_its_last_user(name):
     assert [each() for each in seen] == [None, None]
 
 
-def test_a_function_is_warned_of_once():
+def test_a_function_is_warned_of_where_it_cannot_be_held():
+    """Of a tensor there is no f to hold it by: the warning, at each place once."""
+
     class Cube(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -194,6 +196,11 @@ def test_a_function_is_warned_of_once():
     def f(x):
         return Cube.apply(x).sum()
 
+    first = quietly(hodiff.hvp, f, X, X)
+    x = X.clone().requires_grad_()
     with pytest.warns(CustomFunctionWarning, match="Cube"):
-        first = hodiff.hvp(f, X, X)
-    assert torch.equal(quietly(hodiff.hvp, f, X, X), first)
+        assert torch.equal(hodiff.hvp(f(x), x, X), first)
+    again = lambda: hodiff.hvp(f(x), x, X)
+    with pytest.warns(CustomFunctionWarning, match="Cube"):
+        again()
+    assert torch.equal(quietly(again), first)
