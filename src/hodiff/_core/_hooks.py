@@ -8,6 +8,7 @@ plain PyTorch. So hooks that `f` registers, or that its modules have, are watche
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn.utils import stateless as _stateless
 from torch.utils import checkpoint as _checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from hodiff._core import _call, _kernels, _nodes, _refusals, _settings, _versions
+from hodiff._core import _call, _kernels, _nodes, _packing, _refusals, _settings, _versions
 from hodiff._core._settings import Counted, Undo
 from hodiff.errors import GraphError
 
@@ -148,6 +149,8 @@ def _watchers(theirs: Hook, swap: Hook) -> tuple[Hook, Hook, Callable[[], None]]
         # To ask whether the other is `on` is a call.
         if checkpoint._CheckpointFrame is _frame and not watch_checkpoints._restore:
             checkpoint._CheckpointFrame = _frames[0]
+        if checkpoint._recomputation_hook is _again:
+            checkpoint._recomputation_hook = _repeats[0]
         if stateless._reparametrize_module is swapped:
             stateless._reparametrize_module = swap
         if _settings.stance.holders:
@@ -170,6 +173,8 @@ def _watch_modules(undo: Undo) -> None:
     autograd._engine_run_backward = passes
     if checkpoint._CheckpointFrame is not _frame:
         _frames[0], checkpoint._CheckpointFrame = checkpoint._CheckpointFrame, _frame
+    if checkpoint._recomputation_hook is not _again:
+        _repeats[0], checkpoint._recomputation_hook = checkpoint._recomputation_hook, _again
     stateless._reparametrize_module = swapped
     if not _settings.eager.needs:
         _settings.force_eager(WATCH)
@@ -183,7 +188,34 @@ def _frame(recompute: Hook, *args: Any) -> Any:
     """Let a checkpointed block that a pass runs again have what it had: modules, our kernels."""
     running = _call.state.running
     run = running[-1].repeatable(recompute) if running else recompute
-    return _frames[0](_kernels.repeatable(run), *args)
+    frame = _frames[0](_kernels.repeatable(run), *args)
+    if running:
+        _levels[frame] = _versions.levels_entered()
+    return frame
+
+
+_repeats = [checkpoint._recomputation_hook]
+"""What has what a block saves as it runs again: PyTorch's, or what stood there as ours came."""
+
+_levels: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""For the frame of each checkpoint within the function of a call: at which level of `torch.func` its block ran."""
+
+
+def _again(reference: Callable[[], Any], task: Any) -> Any:
+    """Let a block that a pass of ours runs again run as it did: not on stacked vectors, and, of a checkpoint outside
+    of the call whose pass it is, not inside of that call."""
+    hooks = _repeats[0](reference, task)
+    if not _call.state.running:
+        return hooks
+    level = _levels.get(reference())
+
+    def enter(undo: Undo) -> None:
+        _versions.set_aside_levels(level or 0, undo)
+        if level is None:
+            _settings.assign(undo, _call.state, {"running": [], "open": []})
+        _packing.push(undo, hooks.pack_hook, hooks.unpack_hook)
+
+    return _settings.Scope(enter)
 
 
 def _watch_checkpoints(undo: Undo) -> None:

@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import repeat, starmap
 from types import CellType, FrameType, FunctionType
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from torch.overrides import has_torch_function
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hodiff._core import _packing
 from hodiff.errors import HodiffError, HodiffWarning
 
 levels: Any = getattr(sys.modules["torch._functorch"], "predispatch", torch._C)
@@ -109,6 +111,18 @@ def mapped(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequen
 
 levels_entered: Callable[[], int] = _functorch.get_dynamic_layer_stack_depth
 """How many levels of `torch.func` are on."""
+
+
+def set_aside_levels(depth: int, undo: list[Callable[[], object]]) -> None:
+    """Take those beyond so many off until it is undone: plain tensors are then computed with as outside of them."""
+    entered, off = levels_entered(), list[Any]()
+
+    def restore() -> None:
+        while (now := levels_entered()) < entered:
+            _functorch.push_dynamic_layer_stack(off[entered - 1 - now])
+
+    undo += [restore]
+    off.extend(starmap(_functorch.pop_dynamic_layer_stack, repeat((), entered - depth)))  # interrupted nowhere
 
 
 def leave_levels(depth: int) -> None:
@@ -321,8 +335,18 @@ def _read(node: Node, name: str) -> Any:
     return tuple(map(_Read, kept)) if isinstance(kept, (tuple, list)) else _Read(kept, error=fault)
 
 
-saved = getattr if hasattr(torch._C._autograd.SavedTensor, "unpack") else _read  # pyright: ignore
-"""`saved(node, "_raw_saved_x")`: its `data`, its `unpack_hook` (2.8 to 2.11: one of the same code), and `unpack()`."""
+_look = getattr if hasattr(torch._C._autograd.SavedTensor, "unpack") else _read  # pyright: ignore
+
+
+def saved(node: Node, name: str) -> Any:
+    """For "_raw_saved_x" its `data`, its `unpack_hook` (2.8 to 2.11: one of the same code), and `unpack()`.
+
+    What a call keeps inside of a checkpoint is as if it were saved without.
+    """
+    raw = _look(node, name)
+    if raw.__class__ in (tuple, list) or not _packing.is_open(raw):
+        return raw
+    return _Read(getattr(node, name.removeprefix("_raw")))
 
 
 def scales_by_frequency(node: Node) -> bool:
@@ -499,7 +523,7 @@ def is_packed(node: Node) -> bool:
     for name in _RAW_SAVED[node.__class__]:
         raw = saved(node, name)
         for each in raw if raw.__class__ in (tuple, list) else (raw,):
-            if each.unpack_hook is not None:
+            if each.unpack_hook is not None and not _packing.is_open(each):
                 return True
     return False
 
@@ -593,10 +617,12 @@ def _passes_are_told() -> bool:
 
 
 def _repeats_are_told() -> bool:
-    """Whether checkpoints make what runs their blocks again by the name that `_hooks` takes while a call runs."""
+    """Whether checkpoints make what runs their blocks again, and run them, by the names that `_hooks` takes."""
     home, name = vars(checkpoint), "_checkpoint_without_reentrant_generator"
     within = home.get(f"{name}_impl", home[name])  # from 2.14 on; before
-    return "_CheckpointFrame" in within.__code__.co_names and within.__globals__ is home
+    hooks = home["_checkpoint_hook"].__init__
+    runs = any("_recomputation_hook" in getattr(code, "co_names", ()) for code in hooks.__code__.co_consts)
+    return runs and "_CheckpointFrame" in within.__code__.co_names and within.__globals__ is hooks.__globals__ is home
 
 
 def _checkpoints_are_told() -> bool:
