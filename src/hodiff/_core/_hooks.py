@@ -201,6 +201,13 @@ _levels: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """For the frame of each checkpoint within the function of a call: at which level of `torch.func` its block ran."""
 
 
+def set_aside(undo: Undo, evaluations: Sequence[Any] = ()) -> None:
+    """Let what runs be inside of these evaluations alone, and not of the call whose pass runs it."""
+    stacks = {"running": _call.state.running, "open": _call.state.open}
+    kept = {name: [each for each in stack if each._evaluation in evaluations] for name, stack in stacks.items()}
+    _settings.assign(undo, _call.state, kept)
+
+
 def _again(reference: Callable[[], Any], task: Any) -> Any:
     """Let a block that a pass of ours runs again run as it did: not on stacked vectors, and, of a checkpoint outside
     of the call whose pass it is, not inside of that call."""
@@ -212,7 +219,7 @@ def _again(reference: Callable[[], Any], task: Any) -> Any:
     def enter(undo: Undo) -> None:
         _versions.set_aside_levels(level or 0, undo)
         if level is None:
-            _settings.assign(undo, _call.state, {"running": [], "open": []})
+            set_aside(undo)
         _packing.push(undo, hooks.pack_hook, hooks.unpack_hook)
 
     return _settings.Scope(enter)
