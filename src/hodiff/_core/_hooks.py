@@ -19,7 +19,7 @@ from torch.nn.utils import stateless as _stateless
 from torch.utils import checkpoint as _checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from hodiff._core import _call, _kernels, _nodes, _packing, _refusals, _settings, _versions
+from hodiff._core import _call, _kernels, _nodes, _refusals, _settings, _versions
 from hodiff._core._settings import Counted, Undo
 from hodiff.errors import GraphError
 
@@ -89,6 +89,7 @@ def _node(output: Any) -> Any:
 
 Hook = Callable[..., Any]
 checkpoint: Any = _checkpoint
+_autograd: Any = torch._C._autograd
 stateless: Any = _stateless
 
 
@@ -190,15 +191,15 @@ def _frame(recompute: Hook, *args: Any) -> Any:
     run = running[-1].repeatable(recompute) if running else recompute
     frame = _frames[0](_kernels.repeatable(run), *args)
     if running:
-        _levels[frame] = _versions.levels_entered()
+        _within.add(frame)
     return frame
 
 
 _repeats = [checkpoint._recomputation_hook]
 """What has what a block saves as it runs again: PyTorch's, or what stood there as ours came."""
 
-_levels: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""For the frame of each checkpoint within the function of a call: at which level of `torch.func` its block ran."""
+_within: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The frames of checkpoints within functions of calls."""
 
 
 def set_aside(undo: Undo, evaluations: Sequence[Any] = ()) -> None:
@@ -209,20 +210,63 @@ def set_aside(undo: Undo, evaluations: Sequence[Any] = ()) -> None:
 
 
 def _again(reference: Callable[[], Any], task: Any) -> Any:
-    """Let a block that a pass of ours runs again run as it did: not on stacked vectors, and, of a checkpoint outside
-    of the call whose pass it is, not inside of that call."""
+    """Let a block that a pass of ours runs again run as it did: not on stacked vectors, nor inside of the call.
+
+    One of a checkpoint within `f` is inside of those calls that it ran in (see `repeatable`).
+    """
     hooks = _repeats[0](reference, task)
-    if not _call.state.running:
-        return hooks
-    level = _levels.get(reference())
+    within = reference() in _within
 
     def enter(undo: Undo) -> None:
-        _versions.set_aside_levels(level or 0, undo)
-        if level is None:
+        _versions.set_aside_levels(undo)
+        if not within:
             set_aside(undo)
-        _packing.push(undo, hooks.pack_hook, hooks.unpack_hook)
+        push_hooks(undo, hooks.pack_hook, hooks.unpack_hook)
 
     return _settings.Scope(enter)
+
+
+# A checkpoint of the caller's keeps nothing that its block saves, and runs the block again where a pass needs some of
+# it. A pass of ours would run it in the middle of the call: with the modules lent, and the call once more inside of
+# itself, for a higher order and so by other operations; what is saved then is not what was counted. So a call keeps
+# what it saves. The checkpoint counts along what a differentiable result needs, and has it alone when the call ends.
+
+
+def keep(undo: Undo, *, shared: bool) -> None:
+    """Keep what is saved from now on until it is undone, if a checkpoint would have it.
+
+    Args:
+        shared: Whether the checkpoint has it from then on; if not, it is kept as long as its graph.
+    """
+    theirs = _autograd._top_saved_tensors_default_hooks(True)
+    if theirs is None or getattr(theirs[0], "__module__", "") != checkpoint.__name__:
+        return
+    made: weakref.WeakSet[_versions.Kept] = weakref.WeakSet()
+
+    def pack(tensor: Tensor) -> _versions.Kept:
+        kept = _versions.Kept(tensor, theirs[1], theirs[0](tensor) if shared else None)
+        if shared:
+            made.add(kept)
+        return kept
+
+    def release() -> None:
+        for kept in made:
+            kept.tensor = None
+
+    undo += [release]
+    push_hooks(undo, pack, _versions.given_back)
+
+
+def push_hooks(undo: Undo, pack: Hook, unpack: Hook) -> None:
+    """Let hooks have what is saved until it is undone."""
+
+    def leave() -> None:
+        top = _autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and top[0] is pack:
+            _autograd._pop_saved_tensors_default_hooks()
+
+    undo += [leave]
+    _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _watch_checkpoints(undo: Undo) -> None:

@@ -32,7 +32,6 @@ from torch.overrides import has_torch_function
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hodiff._core import _packing
 from hodiff.errors import HodiffError, HodiffWarning
 
 levels: Any = getattr(sys.modules["torch._functorch"], "predispatch", torch._C)
@@ -113,8 +112,8 @@ levels_entered: Callable[[], int] = _functorch.get_dynamic_layer_stack_depth
 """How many levels of `torch.func` are on."""
 
 
-def set_aside_levels(depth: int, undo: list[Callable[[], object]]) -> None:
-    """Take those beyond so many off until it is undone: plain tensors are then computed with as outside of them."""
+def set_aside_levels(undo: list[Callable[[], object]]) -> None:
+    """Take them off until it is undone: plain tensors are then computed with as outside of them."""
     entered, off = levels_entered(), list[Any]()
 
     def restore() -> None:
@@ -122,7 +121,7 @@ def set_aside_levels(depth: int, undo: list[Callable[[], object]]) -> None:
             _functorch.push_dynamic_layer_stack(off[entered - 1 - now])
 
     undo += [restore]
-    off.extend(starmap(_functorch.pop_dynamic_layer_stack, repeat((), entered - depth)))  # interrupted nowhere
+    off.extend(starmap(_functorch.pop_dynamic_layer_stack, repeat((), entered)))  # interrupted nowhere
 
 
 def leave_levels(depth: int) -> None:
@@ -344,9 +343,43 @@ def saved(node: Node, name: str) -> Any:
     What a call keeps inside of a checkpoint is as if it were saved without.
     """
     raw = _look(node, name)
-    if raw.__class__ in (tuple, list) or not _packing.is_open(raw):
+    if raw.__class__ in (tuple, list) or not _is_kept(raw):
         return raw
     return _Read(getattr(node, name.removeprefix("_raw")))
+
+
+class Kept:
+    """What a call keeps inside of a checkpoint of the caller's: a saved tensor.
+
+    Attributes:
+        tensor: It, without its graph, which its node knows; None once the call has ended.
+        version: How often it had been changed in place as it was saved.
+        unpack: What the checkpoint gives it back by, from then on.
+        packed: What the checkpoint has made of it.
+    """
+
+    def __init__(self, tensor: Tensor, unpack: Callable[[Any], Tensor], packed: Any) -> None:
+        self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
+        self.version, self.unpack, self.packed = tensor._version, unpack, packed
+
+
+def given_back(kept: Kept) -> Tensor:
+    """What was saved; if it was changed since, an error as of PyTorch's, which does not look at what a hook has."""
+    tensor = kept.tensor
+    if tensor is None:
+        return kept.unpack(kept.packed)
+    if tensor._version != kept.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {[*tensor.shape]}] is at version {tensor._version}; expected version {kept.version} "
+            "instead."
+        )
+    return tensor
+
+
+def _is_kept(raw: Any) -> bool:
+    """Whether a saved tensor is one that a call keeps, or has kept."""
+    return getattr(raw.unpack_hook, "__code__", None) is given_back.__code__
 
 
 def scales_by_frequency(node: Node) -> bool:
@@ -523,7 +556,7 @@ def is_packed(node: Node) -> bool:
     for name in _RAW_SAVED[node.__class__]:
         raw = saved(node, name)
         for each in raw if raw.__class__ in (tuple, list) else (raw,):
-            if each.unpack_hook is not None and not _packing.is_open(each):
+            if each.unpack_hook is not None and not _is_kept(each):
                 return True
     return False
 
