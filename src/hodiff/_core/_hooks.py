@@ -221,7 +221,7 @@ def _again(reference: Callable[[], Any], task: Any) -> Any:
         _versions.set_aside_levels(undo)
         if not within:
             set_aside(undo)
-        push_hooks(undo, hooks.pack_hook, hooks.unpack_hook)
+        push_hooks(undo, hooks)
 
     return _settings.Scope(enter)
 
@@ -254,19 +254,19 @@ def keep(undo: Undo, *, shared: bool) -> None:
             kept.tensor = None
 
     undo += [release]
-    push_hooks(undo, pack, _versions.given_back)
+    push_hooks(undo, torch.autograd.graph.saved_tensors_hooks(pack, _versions.given_back))
 
 
-def push_hooks(undo: Undo, pack: Hook, unpack: Hook) -> None:
+def push_hooks(undo: Undo, hooks: Any) -> None:
     """Let hooks have what is saved until it is undone."""
 
     def leave() -> None:
         top = _autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and top[0] is pack:
-            _autograd._pop_saved_tensors_default_hooks()
+        if top is not None and top[0] is hooks.pack_hook:
+            hooks.__exit__(None, None, None)
 
     undo += [leave]
-    _autograd._push_saved_tensors_default_hooks(pack, unpack)
+    hooks.__enter__()
 
 
 def _watch_checkpoints(undo: Undo) -> None:

@@ -360,7 +360,8 @@ class Kept:
 
     def __init__(self, tensor: Tensor, unpack: Callable[[Any], Tensor], packed: Any) -> None:
         self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
-        self.version, self.unpack, self.packed = tensor._version, unpack, packed
+        self.version = tensor._version
+        self.unpack, self.packed = unpack, packed
 
 
 def given_back(kept: Kept) -> Tensor:
