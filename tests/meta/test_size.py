@@ -32,8 +32,8 @@ MODULES = 136
 # 26671 before memory was counted through operators of control flow (1); 26672 before what a step returns beside
 # its loss was held against eager (28); 26700 before plans noted what f closes over (30), steps guarded the sign of
 # a zero and refused strings of numbers (31), and a table that is renormalized was told (11), with reasons (15).
-# 26787 before calls inside of a caller's checkpoint kept what they save, and blocks ran again as they had run (87).
-STATEMENTS = 26874
+# 26787 before calls inside of a caller's checkpoint kept what they save, and blocks ran again as they had run (91).
+STATEMENTS = 26878
 LONGEST_BODY = 45
 LONG_LINES = 3380
 IMPORTED_ONCE = 7

@@ -61,7 +61,10 @@ class OutputGraph:
         self.context = EvaluationContext(self.call).__enter__()
         try:
             if self.call.builds_graph:
-                _hooks.keep(self.context.undo, shared=self.call.create_graph and not self.call.keep)
+                theirs = _hooks.hooks_on(True)
+                if theirs is not None:
+                    shared = self.call.create_graph and not self.call.keep
+                    _hooks.keep(theirs, self.context.undo, shared=shared)
                 survey = self._evaluate(self._at)
             else:
                 self.outputs, self.leaves = self.call.what, self.call.where.tensors

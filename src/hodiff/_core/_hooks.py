@@ -232,14 +232,19 @@ def _again(reference: Callable[[], Any], task: Any) -> Any:
 # what it saves. The checkpoint counts along what a differentiable result needs, and has it alone when the call ends.
 
 
-def keep(undo: Undo, *, shared: bool) -> None:
-    """Keep what is saved from now on until it is undone, if a checkpoint would have it.
+hooks_on: Callable[[bool], tuple[Hook, Hook] | None] = _autograd._top_saved_tensors_default_hooks
+"""The hooks that have what is saved at this moment, asked with True; None where there are none."""
+
+
+def keep(theirs: tuple[Hook, Hook], undo: Undo, *, shared: bool) -> None:
+    """Keep what is saved from now on until it is undone, if hooks of a checkpoint would have it.
 
     Args:
+        theirs: The hooks that would have it.
+        undo: Where to note what undoes it.
         shared: Whether the checkpoint has it from then on; if not, it is kept as long as its graph.
     """
-    theirs = _autograd._top_saved_tensors_default_hooks(True)
-    if theirs is None or getattr(theirs[0], "__module__", "") != checkpoint.__name__:
+    if getattr(theirs[0], "__module__", "") != checkpoint.__name__:
         return
     made: weakref.WeakSet[_versions.Kept] = weakref.WeakSet()
 
@@ -261,7 +266,7 @@ def push_hooks(undo: Undo, hooks: Any) -> None:
     """Let hooks have what is saved until it is undone."""
 
     def leave() -> None:
-        top = _autograd._top_saved_tensors_default_hooks(True)
+        top = hooks_on(True)
         if top is not None and top[0] is hooks.pack_hook:
             hooks.__exit__(None, None, None)
 

@@ -555,7 +555,7 @@ _RAW_SAVED = _RawSaved()
 def is_packed(node: Node) -> bool:
     """Whether reading what a node saved calls a hook: an activation checkpoint, offloading. Runs none."""
     for name in _RAW_SAVED[node.__class__]:
-        raw = saved(node, name)
+        raw = _look(node, name)
         for each in raw if raw.__class__ in (tuple, list) else (raw,):
             if each.unpack_hook is not None and not _is_kept(each):
                 return True
