@@ -30,7 +30,7 @@ BOUNDS = {
     "gradient penalty": (190, 199),
     "tall jacobian": (-31, -29),
     "three steps of a solve": (445, 448),
-    "solution and its backward pass": (589, 594),
+    "solution and its backward pass": (590, 595),
 }
 """How many; and in a process that has made an optimizer, as every training loop has: that loads Dynamo and DTensor.
 
