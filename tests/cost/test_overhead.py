@@ -22,17 +22,20 @@ from tests.support.calls import Function, by_place, count
 
 BOUNDS = {
     "hvp of a module": (-84, -71),
-    "hvp of a tensor": (24, 26),
+    "hvp of a tensor": (25, 27),
     "gradient of a module": (53, 62),
-    "gradient of a tensor": (33, 35),
-    "vjp": (37, 39),
+    "gradient of a tensor": (34, 36),
+    "vjp": (38, 40),
     "cached product": (-28, -24),
-    "gradient penalty": (189, 198),
-    "tall jacobian": (-32, -30),
+    "gradient penalty": (190, 199),
+    "tall jacobian": (-31, -29),
     "three steps of a solve": (445, 448),
-    "solution and its backward pass": (589, 594),
+    "solution and its backward pass": (590, 595),
 }
-"""How many; and in a process that has made an optimizer, as every training loop has: that loads Dynamo and DTensor."""
+"""How many; and in a process that has made an optimizer, as every training loop has: that loads Dynamo and DTensor.
+
+One call asks whether a checkpoint of the caller's would have what is saved.
+"""
 PLAIN, TRAINING = "plain", "training"
 SHOWN = 25
 COUNTS = "--counts"

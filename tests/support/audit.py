@@ -157,7 +157,8 @@ def process() -> dict[str, Any]:
         "function modes": [id(mode) for mode in torch.overrides._get_current_function_mode_stack()],
         "dispatch modes": len(_python_dispatch._get_current_dispatch_mode_stack()),
         "the way to the engine": (
-            torch.autograd._engine_run_backward, checkpoint._CheckpointFrame, Tensor.register_hook,
+            torch.autograd._engine_run_backward, checkpoint._CheckpointFrame, checkpoint._recomputation_hook,
+            Tensor.register_hook,
         ),
         "transforms": len(torch._C._functorch.get_interpreter_stack() or ()),
         "forward mode": torch.autograd.forward_ad._current_level,

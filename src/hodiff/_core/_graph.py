@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _messages, _nodes, _refusals, _settings, _tree, _versions
+from hodiff._core import _arguments, _hooks, _messages, _nodes, _refusals, _settings, _tree, _versions
 from hodiff._core._call import Call
 from hodiff._core._kernels import plain_attention
 from hodiff._core._lending import EvaluationContext
@@ -63,6 +63,10 @@ class OutputGraph:
         self.context = EvaluationContext(self.call).__enter__()
         try:
             if self.call.builds_graph:
+                theirs = _hooks.hooks_on(True)
+                if theirs is not None:
+                    shared = self.call.create_graph and not self.call.keep
+                    _hooks.keep(theirs, self.context.undo, shared=shared)
                 survey = self._evaluate(self._at)
             else:
                 self.outputs, self.leaves = self.call.what, self.call.where.tensors

@@ -8,6 +8,7 @@ plain PyTorch. So hooks that `f` registers, or that its modules have, are watche
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +89,7 @@ def _node(output: Any) -> Any:
 
 Hook = Callable[..., Any]
 checkpoint: Any = _checkpoint
+_autograd: Any = torch._C._autograd
 stateless: Any = _stateless
 
 
@@ -148,6 +150,8 @@ def _watchers(theirs: Hook, swap: Hook) -> tuple[Hook, Hook, Callable[[], None]]
         # To ask whether the other is `on` is a call.
         if checkpoint._CheckpointFrame is _frame and not watch_checkpoints._restore:
             checkpoint._CheckpointFrame = _frames[0]
+        if checkpoint._recomputation_hook is _again:
+            checkpoint._recomputation_hook = _repeats[0]
         if stateless._reparametrize_module is swapped:
             stateless._reparametrize_module = swap
         if _settings.stance.holders:
@@ -170,6 +174,8 @@ def _watch_modules(undo: Undo) -> None:
     autograd._engine_run_backward = passes
     if checkpoint._CheckpointFrame is not _frame:
         _frames[0], checkpoint._CheckpointFrame = checkpoint._CheckpointFrame, _frame
+    if checkpoint._recomputation_hook is not _again:
+        _repeats[0], checkpoint._recomputation_hook = checkpoint._recomputation_hook, _again
     stateless._reparametrize_module = swapped
     if not _settings.eager.needs:
         _settings.force_eager(WATCH)
@@ -183,7 +189,89 @@ def _frame(recompute: Hook, *args: Any) -> Any:
     """Let a checkpointed block that a pass runs again have what it had: modules, our kernels."""
     running = _call.state.running
     run = running[-1].repeatable(recompute) if running else recompute
-    return _frames[0](_kernels.repeatable(run), *args)
+    frame = _frames[0](_kernels.repeatable(run), *args)
+    if running:
+        _within.add(frame)
+    return frame
+
+
+_repeats = [checkpoint._recomputation_hook]
+"""What has what a block saves as it runs again: PyTorch's, or what stood there as ours came."""
+
+_within: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The frames of checkpoints within functions of calls."""
+
+
+def set_aside(undo: Undo, evaluations: Sequence[Any] = ()) -> None:
+    """Let what runs be inside of these evaluations alone, and not of the call whose pass runs it."""
+    stacks = {"running": _call.state.running, "open": _call.state.open}
+    kept = {name: [each for each in stack if each._evaluation in evaluations] for name, stack in stacks.items()}
+    _settings.assign(undo, _call.state, kept)
+
+
+def _again(reference: Callable[[], Any], task: Any) -> Any:
+    """Let a block that a pass of ours runs again run as it did: not on stacked vectors, nor inside of the call.
+
+    One of a checkpoint within `f` is inside of those calls that it ran in (see `repeatable`).
+    """
+    hooks = _repeats[0](reference, task)
+    within = reference() in _within
+
+    def enter(undo: Undo) -> None:
+        _versions.set_aside_levels(undo)
+        if not within:
+            set_aside(undo)
+        push_hooks(undo, hooks)
+
+    return _settings.Scope(enter)
+
+
+# A checkpoint of the caller's keeps nothing that its block saves, and runs the block again where a pass needs some of
+# it. A pass of ours would run it in the middle of the call: with the modules lent, and the call once more inside of
+# itself, for a higher order and so by other operations; what is saved then is not what was counted. So a call keeps
+# what it saves. The checkpoint counts along what a differentiable result needs, and has it alone when the call ends.
+
+
+hooks_on: Callable[[bool], tuple[Hook, Hook] | None] = _autograd._top_saved_tensors_default_hooks
+"""The hooks that have what is saved at this moment, asked with True; None where there are none."""
+
+
+def keep(theirs: tuple[Hook, Hook], undo: Undo, *, shared: bool) -> None:
+    """Keep what is saved from now on until it is undone, if hooks of a checkpoint would have it.
+
+    Args:
+        theirs: The hooks that would have it.
+        undo: Where to note what undoes it.
+        shared: Whether the checkpoint has it from then on; if not, it is kept as long as its graph.
+    """
+    if getattr(theirs[0], "__module__", "") != checkpoint.__name__:
+        return
+    made: weakref.WeakSet[_versions.Kept] = weakref.WeakSet()
+
+    def pack(tensor: Tensor) -> _versions.Kept:
+        kept = _versions.Kept(tensor, theirs[1], theirs[0](tensor) if shared else None)
+        if shared:
+            made.add(kept)
+        return kept
+
+    def release() -> None:
+        for kept in made:
+            kept.tensor = None
+
+    undo += [release]
+    push_hooks(undo, torch.autograd.graph.saved_tensors_hooks(pack, _versions.given_back))
+
+
+def push_hooks(undo: Undo, hooks: Any) -> None:
+    """Let hooks have what is saved until it is undone."""
+
+    def leave() -> None:
+        top = hooks_on(True)
+        if top is not None and top[0] is hooks.pack_hook:
+            hooks.__exit__(None, None, None)
+
+    undo += [leave]
+    hooks.__enter__()
 
 
 def _watch_checkpoints(undo: Undo) -> None:

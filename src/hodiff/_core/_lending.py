@@ -309,6 +309,7 @@ class EvaluationContext:
         tags = [context.leaf_tag for context in _call.state.running]
 
         def resume(undo: _settings.Undo) -> None:
+            _hooks.set_aside(undo, evaluations)
             for tag in tags:  # calls in the block meet their leaves, and those are not leftovers
                 undo += [partial(setattr, tag, "open", tag.open)]
                 tag.open = True

@@ -313,6 +313,7 @@ _KINDS = {
     "must have a storage_offset divisible by 2": "odd place",
     "is not implemented": "missing",
     "Can't call numpy() on Tensor": "array",
+    "don't yet support saved tensor hooks": "hooked transform",
     "does not require grad": "no graph",
     "appears to not have been used": "not used",
     "implicitly created only for scalar outputs": "not scalar",
@@ -391,6 +392,8 @@ _ADVICE_FOR_F = {
         "hodiff: f changes its argument in place; begin it with x = x.clone(), or pass lambda x: f(x.clone()).",
     ),
     "inference saved": "hodiff: f closes over a tensor created in inference_mode; clone it outside that mode first.",
+    "hooked transform": "hodiff: inside of an activation checkpoint (torch.utils.checkpoint), PyTorch has no "
+    "derivatives by torch.func. Use hodiff.grad or torch.autograd.grad in f, or leave out the checkpoint.",
     "array": "hodiff: NumPy has no derivatives; use PyTorch's functions in f. After detach() x would be a constant.",
 }
 

@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import repeat, starmap
 from types import CellType, FrameType, FunctionType
 from typing import Any, Literal
 
@@ -109,6 +110,18 @@ def mapped(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequen
 
 levels_entered: Callable[[], int] = _functorch.get_dynamic_layer_stack_depth
 """How many levels of `torch.func` are on."""
+
+
+def set_aside_levels(undo: list[Callable[[], object]]) -> None:
+    """Take them off until it is undone: plain tensors are then computed with as outside of them."""
+    entered, off = levels_entered(), list[Any]()
+
+    def restore() -> None:
+        while (now := levels_entered()) < entered:
+            _functorch.push_dynamic_layer_stack(off[entered - 1 - now])
+
+    undo += [restore]
+    off.extend(starmap(_functorch.pop_dynamic_layer_stack, repeat((), entered)))  # interrupted nowhere
 
 
 def leave_levels(depth: int) -> None:
@@ -320,8 +333,53 @@ def _read(node: Node, name: str) -> Any:
     return tuple(map(_Read, kept)) if isinstance(kept, (tuple, list)) else _Read(kept, error=fault)
 
 
-saved = getattr if hasattr(torch._C._autograd.SavedTensor, "unpack") else _read  # pyright: ignore
-"""`saved(node, "_raw_saved_x")`: its `data`, its `unpack_hook` (2.8 to 2.11: one of the same code), and `unpack()`."""
+_look = getattr if hasattr(torch._C._autograd.SavedTensor, "unpack") else _read  # pyright: ignore
+
+
+def saved(node: Node, name: str) -> Any:
+    """For "_raw_saved_x" its `data`, its `unpack_hook` (2.8 to 2.11: one of the same code), and `unpack()`.
+
+    What a call keeps inside of a checkpoint is as if it were saved without.
+    """
+    raw = _look(node, name)
+    if raw.__class__ in (tuple, list) or not _is_kept(raw):
+        return raw
+    return _Read(getattr(node, name.removeprefix("_raw")))
+
+
+class Kept:
+    """What a call keeps inside of a checkpoint of the caller's: a saved tensor.
+
+    Attributes:
+        tensor: It, without its graph, which its node knows; None once the call has ended.
+        version: How often it had been changed in place as it was saved.
+        unpack: What the checkpoint gives it back by, from then on.
+        packed: What the checkpoint has made of it.
+    """
+
+    def __init__(self, tensor: Tensor, unpack: Callable[[Any], Tensor], packed: Any) -> None:
+        self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
+        self.version = tensor._version
+        self.unpack, self.packed = unpack, packed
+
+
+def given_back(kept: Kept) -> Tensor:
+    """What was saved; if it was changed since, an error as of PyTorch's, which does not look at what a hook has."""
+    tensor = kept.tensor
+    if tensor is None:
+        return kept.unpack(kept.packed)
+    if tensor._version != kept.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {[*tensor.shape]}] is at version {tensor._version}; expected version {kept.version} "
+            "instead."
+        )
+    return tensor
+
+
+def _is_kept(raw: Any) -> bool:
+    """Whether a saved tensor is one that a call keeps, or has kept."""
+    return getattr(raw.unpack_hook, "__code__", None) is given_back.__code__
 
 
 def scales_by_frequency(node: Node) -> bool:
@@ -496,9 +554,9 @@ _RAW_SAVED = _RawSaved()
 def is_packed(node: Node) -> bool:
     """Whether reading what a node saved calls a hook: an activation checkpoint, offloading. Runs none."""
     for name in _RAW_SAVED[node.__class__]:
-        raw = saved(node, name)
+        raw = _look(node, name)
         for each in raw if raw.__class__ in (tuple, list) else (raw,):
-            if each.unpack_hook is not None:
+            if each.unpack_hook is not None and not _is_kept(each):
                 return True
     return False
 
@@ -592,10 +650,12 @@ def _passes_are_told() -> bool:
 
 
 def _repeats_are_told() -> bool:
-    """Whether checkpoints make what runs their blocks again by the name that `_hooks` takes while a call runs."""
+    """Whether checkpoints make what runs their blocks again, and run them, by the names that `_hooks` takes."""
     home, name = vars(checkpoint), "_checkpoint_without_reentrant_generator"
     within = home.get(f"{name}_impl", home[name])  # from 2.14 on; before
-    return "_CheckpointFrame" in within.__code__.co_names and within.__globals__ is home
+    hooks = home["_checkpoint_hook"].__init__
+    runs = any("_recomputation_hook" in getattr(code, "co_names", ()) for code in hooks.__code__.co_consts)
+    return runs and "_CheckpointFrame" in within.__code__.co_names and within.__globals__ is hooks.__globals__ is home
 
 
 def _checkpoints_are_told() -> bool:
