@@ -31,12 +31,12 @@ from tests.meta.source import (
 # runs the list of a step left the file that makes it
 MODULES = 135
 # Of strings that stand alone none is counted: a docstring costs nothing.
-STATEMENTS = 23380
+STATEMENTS = 23460
 # What `grad`, `jacobian`, `hessian`, `hvp` and `laplacian` import.
 MODULES_OF_FIVE_CALLS = 67
 STATEMENTS_OF_FIVE_CALLS = 9432
 LONGEST_BODY = 45
-LONG_LINES = 3092
+LONG_LINES = 3139
 IMPORTED_ONCE = 6
 PRIVATE_NAMES = {
     "_core._call": 3,
