@@ -27,7 +27,7 @@ BOUNDS = {
     "hvp of a module": (15, 83, 102),
     "laplacian": (17, 102, 178),
     "gradient penalty": (14, 96, 114),
-    "first product": (21, 149, 845),  # four keep the flags of modes for threads that overlap
+    "first product": (21, 150, 847),  # four keep the flags of modes for threads that overlap
     "cached product": (11, 43, 62),
     "failing backward": (13, 139, 581),  # _messages, the one file of texts; frames: it reads the source of this file
 }

@@ -149,7 +149,8 @@ ONLY_IN = {
     "torch.func.grad": ("penalties._critic", "cli._tour"),
     "torch.func.grad_and_value": ("penalties._critic",),
     "torch.autograd.functional": (),
-    "torch.autograd.graph": ("_core._nodes", "_core._versions", "graph"),
+    # _hooks keeps what a call saves inside of a checkpoint
+    "torch.autograd.graph": ("_core._hooks", "_core._nodes", "_core._versions", "graph"),
     # the first stands in for operators that are made with it; Dynamo follows it
     "torch.utils._pytree": ("_core._substitutes", "steps"),
     "torch.fx": ("_core._traced", "steps"),

@@ -246,6 +246,7 @@ def keep(theirs: tuple[Hook, Hook], undo: Undo, *, shared: bool) -> None:
     """
     if getattr(theirs[0], "__module__", "") != checkpoint.__name__:
         return
+    _nodes.see_kept()
     made: weakref.WeakSet[_versions.Kept] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> _versions.Kept:

@@ -279,7 +279,13 @@ def leads_past_results(graph: Survey, leaf: Tensor) -> bool:
 
 
 function_of, is_once_differentiable = _versions.function_of, _versions.is_once_differentiable
-saved = _versions.saved
+saved = _versions.look
+
+
+def see_kept() -> None:
+    """Read what calls keep inside of checkpoints as if it were saved without: from the first such call on."""
+    global saved  # noqa: PLW0603
+    saved = _versions.saved
 
 
 def is_function(kind: type) -> bool:

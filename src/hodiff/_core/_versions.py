@@ -333,15 +333,13 @@ def _read(node: Node, name: str) -> Any:
     return tuple(map(_Read, kept)) if isinstance(kept, (tuple, list)) else _Read(kept, error=fault)
 
 
-_look = getattr if hasattr(torch._C._autograd.SavedTensor, "unpack") else _read  # pyright: ignore
+look = getattr if hasattr(torch._C._autograd.SavedTensor, "unpack") else _read  # pyright: ignore
+"""For "_raw_saved_x" its `data`, its `unpack_hook` (2.8 to 2.11: one of the same code), and `unpack()`."""
 
 
 def saved(node: Node, name: str) -> Any:
-    """For "_raw_saved_x" its `data`, its `unpack_hook` (2.8 to 2.11: one of the same code), and `unpack()`.
-
-    What a call keeps inside of a checkpoint is as if it were saved without.
-    """
-    raw = _look(node, name)
+    """As `look`; what a call keeps inside of a checkpoint is as if it were saved without."""
+    raw = look(node, name)
     if raw.__class__ in (tuple, list) or not _is_kept(raw):
         return raw
     return _Read(getattr(node, name.removeprefix("_raw")))
@@ -554,7 +552,7 @@ _RAW_SAVED = _RawSaved()
 def is_packed(node: Node) -> bool:
     """Whether reading what a node saved calls a hook: an activation checkpoint, offloading. Runs none."""
     for name in _RAW_SAVED[node.__class__]:
-        raw = _look(node, name)
+        raw = look(node, name)
         for each in raw if raw.__class__ in (tuple, list) else (raw,):
             if each.unpack_hook is not None and not _is_kept(each):
                 return True
