@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+import torch
 from sybil.document import Document
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.abstract.codeblock import AbstractCodeBlockParser
@@ -27,7 +28,7 @@ class PythonFenceParser(AbstractCodeBlockParser):
 def run_page(path: Path, fences: int | None = None) -> int:
     """Run the page's first fences, or all, and return how many ran; a failing one raises with its own line."""
     document = Document.parse(str(path), PythonFenceParser(), SkipParser())
-    count, hook = 0, sys.excepthook
+    count, hook, dtype = 0, sys.excepthook, torch.get_default_dtype()
     try:
         for example in document.examples():
             if count == fences:
@@ -35,5 +36,6 @@ def run_page(path: Path, fences: int | None = None) -> int:
             example.evaluate()
             count += isinstance(example.region.evaluator, PythonEvaluator)
     finally:
+        torch.set_default_dtype(dtype)  # a page's last fence sets it back
         sys.excepthook = hook  # a process group leaves one that puts the rank before each line of a traceback
     return count
