@@ -322,10 +322,7 @@ def served(*tensors: Any) -> bool:
     For zero tensors PyTorch gives a kernel one number, expanded, of which its fused attention reads on.
     """
     return not (_settings.tracing() or nests_forward_mode()) and all(
-        type(x) in PLAIN
-        and x.layout == torch.strided
-        and x.numel()
-        and not (x.is_complex() or x._is_zerotensor())
+        type(x) in PLAIN and x.layout == torch.strided and x.numel() and not (x.is_complex() or x._is_zerotensor())
         for x in tensors
         if x is not None
     )
