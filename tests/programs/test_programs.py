@@ -331,3 +331,9 @@ def test_stdin_stays(process, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("words"))
     assert main(["explain", str(script)]) == 0
     assert capsys.readouterr().out == "WORDS\n"
+
+
+def test_python_before_the_script_is_left_out(process, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "python", "train.py"]) == 2
+    assert "leave python out: hodiff explain SCRIPT" in capsys.readouterr().err

@@ -44,7 +44,8 @@ def run(options: argparse.Namespace) -> int:
         program's.
     """
     if not options.is_module and not os.path.exists(options.script):
-        print(f"hodiff explain: can't open file {os.path.abspath(options.script)!r}", file=sys.stderr)
+        more = "; leave python out: hodiff explain SCRIPT" if options.script.startswith("python") else ""
+        print(f"hodiff explain: can't open file {os.path.abspath(options.script)!r}{more}", file=sys.stderr)
         return 2
     if options.picture:  # before the program runs, which may take hours, and may change the folder
         options.picture = os.path.abspath(options.picture)
