@@ -135,7 +135,7 @@ class FieldCall(NamedTuple):
 
     def with_extra(self, value: Any) -> Any:
         """A value, and beside it what `f` returned beside its own, where it did."""
-        return (value, self.finish(self.f.given())) if self.has_aux else value
+        return (value, self.finish(_jet.settled(self.f.given()))) if self.has_aux else value
 
     def finish(self, result: Any) -> Any:
         """A result as the caller gets it."""

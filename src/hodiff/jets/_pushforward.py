@@ -91,7 +91,7 @@ def push(
         values = [_jet.value_of(point) for point in points]
         loaded = "torch._dynamo" in sys.modules
         try:
-            output = context.run(jets, [value for value in values if not value.is_inference()])
+            output = _jet.settled(context.run(jets, [value for value in values if not value.is_inference()]))
         except Exception as error:
             _refuse_in_other_words(error, expansion, loaded)
             raise
