@@ -167,7 +167,6 @@ def spots() -> list[Spot]:
     return [
         Spot("cdist", 2, lambda x: torch.cdist(x, x.cos() + 3), x),
         Spot("nn.functional.pdist", 2, F.pdist, x),
-        Spot("nn.functional.hardsigmoid", 2, F.hardsigmoid, x),
         Spot("nn.functional.embedding_bag", 2, lambda x: F.embedding_bag(index, x), x),
         Spot("nn.functional.multi_margin_loss", 2, lambda x: F.multi_margin_loss(x, index[0], p=2), x[:2]),
         Spot(

@@ -188,7 +188,7 @@ def test_code_that_is_gone_is_not_taken_for_what_has_its_place():
             gc.collect(0)
 
 
-class Colour(str, enum.Enum):
+class Colour(enum.StrEnum):
     RED = "red"
 
 
