@@ -336,10 +336,11 @@ class Zeros(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As of a plain tensor, but for what adds."""
-        given, named, name = settled(args), settled(kwargs or {}), operation(func)
+        given, named = settled(args), settled(kwargs or {})
+        name = operation(func)
         zeros = next((each for each in args if isinstance(each, Zeros)), None)
-        fresh = zeros is not None and args[0] is zeros and not zeros.used and zeros.jet is None
-        if fresh and name in ADDING and jets_among((given, named)):
+        adds = name in ADDING and zeros is not None and args[0] is zeros and jets_among((given, named))
+        if zeros is not None and adds and not zeros.used and zeros.jet is None:
             zeros.jet = getattr(Tensor, name[:-1])(*given, **named)
             given[0].fill_(math.nan)
             return zeros.jet
