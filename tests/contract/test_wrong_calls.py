@@ -1353,3 +1353,42 @@ def test_an_error_of_f_says_what_f_was_given(call):
     with pytest.raises(TypeError, match="unsupported operand") as caught:
         hodiff.grad(lambda z: z @ "a", x)
     assert not hasattr(caught.value, "__notes__")
+
+
+def test_an_error_of_what_f_calls_is_not_said_to_be_of_the_point() -> None:
+    """The label of a single sample has no length, and a tuple is no batch: neither has to do with the module."""
+    label = torch.tensor(1.0, dtype=D)
+    with pytest.raises(TypeError, match="0-d tensor") as caught:
+        hodiff.grad(lambda m: m(X).sum() / len(label), m)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_number_among_losses_is_named() -> None:
+    with pytest.raises(hodiff.InputError, match="one is a float; expected scalar tensors"):
+        hodiff.multi_grad([loss(m), 3.0], m)  # type: ignore[list-item]
+
+
+def test_a_point_without_its_batch_is_named() -> None:
+    with pytest.raises(hodiff.InputError, match=r"A single sample needs a batch dimension: x\[None\]"):
+        hodiff.wgan_gp_penalty(lambda x: x.sum().reshape(1), torch.ones(5), torch.zeros(5))
+
+
+def test_data_is_named_among_what_cuts_a_path() -> None:
+    def by_data(p: Tensor) -> Tensor:
+        w = nn.Parameter(torch.ones(6, dtype=D))
+        w.data += p
+        return w.square().sum()
+
+    with pytest.raises(hodiff.GraphError, match=r"\.data and \.item\(\) of it cut the path"):
+        hodiff.hessian(by_data, SIX)
+
+
+def test_a_semidefinite_matrix_is_told_to_take_damping() -> None:
+    with pytest.warns(hodiff.HodiffWarning, match="semidefinite one, as a Gauss-Newton matrix is, needs damping"):
+        hodiff.solve(hodiff.MatrixOperator(torch.tensor([1.0, -1.0], dtype=D)), torch.ones(2, dtype=D), products=9)
+
+
+def test_gradients_that_do_not_fit_are_foreseen() -> None:
+    wide = torch.zeros(1, dtype=D).expand(40_000_000).requires_grad_()
+    with pytest.raises(hodiff.InputError, match=r"GB, but cpu has .* Give fewer samples at a time"):
+        hodiff.per_sample_grad(lambda w, b: b * w[0], wide, torch.ones(5000, dtype=D))

@@ -33,7 +33,7 @@ STANDING = {
     ("_core._versions", "received", "(RuntimeError, NotImplementedError)"): GETTER,
     ("_core._reverse", "_memories", "(RuntimeError, NotImplementedError)"): GETTER,
     ("cli._explain", "run", "BaseException"): "the exception of the script that is run: it is the command's subject",
-    ("cli._explain", "run", "OSError"): "a picture that cannot be written, which the command says",
+    ("cli._explain", "_no_place", "OSError"): "a picture that cannot be written, which the command says",
     ("curvature._data", "_length", "TypeError"): "an iterable without a length",
     ("curvature._data", "check_signature", "(TypeError, ValueError)"): SIGNATURE,
     ("graph._failure", "_closure", "ValueError"): "the cell of a closure that is not filled yet",

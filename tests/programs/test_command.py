@@ -52,6 +52,43 @@ def test_a_module_and_a_picture(tmp_path):
     assert svg.count("#d33") == 2  # the legend's, and one cross: y's row, at the second pass
 
 
+@pytest.mark.parametrize(
+    ("name", "held", "words"),
+    [
+        ("train.py", "loss = 1\n", "takes a file that ends in .svg"),
+        ("new.py", None, "takes a file that ends in .svg"),
+        ("logo.svg", "<svg/>", "no picture of hodiff's"),
+        ("train.svg", "loss = 1\n", "no picture of hodiff's"),
+        ("binary.svg", "\udcff\udcfe\x00", "no picture of hodiff's"),
+    ],
+)
+def test_a_picture_is_written_over_nothing_but_pictures(process, capsys, tmp_path, name, held, words):
+    """Forget the value of an option, and the script that follows would be it."""
+    place = tmp_path / name
+    if held is not None:
+        place.write_text(held, "utf-8", errors="surrogateescape")
+    before = place.read_bytes() if held is not None else b""
+    assert main(["explain", "--picture", str(place), path("crashes")]) == 2
+    assert words in capsys.readouterr().err
+    assert (place.read_bytes() if held is not None else b"") == before
+    assert place.exists() == (held is not None)
+
+
+def test_a_file_that_the_program_writes_where_the_picture_goes_stays(process, capsys, tmp_path):
+    program, place = tmp_path / "own.py", tmp_path / "own.svg"
+    program.write_text(f"import pathlib\npathlib.Path({str(place)!r}).write_text('<svg/>')\n", "utf-8")
+    assert main(["explain", "--picture", str(place), str(program)]) == 0
+    assert "no picture of hodiff's" in capsys.readouterr().err
+    assert place.read_text("utf-8") == "<svg/>"
+
+
+def test_a_picture_is_written_over_one_from_before(process, capsys, tmp_path):
+    place = tmp_path / "p.svg"
+    for _ in range(2):
+        assert main(["explain", "--picture", str(place), path("crashes")]) == 1
+    assert place.read_text("utf-8").startswith("<svg")
+
+
 def test_a_picture_that_cannot_be_written_is_told_before_the_program_runs(process, capsys, tmp_path):
     place = tmp_path / "nowhere" / "p.svg"
     assert main(["explain", "--picture", str(place), path("crashes")]) == 2
@@ -89,3 +126,9 @@ def test_stdin_stays(process, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("words"))
     assert main(["explain", str(script)]) == 0
     assert capsys.readouterr().out == "WORDS\n"
+
+
+def test_python_before_the_script_is_left_out(process, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "python", "train.py"]) == 2
+    assert "leave python out: hodiff explain SCRIPT" in capsys.readouterr().err

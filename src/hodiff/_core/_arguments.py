@@ -389,7 +389,8 @@ def check_scalars(output: Tensor, batch_ndim: int, batch: torch.Size) -> None:
             f"{', '.join('0' * more)}]), reduce them (lambda x: f(x).{total}), or use "
             f"hodiff.jacobian(f, x, batch_ndim={batch_ndim})."
             if tuple(output.shape[:batch_ndim]) == tuple(batch)
-            else " Return one number per sample, not reduced over the batch."
+            else " Return one number per sample, not reduced over the batch. "
+            "(A single sample needs a batch dimension: x[None].)"
         )
         raise InputError(
             f"f returned shape {tuple(output.shape)}{averaged}, expected one element per sample: "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _hooks, _messages, _nodes, _refusals, _settings, _tree, _versions
-from hodiff._core._call import Call
+from hodiff._core._call import Call, cut
 from hodiff._core._kernels import plain_attention
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._loans import LEAF_TAG, LeafTag, memory_of, tag_of
@@ -412,12 +412,12 @@ def _tensors(outputs: Any) -> list[Tensor]:
 def detached(value: Any, theirs: Container[int] = ()) -> Any:
     """`value` with its tensors cut from any graph, copied from memory that is `theirs`; other leaves as they are."""
 
-    def cut(leaf: Any) -> Any:
+    def apart(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.detach().clone() if theirs and memory_of(leaf) in theirs else leaf.detach()
+        return cut(leaf.clone() if theirs and memory_of(leaf) in theirs else leaf)
 
-    return cut(value) if value.__class__ is Tensor else _tree.tree_map(cut, value)
+    return apart(value) if value.__class__ is Tensor else _tree.tree_map(apart, value)
 
 
 def _forget(leaf: Tensor) -> None:

@@ -317,9 +317,12 @@ def varies(x: Any) -> bool:
 
 
 def served(*tensors: Any) -> bool:
-    """Whether tensors are what our kernels are for: strided, real, no stand-ins of a tracer."""
+    """Whether tensors are what our kernels are for: strided, real, no stand-ins of a tracer.
+
+    For zero tensors PyTorch gives a kernel one number, expanded, of which its fused attention reads on.
+    """
     return not (_settings.tracing() or nests_forward_mode()) and all(
-        type(x) in PLAIN and x.layout == torch.strided and x.numel() and not x.is_complex()
+        type(x) in PLAIN and x.layout == torch.strided and x.numel() and not (x.is_complex() or x._is_zerotensor())
         for x in tensors
         if x is not None
     )

@@ -368,7 +368,8 @@ class EvaluationContext:
             if ours is None:
                 single = call.where.given_tree is _tree.LEAF
                 plain = single and isinstance(argument, Tensor) and "not callable" not in str(error)
-                if not (call.unpack_point or plain or hasattr(error, "__notes__")):
+                known = call.unpack_point or plain or hasattr(error, "__notes__")
+                if not known and _is_of(error, call.what, argument):
                     given = _arguments.kind(argument) if single else _tree.describe(call.where.given_tree)
                     error.add_note(f"hodiff: f receives x as one argument: {given}.")
                 raise
@@ -435,6 +436,16 @@ def signature_error(
             f"{_way_out(signature, points, args)}"
         )
     return None
+
+
+def _is_of(error: BaseException, f: Any, argument: Any) -> bool:
+    """Whether an error is of the point, by its words, or of a line of `f` itself, and not of what that calls."""
+    if f"{type(argument).__name__}'" in str(error):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code is getattr(inspect.unwrap(f), "__code__", None)
 
 
 def _way_out(signature: inspect.Signature, points: Sequence[Any], args: Sequence[Any]) -> str:

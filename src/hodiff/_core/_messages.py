@@ -96,6 +96,7 @@ DIGITS = "a block loses digits"  # by what is written out at some arguments; no 
 WRITTEN_OUT = {
     WEIGHT_NORM,
     "ForeachPowBackward0",
+    "HardsigmoidBackward0",
     "SpecialI0EBackward0",  # for its value at 0, the mean of those on either side
     *(node for node, (_, order) in _near_zero.NODES.items() if order == 2),
 }  # at second order; at third all that `_substitutes` has

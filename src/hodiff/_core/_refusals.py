@@ -24,7 +24,7 @@ def independent(module_slice: bool, unused: list[str], has_graph: bool) -> Graph
         return GraphError(
             f"the result does not depend on {names}; it was computed from other tensors. "
             + (
-                "Use the argument that f is given."
+                "Use the argument that f is given; .data and .item() of it cut the path, and leave no trace."
                 if module_slice
                 else "Give the tensors it was computed from, not copies, views or detached versions of them."
             )

@@ -406,11 +406,53 @@ class DispatchMode(TorchDispatchMode):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        uncompiled(cls.__torch_dispatch__)
+        handler: Any = uncompiled(cls.__torch_dispatch__)
+
+        def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return handler(self, func, types, *self._in_memory(func, args, kwargs or {}))
+
+        cls.__torch_dispatch__ = uncompiled(dispatch)  # type: ignore[method-assign]
+
+    def _in_memory(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Operands of which a kernel may read the memory: they hold the numbers that their memory does.
+
+        PyTorch replaces zero tensors (which have no memory), conjugate and negative views before a
+        handler is asked, except for some operations; and not while a handler runs, for none. A view
+        of such a view, and what is written to, stay as they are.
+        """
+        if not any(map(_is_apart, (args, tuple(kwargs.values())))):
+            if args and type(args[0]) in (int, float, complex) and func.is_view:  # from 1 + a zero tensor
+                args = (torch.as_tensor(args[0], device="cpu"), *args[1:])
+            return args, kwargs
+        declared = func._schema.arguments if hasattr(func, "_schema") else ()
+        kept = {each.name for each in declared if each.alias_info is not None}
+
+        def read(value: Any, name: str) -> Any:
+            if isinstance(value, (tuple, list)):
+                return [read(each, name) for each in value]
+            if not _is_apart(value) or name in kept:
+                return value
+            if value._is_zerotensor():
+                return torch.zeros_like(value)
+            with on(self):
+                return value.resolve_conj().resolve_neg()
+
+        names = [each.name for each in declared] + [""] * len(args)
+        return (
+            tuple(map(read, args, names)),
+            {name: read(value, name) for name, value in kwargs.items()},
+        )
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def _is_apart(value: Any) -> bool:
+    """Whether the numbers of a tensor, or of one among several, are not those in its memory."""
+    if isinstance(value, Tensor):
+        return value._is_zerotensor() or value.is_conj() or value.is_neg()
+    return isinstance(value, (tuple, list)) and any(map(_is_apart, value))
 
 
 def tracing() -> bool:

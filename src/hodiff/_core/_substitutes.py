@@ -102,6 +102,12 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.linalg.vector_norm(v, dim=dims, keepdim=True))
 
 
+def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    """`torch.nn.functional.hardsigmoid` from its definition; PyTorch has no second derivative of it."""
+    result = F.hardtanh(input / 6, -0.5, 0.5) + 0.5
+    return input.copy_(result) if inplace else result
+
+
 def _standardize(input: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input  # as the kernels accumulate
     centered = wide - wide.mean(dims, keepdim=True)
@@ -165,6 +171,7 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     **dict.fromkeys(_spellings("index_reduce"), _near_zero.index_product),
     **dict.fromkeys(_spellings("sinc"), _near_zero.sinc),
     **{each: function for name, function in _near_zero.BESSEL.items() for each in _spellings(name)},
+    F.hardsigmoid: hardsigmoid,
     F.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
     F.batch_norm: batch_norm,

@@ -162,7 +162,7 @@ def derivatives(
         _check_elementwise(weighted, orders, weights, again)
     if graph.create_graph:
         return graph.value(), *orders[1:]
-    return graph.value(), *_reverse.warned_if_not_finite(graph, [part.detach() for part in orders[1:]])
+    return graph.value(), *_reverse.warned_if_not_finite(graph, [_call.cut(part) for part in orders[1:]])
 
 
 def _weights(like: Tensor) -> Tensor:
@@ -246,8 +246,8 @@ def _by_jets(
     record = _call.recorded(create_graph)
     if torch.compiler.is_compiling() and not _jet.is_jet(x):
         check_point([x])
-    if not record:
-        _call.refuse_transforms()
+    if not record or (not torch.compiler.is_compiling() and _call.reads_nothing()):
+        _call.refuse_transforms(batched=True)
     factor = _pushforward.factorials(n, x.dtype)
     state = RandomState(x.device)
     given = {"args": args, "kwargs": kwargs}

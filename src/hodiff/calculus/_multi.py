@@ -225,12 +225,12 @@ def _items(losses: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _are_functions(items: list[Any]) -> bool:
-    kinds = {isinstance(item, Tensor) for item in items}
-    if len(kinds) > 1:
-        raise InputError("losses: got both tensors and functions; give one kind.")
     wrong = next((item for item in items if not isinstance(item, Tensor) and not callable(item)), None)
     if wrong is not None:
         raise InputError(f"losses: one is {_arguments.kind(wrong)}; expected scalar tensors, or functions of where.")
+    kinds = {isinstance(item, Tensor) for item in items}
+    if len(kinds) > 1:
+        raise InputError("losses: got both tensors and functions; give one kind.")
     return kinds == {False}
 
 

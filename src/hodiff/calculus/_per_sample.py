@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any, TypeVar, Unpack, overload
 
 import torch
@@ -113,12 +114,19 @@ def per_sample_grad(
     with OutputGraph(call(samples, where, 1, create_graph, strict, allow, args, kwargs)) as graph:
         losses = _losses(graph)
         check_not_crossed(graph, samples, losses, "f")
+        _reverse.check_fits([losses], graph.leaves, 0, WAY_OUT)
         gradients = None
         if not graph.create_graph and not _call.nested() and not graph.context.random.moved():
             gradients = _by_samples(graph, samples, losses, chunk)
         if gradients is None:
             [gradients] = _reverse.blocks(graph, [losses], chunk_size=chunk)
     return graph.call.where.result(gradients)
+
+
+WAY_OUT = (
+    "Give fewer samples at a time, take some parameters (hodiff.select), or keep their norms alone: "
+    "hodiff.sample_norm of each part."
+)
 
 
 class Samples:
@@ -309,7 +317,7 @@ def _rows_add_up(graph: OutputGraph, losses: Tensor, rows: list[Tensor]) -> bool
     # In the order of memory: a pass may give rows whose dimensions are turned, and their sum takes thirty times longer.
     orders = [sorted(range(1, row.ndim), key=row.stride, reverse=True) for row in rows]
     lines = [row.permute(0, *order).reshape(len(row), -1) for row, order in zip(rows, orders, strict=True)]
-    wide = torch.promote_types(losses.dtype, torch.float32)
+    wide = reduce(torch.promote_types, (losses.dtype, *(row.dtype for row in rows)), torch.float32)
     # Named needlessly, it takes twice the time.
     types = [None if line.dtype == wide else wide for line in lines]
     norms = torch.stack(

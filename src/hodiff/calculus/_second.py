@@ -23,7 +23,7 @@ from hodiff._core._arguments import (
     WithoutExtra,
     is_set,
 )
-from hodiff._core._call import call
+from hodiff._core._call import call, cut
 from hodiff._core._compiled_callers import by_passes
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Selection, Where
@@ -612,7 +612,7 @@ def _dense(
     with OutputGraph(call(f, where, 2, **both, **options)) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
         table = _reverse.blocks(graph, gradient, chunk_size=chunk)
-        gradient = _reverse.unaliased(gradient if graph.create_graph else [part.detach() for part in gradient])
+        gradient = _reverse.unaliased(gradient if graph.create_graph else [cut(part) for part in gradient])
     if is_set(matrix, "matrix"):
         second = _reverse.matrix(table, where.tensors, where.tensors, batch_ndim)
     else:

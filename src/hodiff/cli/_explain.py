@@ -44,15 +44,12 @@ def run(options: argparse.Namespace) -> int:
         program's.
     """
     if not options.is_module and not os.path.exists(options.script):
-        print(f"hodiff explain: can't open file {os.path.abspath(options.script)!r}", file=sys.stderr)
+        more = "; leave python out: hodiff explain SCRIPT" if options.script.startswith("python") else ""
+        print(f"hodiff explain: can't open file {os.path.abspath(options.script)!r}{more}", file=sys.stderr)
         return 2
     if options.picture:  # before the program runs, which may take hours, and may change the folder
         options.picture = os.path.abspath(options.picture)
-        try:
-            open(options.picture, "a", encoding="utf-8").close()
-        except OSError as error:
-            words = f"can't write --picture {options.picture!r}: {error.strerror}"
-            print(f"hodiff explain: {words}", file=sys.stderr)
+        if _told(_no_place(options.picture)):
             return 2
     growth = _growth.Growth()
     record = _lifetime.Lifetime(also=growth) if options.picture else _watch.Watch(growth)
@@ -73,10 +70,32 @@ def run(options: argparse.Namespace) -> int:
             raise
         return 1
     finally:
-        if isinstance(record, _lifetime.Lifetime):
+        if isinstance(record, _lifetime.Lifetime) and not _told(_no_place(options.picture)):
             record.save(options.picture)
         _tell(growth, ended=ended)
     return 0
+
+
+def _told(refusal: str) -> bool:
+    """Whether there is a refusal, which is printed."""
+    if refusal:
+        print(f"hodiff explain: {refusal}", file=sys.stderr)
+    return bool(refusal)
+
+
+def _no_place(picture: str) -> str:
+    """Why a picture must not go where it would: nothing but pictures of ours is ever written over."""
+    if not picture.endswith(".svg"):
+        return f"--picture takes a file that ends in .svg, and got {picture!r}; SCRIPT comes after it"
+    try:
+        with open(picture, "a+", encoding="utf-8", errors="replace") as file:
+            file.seek(0)
+            held = file.read(4096)
+    except OSError as error:
+        return f"can't write --picture {picture!r}: {error.strerror}"
+    if held and _lifetime.TITLE not in held:
+        return f"--picture: {picture!r} is there, and no picture of hodiff's; name another file"
+    return ""
 
 
 def flush() -> None:

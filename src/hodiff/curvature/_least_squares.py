@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _locks, _memory, _reverse, _settings, _tree, _versions
-from hodiff._core._call import call
+from hodiff._core._call import call, refuse_transforms
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import generic
 from hodiff.calculus._first import tall_jacobian
@@ -251,6 +251,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 f"as a tuple), or None."
             )
         self._check_signatures([batch is None for batch in batches])
+        refuse_transforms(batched=True)
         with _locks.ThreadClaim(self):  # of several threads one steps
             known, self._known = self._known, None
             while (value := self._stepped(batches, known)) is None:

@@ -675,8 +675,8 @@ def _explanation(record: SolveRecord[Any], wanted: str) -> str:
     advice = {
         "negative curvature": (
             "conjugate gradients met a direction of negative or zero curvature: the operator is "
-            "not positive definite. Add damping, or use method='minres' or "
-            "hodiff.GaussNewtonOperator"
+            "not positive definite. A semidefinite one, as a Gauss-Newton matrix is, needs damping; "
+            "an indefinite one needs method='minres', or hodiff.GaussNewtonOperator in its place"
         ),
         "divergence": (
             "the Neumann series diverges: an eigenvalue of A / scale is not within the unit circle "

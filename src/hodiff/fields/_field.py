@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _arguments, _call, _compiled_callers, _independence, _nodes, _refusals, _settings, _tree
 from hodiff._core._arguments import ChunkSize, check_option, is_set
-from hodiff._core._call import call, is_wrapped
+from hodiff._core._call import call, cut, is_wrapped
 from hodiff._core._graph import OutputGraph, Watched, detached, split
 from hodiff._core._loans import memory_of
 from hodiff._core._where import plain
@@ -135,7 +135,7 @@ class FieldCall(NamedTuple):
 
     def with_extra(self, value: Any) -> Any:
         """A value, and beside it what `f` returned beside its own, where it did."""
-        return (value, self.finish(self.f.given())) if self.has_aux else value
+        return (value, self.finish(_jet.settled(self.f.given()))) if self.has_aux else value
 
     def finish(self, result: Any) -> Any:
         """A result as the caller gets it."""
@@ -186,8 +186,9 @@ def choose(
         value, *parts = result.values() if isinstance(result, dict) else result
         if isinstance(call.x, _jet.JETS):
             value, *parts = map(_jet.value_of, (value, *parts))
-        # on other devices to look is to wait
-        seen = value.is_cpu and parts and not is_wrapped(parts[-1])
+        # on other devices to look is to wait, and inside `vmap` there is nothing to be seen
+        met = (_jet.value_of(call.x), value, *parts)
+        seen = value.is_cpu and not any(is_wrapped(each) for each in met if each is not None)
         for part in parts if seen else ():
             if part is not None and not math.isfinite(part.detach().sum()):
                 _warn_if_not_finite([part], [_jet.value_of(call.x), value], ())
@@ -223,7 +224,7 @@ def released(graph: OutputGraph, results: list[Tensor]) -> list[Tensor]:
     _warn_if_not_finite(seen, [*graph.leaves, *graph.tensors()], graph.kinds)
     ours = {id(leaf) for leaf in graph.leaves} if graph.call.builds_graph else set()
     if not _nodes.survey(results).leaf_ids() - ours:
-        return [result.detach() for result in results]
+        return [cut(result) for result in results]
     _nodes.mark_results(results)  # the value is among them, which no pass of ours has marked
     return results
 

@@ -20,6 +20,8 @@ from hodiff.graph._watch import Watch
 
 ROWS = 40
 MADE = sys.maxsize  # after the passes at the same place, which is that of the next node to be made
+TITLE = "<title>What was saved, by which line, and which backward pass freed it</title>"
+"""By which a file is known for a picture of ours."""
 WIDTH = 440
 MARGIN = 8
 TOP = 52
@@ -148,7 +150,7 @@ class Lifetime(Watch):
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 8}" '
             f'width="{ALONE}" style="width:100%;max-width:{WIDTH * 4 // 3}px;height:auto" fill="currentColor" '
             f'font-family="monospace" font-size="12">',
-            "<title>What was saved, by which line, and which backward pass freed it</title>",
+            TITLE,
             "<style>svg:root{color:#777}</style>",  # an image of its own has no page around it
             *_legend(),
         ]

@@ -295,8 +295,8 @@ def _of_class(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(key: Any) -> bool:
-    """Whether a key of a dict can be written down."""
-    return isinstance(key, (str, int)) or (isinstance(key, tuple) and all(_is_plain(part) for part in key))
+    """Whether a key of a dict can be written down: what a derived class shows, such as an Enum, is no code."""
+    return type(key) in (str, int, bool) or (type(key) is tuple and all(_is_plain(part) for part in key))
 
 
 HIDDEN = frozenset(vars(nn.Module()))

@@ -459,6 +459,7 @@ def _values(where: Where) -> Leaves:
     for name, tensor in zip(where.names, where.tensors, strict=True):
         if not bool(tensor.isfinite().all()):
             raise InputError(f"{name} has entries that are not finite, so it is not a solution.")
+        _call.refuse_tangent(tensor, name)
     return [tensor.detach().clone() for tensor in where.tensors]
 
 
@@ -478,11 +479,14 @@ class Problem:
         self._random.restore()
         with OutputGraph(request, at) as graph:
             if self.kind == "argmin":
-                return graph, _reverse.gradient(graph, differentiated=True)
-            outputs = self._like_x(graph)
-            if self.kind == "root":
-                return graph, outputs
-            return graph, [leaf - output for leaf, output in zip(graph.leaves, outputs, strict=True)]
+                residual = _reverse.gradient(graph, differentiated=True)
+            else:
+                residual = self._like_x(graph)
+            for part in residual:
+                _call.refuse_tangent(part, WHAT[self.kind])
+            if self.kind == "fixed_point":
+                residual = [leaf - output for leaf, output in zip(graph.leaves, residual, strict=True)]
+            return graph, residual
 
     def held(self, residual: Leaves, x: Leaves, values: Leaves) -> Leaves:
         """The residual of the solution that `damping` holds near where it is."""

@@ -263,7 +263,8 @@ def _in_place(name: str, args: Any, kwargs: Any, func: Any = None) -> Any:
     if name in ("requires_grad_", "retain_grad_"):
         raise NoRule("autograd inside f", "nest hodiff's field operators instead, which expand in series again")
     if not isinstance(target, Jet):
-        raise NoRule(f"{name} of a jet into a tensor", "write a = a + b instead of a += b, with a new tensor")
+        advice = "write a = a + b instead of a += b, or the operation without its underscore, which gives a new tensor"
+        raise NoRule(f"{name} of a jet into a tensor", advice)
     if target.shared:
         raise NoRule(f"{name} on a view, or on a tensor that has views", "write a = a + b instead of a += b")
     func = func or getattr(torch, name[:-1], None) or getattr(Tensor, name[:-1], None)

@@ -10,6 +10,7 @@ same without being a tensor, for `torch.compile`, which cannot trace the making 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -298,6 +299,8 @@ class Jet(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operation in Python comes through here."""
+        if Zeros in types:
+            args, kwargs = settled(args), settled(kwargs)
         return RULES.dispatch(func, args, kwargs or {})
 
     @classmethod
@@ -318,6 +321,50 @@ class Jet(Tensor):
 
     def __deepcopy__(self, memo: Any) -> Jet:
         raise NoRule("copy.deepcopy", "it makes a leaf constant; use .clone(), or .detach() if a constant is meant")
+
+
+class Zeros(Tensor):
+    """Zeros that were made by a jet: plain ones, until a jet is added into them, and then what that gives.
+
+    Sums over neighbors are made so: `x.new_zeros(n).index_add_(0, i, x)`. What has been used may have views, which
+    would not see the jet; and memory that is not read any more is filled with NaN, as code below Python might read it.
+    """
+
+    jet: Any = None
+    used = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As of a plain tensor, but for what adds."""
+        given, named = settled(args), settled(kwargs or {})
+        name = operation(func)
+        zeros = next((each for each in args if isinstance(each, Zeros)), None)
+        adds = name in ADDING and zeros is not None and args[0] is zeros and jets_among((given, named))
+        if zeros is not None and adds and not zeros.used and zeros.jet is None:
+            zeros.jet = getattr(Tensor, name[:-1])(*given, **named)
+            given[0].fill_(math.nan)
+            return zeros.jet
+        result = func(*given, **named)
+        if zeros is not None:
+            zeros.used = zeros.used or type(result) not in _ANSWERS
+        return result
+
+
+ADDING = ("scatter_add_", "index_add_", "index_put_", "add_")
+_ANSWERS = (int, bool, torch.Size, torch.dtype, torch.device, torch.UntypedStorage, type(None))
+"""Of operations that hand out no memory, but to ask where it lies."""
+
+
+def settled(value: Any) -> Any:
+    """Arguments, or a result, with what `Zeros` have become."""
+    if isinstance(value, Zeros):
+        return value.as_subclass(Tensor) if value.jet is None else value.jet
+    if isinstance(value, (tuple, list)):
+        items = [settled(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: settled(item) for key, item in value.items()}
+    return value
 
 
 class TracedJet:

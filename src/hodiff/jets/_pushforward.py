@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _messages, _nodes, _refusals, _settings, _tree
-from hodiff._core._call import call
+from hodiff._core._call import call, cut
 from hodiff._core._lending import EvaluationContext
 from hodiff.errors import GraphError, HodiffError, InputError
 from hodiff.jets import _jet, _series
@@ -91,7 +91,7 @@ def push(
         values = [_jet.value_of(point) for point in points]
         loaded = "torch._dynamo" in sys.modules
         try:
-            output = context.run(jets, [value for value in values if not value.is_inference()])
+            output = _jet.settled(context.run(jets, [value for value in values if not value.is_inference()]))
         except Exception as error:
             _refuse_in_other_words(error, expansion, loaded)
             raise
@@ -133,7 +133,7 @@ def base(point: Any, record: bool) -> Any:
     if point.is_inference():
         point = point.clone()
     if not record:
-        return point.detach()
+        return cut(point)
     return point.view_as(point) if point.requires_grad else point
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Probes, Reduction, check_option, is_set
+from hodiff._core._call import cut
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
 from hodiff.errors import InputError
@@ -130,7 +131,7 @@ def sliced_score_matching_loss(
         products = _critic.pulled(graph, score, drawn)
         first = graph.tensors()[0]
     with _critic.recording(record):
-        score = score if record else [part.detach() for part in score]
+        score = score if record else [cut(part) for part in score]
         trace = _critic.inner(drawn, products, batch_ndim + 1).mean(0)
         if variance_reduced:
             size = _critic.inner(score, score, batch_ndim)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _reverse, _tree
+from hodiff._core import _call, _reverse, _tree
 from hodiff._core._arguments import Allowed, kind
 from hodiff._core._call import Call, call
 from hodiff._core._graph import OutputGraph
@@ -289,6 +289,7 @@ def detect(request: Call, order: int, noted: list[Any] | None = None) -> Pattern
     """The pattern of what a call asks for; to `noted` the structure of what `f` returned is added, and constants."""
     from hodiff.sparse import rules
 
+    _call.refuse_transforms(batched=True)
     given = [*request.where.tensors, *tensors_in((list(request.args), dict(request.kwargs)))]
     tracer = Tracer(rules.find, given, anywhere=request.builds_graph)
     with exits(tracer), on(tracer), OutputGraph(request) as graph:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _compiled_callers, _nodes, _reverse, _tree
 from hodiff._core._arguments import Allowed, ChunkSize, SparseOutput, check_option, is_set
-from hodiff._core._call import Call, call
+from hodiff._core._call import Call, call, refuse_tangent
 from hodiff._core._graph import OutputGraph
 from hodiff._core._settings import RandomState
 from hodiff._core._where import Where
@@ -328,6 +328,8 @@ class Point:
 
 def _matrix(pattern: Pattern, values: Tensor, output: SparseOutput, library: Any, *, dense: bool) -> Any:
     """The entries put together in the form that is wanted."""
+    if library is not None or output != "auto" or not dense:
+        refuse_tangent(values, "the sparse matrix")
     if library is not None:
         if values.dtype is torch.bfloat16:
             raise InputError('output="scipy": NumPy has no bfloat16; compute in float32.')

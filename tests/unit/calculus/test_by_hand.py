@@ -307,3 +307,21 @@ def test_an_enclosing_call_counts_towards_the_order():
     x = torch.tensor([0.3, -0.7, 1.1, 0.2], dtype=torch.float64)
     found = hodiff.hvp(nested(lambda x: nn.functional.layer_norm(x, (4,))), x, x.cos())
     torch.testing.assert_close(found, hodiff.hvp(nested(by_definition), x, x.cos()))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_hardsigmoid_from_its_definition(inside: bool) -> None:
+    """PyTorch has no second derivative of it; at its kinks it is flat, as PyTorch's first derivative is."""
+    x = torch.tensor([-4.0, -3.0, -1.0, 0.5, 2.9, 3.0, 5.0], dtype=torch.float64)
+    written = lambda z: ((z / 6 + 0.5).clamp(0, 1) * z**2).sin().sum()
+    f = lambda z: (F.hardsigmoid(z * 1, inplace=inside) * z**2).sin().sum()
+    smooth = x[(x.abs() != 3).nonzero().squeeze()]
+    v = smooth.cos()
+    torch.testing.assert_close(hodiff.hvp(f, smooth, v), hodiff.hvp(written, smooth, v))
+    torch.testing.assert_close(hodiff.hessian(f, smooth), hodiff.hessian(written, smooth))
+    third = lambda g: hodiff.grad(lambda z: hodiff.hvp(g, z, v).square().sum(), smooth)
+    torch.testing.assert_close(third(f), third(written))
+    torch.testing.assert_close(hodiff.jvp(f, x, x.cos()), hodiff.grad(f, x) @ x.cos())
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(f(leaf), leaf)
+    torch.testing.assert_close(hodiff.value_grad_and_hessian(f, x)[1], first)

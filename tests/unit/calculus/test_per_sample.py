@@ -424,3 +424,15 @@ def test_residuals_made_of_partial_derivatives_take_one_batched_pass():
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name][n], gradient)
     assert evaluations == 2  # of the whole batch, and of its samples side by side
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float32, torch.float64])
+def test_losses_of_another_dtype_than_the_parameters(wide: torch.dtype, narrow: torch.dtype) -> None:
+    """As where a model in double precision has a residual in float32: the rows are those of a loop over samples."""
+    m, x = nn.Linear(3, 2, dtype=wide), torch.randn(4, 3, dtype=wide)
+    loss = lambda m, b: m(b).to(narrow).square().sum(1)
+    found = hodiff.per_sample_grad(loss, m, x)
+    for name, rows in found.items():
+        right = torch.stack([hodiff.grad(lambda m, row=row: loss(m, row[None]), m)[name] for row in x])
+        torch.testing.assert_close(rows, right, rtol=0.05 if narrow is torch.bfloat16 else 1e-5, atol=1e-2)

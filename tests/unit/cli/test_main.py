@@ -1,5 +1,6 @@
 """The two ways in, and what `info` says."""
 
+import argparse
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 
 import hodiff
 from hodiff.__main__ import main
-from hodiff.cli import _explain, _info
+from hodiff.cli import COMMANDS, _explain, _info
 from tests.meta.source import ROOT, imports, library_files
 
 
@@ -81,6 +82,19 @@ def test_misuse_exits_with_two_and_says_how_to_use_it(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "usage: hodiff" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_option_takes_a_script_for_its_value(command, tmp_path, capsys):
+    """A value that was forgotten: what follows is the script, which would be written, or lost."""
+    parser = argparse.ArgumentParser()
+    COMMANDS[command].configure(parser)
+    script = tmp_path / "train.py"
+    script.write_text("loss = 1\n", "utf-8")
+    for option in (action for action in parser._actions if action.option_strings and action.nargs != 0):
+        assert main([command, option.option_strings[-1], str(script), str(script)]) == 2
+        assert repr(str(script)) in capsys.readouterr().err
+        assert script.read_text("utf-8") == "loss = 1\n"
 
 
 def test_help_lists_the_commands(capsys):

@@ -1,5 +1,6 @@
 """Which variables hold which tensors, as they are written; and by which lines a call came."""
 
+import enum
 import gc
 import sys
 import weakref
@@ -185,3 +186,14 @@ def test_code_that_is_gone_is_not_taken_for_what_has_its_place():
             assert paths[paths.number(frame, _names.marked(frame))] == ((frame.f_code, 3),)
             del frame
             gc.collect(0)
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
+
+
+def test_keys_of_derived_classes_are_not_written_as_code() -> None:
+    """What an Enum shows of itself, `<Colour.RED: 'red'>`, is no expression that could be evaluated."""
+    assert _names._is_plain(("red", 1, True))
+    assert not _names._is_plain(Colour.RED)
+    assert not _names._is_plain((Colour.RED,))

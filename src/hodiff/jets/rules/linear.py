@@ -179,7 +179,7 @@ rule(
         "adaptive_avg_pool3d _adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
         "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d pixel_shuffle "
         "pixel_unshuffle channel_shuffle fold im2col col2im diff hsplit vsplit dsplit unsafe_chunk "
-        "unsafe_split split_with_sizes index_add index_copy index_fill block_diag meshgrid broadcast_tensors "
+        "unsafe_split split_with_sizes index_add index_put index_copy index_fill block_diag meshgrid broadcast_tensors "
         "atleast_1d atleast_2d atleast_3d constant_pad_nd _pad_circular slice_scatter "
         "diagonal_scatter scatter_add masked_select"
     ),
