@@ -26,7 +26,7 @@ BOUNDS = {
     "gradient of a module": (53, 62),
     "gradient of a tensor": (33, 35),
     "vjp": (37, 39),
-    "cached product": (-28, -24),
+    "cached product": (-19, -15),
     "gradient penalty": (189, 198),
     "tall jacobian": (-32, -30),
     "three steps of a solve": (445, 448),

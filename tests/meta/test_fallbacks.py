@@ -37,7 +37,6 @@ STANDING = {
     ("cli._info", "here", "RuntimeError"): "what plain PyTorch refuses, which the command reports",
     ("curvature._data", "_length", "TypeError"): "an iterable without a length",
     ("curvature._data", "check_signature", "(TypeError, ValueError)"): SIGNATURE,
-    ("graph._failure", "_closure", "ValueError"): "the cell of a closure that is not filled yet",
     ("graph._saved", "_is_alive", "RuntimeError"): "a strided nested tensor, which shows no data",
     ("graph._names", "TensorNames._add", "(RuntimeError, ValueError)"): GETTER,
     ("graph._names", "_inside", "TypeError"): "an object without `__dict__`",
@@ -66,7 +65,6 @@ STANDING = {
         "suppress(_NotInterpreted)",
     ): "our own: the interpreter does not know it, Python runs the list",
     ("verify._blame", "_definition", "(OSError, TypeError, StopIteration)"): "a definition without source",
-    ("verify._evaluation", "_variables", "TypeError"): "`inspect` knows no closure of what is not a function",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final, get_args
 
@@ -151,6 +151,11 @@ class PullbackBuilder(Builder[CurvedOutputs]):
     checkpoint: Checkpoint
     keep: bool
     lazily: bool
+
+    @property
+    def functions(self) -> Sequence[Any]:
+        """The network and the loss."""
+        return self.predict, self.loss
 
     def build(self, where: Where, batch: Any, number: int) -> CurvedOutputs:
         """Evaluate one batch and linearize it."""

@@ -65,6 +65,11 @@ G = TypeVar("G", bound=BatchGraph)
 class Builder(ABC, Generic[G]):
     """Evaluates one batch at a point. What belongs to one evaluation of all batches (labels drawn) it keeps itself."""
 
+    @property
+    def functions(self) -> Sequence[Any]:
+        """The user's functions that it calls."""
+        return ()
+
     @abstractmethod
     def build(self, where: Where, batch: Any, number: int) -> G:
         """The graph of batch `number`."""
@@ -213,7 +218,7 @@ class GraphCache(Generic[G, B]):
         self, builder: B, graphs: dict[int, G], take: Callable[[G, int], object] | None = None
     ) -> FirstPass:
         """The sums over this process's own batches; graphs to keep are put into `graphs`."""
-        point, kind = Values(self.where), self.device.type
+        point, kind = Values(self.where, builder.functions), self.device.type
         precision, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         keeping = self._budget > 0
         limit = _memory.budget(self._budget, self.device) if self.batches.given and keeping else 0
@@ -248,6 +253,7 @@ class GraphCache(Generic[G, B]):
                 with graph.ready():
                     take(graph, number)
             del graph, terms
+        point.closed_over.settle()
         if random:
             warn_random(self.where)
         value, *gradient = sums or [torch.zeros((), device="cpu"), *map(torch.zeros_like, self.where.tensors)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final
 
@@ -252,6 +252,11 @@ class JacobianBuilder(Builder[Linearized]):
     allow: Allowed
     outputs: Outputs = field(default_factory=Outputs)
     batch_ndim: int = 0
+
+    @property
+    def functions(self) -> Sequence[Any]:
+        """The network."""
+        return [self.predict]
 
     def build(self, where: Where, batch: Any, number: int) -> Linearized:
         """The graph of one batch; its value, by which passes are compared, is the sum of its outputs."""
