@@ -35,6 +35,11 @@ STANDING = {
     ("cli._explain", "run", "BaseException"): "the exception of the script that is run: it is the command's subject",
     ("cli._explain", "run", "OSError"): "a picture that cannot be written, which the command says",
     ("cli._info", "here", "RuntimeError"): "what plain PyTorch refuses, which the command reports",
+    (
+        "curvature._graph_cache",
+        "GraphCache._shape",
+        "(RuntimeError, TypeError, ValueError, LookupError, AttributeError)",
+    ): "what the user's function raises for one row of a batch, or for two samples stacked: it does not take them",
     ("curvature._data", "_length", "TypeError"): "an iterable without a length",
     ("curvature._data", "check_signature", "(TypeError, ValueError)"): SIGNATURE,
     ("graph._saved", "_is_alive", "RuntimeError"): "a strided nested tensor, which shows no data",

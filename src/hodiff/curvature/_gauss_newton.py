@@ -157,6 +157,10 @@ class PullbackBuilder(Builder[CurvedOutputs]):
         """The network and the loss."""
         return self.predict, self.loss
 
+    def evaluation(self, where: Where, batch: Any) -> OutputGraph:
+        """The outputs of a batch, not yet entered."""
+        return predicted(self.predict, where, batch, self.allow, keep=False)
+
     def build(self, where: Where, batch: Any, number: int) -> CurvedOutputs:
         """Evaluate one batch and linearize it."""
         predict: Any = self.predict
@@ -390,6 +394,11 @@ class FisherBuilder(PullbackBuilder):
     source: list[torch.Generator | None] = field(default_factory=list)
     scores: dict[int, Leaves] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def by_samples(self) -> bool:
+        """Whether each output counts as a sample's."""
+        return self.kind == "empirical"
 
     def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> Curvature:
         """The mean outer product of the scores."""

@@ -47,6 +47,10 @@ class HessianBuilder(Builder[BatchGraph]):
         """The function, with its further arguments."""
         return () if isinstance(self.f, Tensor) else [partial(self.f, *self.args, **(self.kwargs or {}))]
 
+    def evaluation(self, where: Where, batch: Any) -> OutputGraph:
+        """The sum over a batch, not yet entered."""
+        return self._evaluation(where, batch, 0, create_graph=False)
+
     def build(self, where: Where, batch: Any, number: int) -> BatchGraph:
         """The graph of one batch."""
         computed = isinstance(self.f, Tensor)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hodiff._core import _nodes, _reverse, _tree
 from hodiff._core._call import Allowed
+from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff._core._where import Where
 from hodiff.curvature._algebra import TransposedOperator, TwoSpaces
@@ -255,8 +256,12 @@ class JacobianBuilder(Builder[Linearized]):
 
     @property
     def functions(self) -> Sequence[Any]:
-        """The network."""
+        """The network, a function of the point."""
         return [self.predict]
+
+    def evaluation(self, where: Where, batch: Any) -> OutputGraph:
+        """The outputs of a batch, not yet entered."""
+        return predicted(self.predict, where, batch, self.allow, keep=False)
 
     def build(self, where: Where, batch: Any, number: int) -> Linearized:
         """The graph of one batch; its value, by which passes are compared, is the sum of its outputs."""

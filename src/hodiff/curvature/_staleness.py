@@ -182,13 +182,17 @@ class ClosedOver:
 
     def _changed(self) -> dict[Any, str]:
         """What is another now, with the names of variables; one that was deleted is as it was."""
-        found: dict[Any, str] = {}
+        changed: dict[Any, str] = {}
         for name, (holder, key, value) in self._places.items():
-            now = holder.get(key, value) if key else value if holder == _EMPTY else holder.cell_contents
+            now = value
+            if key:
+                now = holder.get(key, value)
+            elif holder != _EMPTY:
+                now = holder.cell_contents
             if now is not value and not _same(now, value):
-                found[name] = name
-        found |= {id(tensor): name for name, tensor, version in self._versions if tensor._version != version}
-        return found | {m: name for m, (name, assembly) in self._modules.items() if _assembly(m) != assembly}
+                changed[name] = name
+        changed |= {id(tensor): name for name, tensor, version in self._versions if tensor._version != version}
+        return changed | {m: name for m, (name, assembly) in self._modules.items() if _assembly(m) != assembly}
 
 
 def _state(module: nn.Module) -> list[Tensor | None]:
