@@ -7,6 +7,7 @@ first step is None. A function of yours with that signature is a rule as well.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -52,6 +53,11 @@ class Rule(ABC):
                 _check_pair(value, name)
             else:
                 _check_kind(value, bool if isinstance(option.default, bool) else (int, float, Tensor), name)
+                most = 1 if option.name == "rho" else math.inf
+                for item in _items(value) if option.name != "dampening" else ():
+                    if isinstance(item, (int, float)) and not 0 <= item <= most:
+                        bound = "at least 0" if most > 1 else "at least 0 and at most 1"
+                        raise InputError(f"{name}: got {item!r}, expected a number of {bound}.")
 
     def __call__(self, params: Any, grads: Any, state: Any, step: int) -> tuple[Any, dict[str, dict[str, State]]]:
         """New parameters, and the state that the next step needs.
@@ -151,8 +157,12 @@ def _check_pair(value: Any, name: str) -> None:
             raise InputError(f"{name}: got {value!r}, expected two numbers of at least 0 and below 1.")
 
 
+def _items(value: Any) -> Sequence[Any]:
+    return _tree.flatten(value)[0] if _tree.is_container(value) else [value]
+
+
 def _check_kind(value: Any, kinds: Any, name: str) -> None:
-    for item in _tree.flatten(value)[0] if _tree.is_container(value) else [value]:
+    for item in _items(value):
         if not isinstance(item, kinds) or (isinstance(item, bool) and kinds is not bool):
             expected = "True or False" if kinds is bool else "a number, a tensor, or a container with one for each leaf"
             raise InputError(f"{name}: got {item!r}, expected {expected}.")

@@ -26,7 +26,7 @@ BOUNDS = {
     "gradient of a module": (53, 62),
     "gradient of a tensor": (34, 36),
     "vjp": (38, 40),
-    "cached product": (-28, -24),
+    "cached product": (-19, -15),
     "gradient penalty": (190, 199),
     "tall jacobian": (-31, -29),
     "three steps of a solve": (445, 448),

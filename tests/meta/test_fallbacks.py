@@ -34,9 +34,13 @@ STANDING = {
     ("_core._reverse", "_memories", "(RuntimeError, NotImplementedError)"): GETTER,
     ("cli._explain", "run", "BaseException"): "the exception of the script that is run: it is the command's subject",
     ("cli._explain", "_no_place", "OSError"): "a picture that cannot be written, which the command says",
+    (
+        "curvature._graph_cache",
+        "GraphCache._shape",
+        "(RuntimeError, TypeError, ValueError, LookupError, AttributeError)",
+    ): "what the user's function raises for one row of a batch, or for two samples stacked: it does not take them",
     ("curvature._data", "_length", "TypeError"): "an iterable without a length",
     ("curvature._data", "check_signature", "(TypeError, ValueError)"): SIGNATURE,
-    ("graph._failure", "_closure", "ValueError"): "the cell of a closure that is not filled yet",
     ("graph._saved", "_is_alive", "RuntimeError"): "a strided nested tensor, which shows no data",
     ("graph._names", "TensorNames._add", "(RuntimeError, ValueError)"): GETTER,
     ("graph._names", "_inside", "TypeError"): "an object without `__dict__`",
@@ -65,7 +69,6 @@ STANDING = {
         "suppress(_NotInterpreted)",
     ): "our own: the interpreter does not know it, Python runs the list",
     ("verify._blame", "_definition", "(OSError, TypeError, StopIteration)"): "a definition without source",
-    ("verify._evaluation", "_variables", "TypeError"): "`inspect` knows no closure of what is not a function",
 }
 
 

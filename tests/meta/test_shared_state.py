@@ -67,6 +67,7 @@ DISCIPLINE = {
     "curvature._process_group._made": LOCKED,
     "curvature._process_group._threads": LOCKED,
     "curvature._staleness._look": OWN,
+    "curvature._staleness._names": CACHE,
     "graph._source._with_reruns": "a context variable",
     "graph._growth._serial": ONE_STEP,
     "graph._record._serial": ONE_STEP,

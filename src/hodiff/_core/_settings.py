@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hodiff._core import _locks
 from hodiff._core._compiled_callers import uncompiled
+from hodiff.errors import HodiffWarning
 
 T = TypeVar("T")
 Undo = list[Callable[[], object]]
@@ -136,6 +138,32 @@ class Scope(Generic[T]):
         except BaseException:  # an interrupt may have kept it from its beginning
             undo_all(self._undo)
             raise
+
+
+class Offered(Scope[T]):
+    """A context that a user is given. One that was never entered says so when it goes, but not at the end of Python."""
+
+    __slots__ = ("_unused",)
+
+    def __init__(self, enter: Callable[[Undo], T], name: str) -> None:
+        super().__init__(enter)
+        self._unused = None if torch.compiler.is_compiling() else weakref.finalize(self, _say_unused, name)
+        if self._unused is not None:
+            self._unused.atexit = False
+
+    def __enter__(self) -> T:
+        if self._unused is not None:
+            self._unused.detach()
+        return super().__enter__()
+
+
+def _say_unused(name: str) -> None:
+    warnings.warn(
+        f"{name}() alone does nothing: it is a context, which was never entered. Write `with {name}():` "
+        f"around the code that it is for.",
+        HodiffWarning,
+        stacklevel=3,
+    )
 
 
 class Counted:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from hodiff._core import _arguments, _tree, _versions
 from hodiff._core._arguments import DataReduction
@@ -76,12 +77,66 @@ class Batches:
         if self._keep:
             self._kept = kept
 
+    def check_items(self, shape_of: ShapeOf) -> None:
+        """Raise where the items of a Dataset are samples, as a stack of two gives two outputs."""
+        if not self.count or not isinstance(self._data, Dataset) or isinstance(self._data, IterableDataset):
+            return
+        item = _tree.tree_map(self._move, self._data[0])
+        if is_sample(item, shape_of) and shape_of(_tree.tree_map(_twice, item))[:1] == (2,):
+            raise InputError(
+                f"data: the items of this {type(self._data).__name__} are single samples, without a batch "
+                f"dimension, and would be taken for batches. Give batches: "
+                f"data=torch.utils.data.DataLoader(data, batch_size=...)."
+            )
+
+    def check_first(
+        self, batch: Any, weight: float | None, shape: tuple[int, ...], shape_of: ShapeOf, *, by_samples: bool
+    ) -> None:
+        """Warn of the rows of a list; where each output counts as a sample's (`by_samples`), raise."""
+        tensors = [leaf for leaf in _tree.flatten(batch)[0] if isinstance(leaf, Tensor)]
+        wide = any(leaf.ndim > 1 and leaf.shape[:1] == shape for leaf in tensors)
+        rows = isinstance(self._data, Sequence) and (self.count or 0) > 1 and weight not in (None, 1)
+        if len(shape) != 1 or wide or not (rows or by_samples) or not is_sample(batch, shape_of):
+            return
+        said = "data: a batch gives outputs of one dimension, and looks like a single sample. "
+        if by_samples:
+            raise InputError(
+                f"{said}kind='empirical' would take its {shape[0]} outputs for {shape[0]} samples. Give batches, "
+                f"with the samples in the leading dimension: a DataLoader, or x[None]."
+            )
+        warnings.warn(
+            f"{said}The weight {weight:g} would count it as {weight:g} samples. Give batches, with the samples "
+            f"in the leading dimension (a DataLoader, or [(x, y)] for all of them); or return the weight 1.",
+            HodiffWarning,
+            stacklevel=_arguments.outside(),
+        )
+
     def _move(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf if leaf.device == self._device else leaf.to(self._device, non_blocking=True)
         if self._device.type != "cpu" and callable(getattr(leaf, "to", None)) and not isinstance(leaf, nn.Module):
             return leaf.to(self._device)
         return leaf
+
+
+ShapeOf = Callable[[Any], tuple[int, ...]]
+"""The shape of the outputs that a batch gives; `()` where it is not taken."""
+
+
+def is_sample(batch: Any, shape_of: ShapeOf) -> bool:
+    """Whether a batch is a single sample: the first row of its first tensor is no batch of one."""
+    first = next((leaf for leaf in _tree.flatten(batch)[0] if isinstance(leaf, Tensor)), None)
+    if first is None:
+        return False
+
+    def row(leaf: Any) -> Any:
+        return leaf[:1] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(first) else leaf
+
+    return not first.ndim or shape_of(_tree.tree_map(row, batch))[:1] != (1,)
+
+
+def _twice(leaf: Any) -> Any:
+    return torch.stack([torch.as_tensor(leaf)] * 2) if isinstance(leaf, (Tensor, numbers.Number)) else leaf
 
 
 def check_data(data: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final, get_args
 
@@ -151,6 +151,15 @@ class PullbackBuilder(Builder[CurvedOutputs]):
     checkpoint: Checkpoint
     keep: bool
     lazily: bool
+
+    @property
+    def functions(self) -> Sequence[Any]:
+        """The network and the loss."""
+        return self.predict, self.loss
+
+    def evaluation(self, where: Where, batch: Any) -> OutputGraph:
+        """The outputs of a batch, not yet entered."""
+        return predicted(self.predict, where, batch, self.allow, keep=False)
 
     def build(self, where: Where, batch: Any, number: int) -> CurvedOutputs:
         """Evaluate one batch and linearize it."""
@@ -385,6 +394,11 @@ class FisherBuilder(PullbackBuilder):
     source: list[torch.Generator | None] = field(default_factory=list)
     scores: dict[int, Leaves] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def by_samples(self) -> bool:
+        """Whether each output counts as a sample's."""
+        return self.kind == "empirical"
 
     def curvature(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> Curvature:
         """The mean outer product of the scores."""

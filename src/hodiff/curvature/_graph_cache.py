@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from hodiff._core import _call, _locks, _memory, _nodes, _reverse, _settings
+from hodiff._core import _call, _locks, _memory, _nodes, _reverse, _settings, _versions
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, sum_dtype
 from hodiff._core._where import Where
@@ -65,6 +65,20 @@ G = TypeVar("G", bound=BatchGraph)
 class Builder(ABC, Generic[G]):
     """Evaluates one batch at a point. What belongs to one evaluation of all batches (labels drawn) it keeps itself."""
 
+    @property
+    def functions(self) -> Sequence[Any]:
+        """The user's functions that it calls."""
+        return ()
+
+    @property
+    def by_samples(self) -> bool:
+        """Whether each output counts as a sample's."""
+        return False
+
+    @abstractmethod
+    def evaluation(self, where: Where, batch: Any) -> OutputGraph:
+        """A batch's outputs, or its sum, not yet entered."""
+
     @abstractmethod
     def build(self, where: Where, batch: Any, number: int) -> G:
         """The graph of batch `number`."""
@@ -77,6 +91,12 @@ class Builder(ABC, Generic[G]):
 def accumulate(total: Leaves, terms: Sequence[Tensor]) -> Leaves:
     """A running sum of the caller's own, in the precision of sums from the second term on."""
     return [sum_.to(sum_dtype(sum_.dtype)).add_(term) for sum_, term in zip(total, terms, strict=True)]
+
+
+def _shape_of(graph: OutputGraph) -> tuple[int, ...]:
+    """The shape of the outputs; of a sum, that of what was summed."""
+    nodes = _nodes.survey(graph.tensors()).nodes
+    return next((shape for node in nodes for shape, _ in _versions.received(node) if shape), ())
 
 
 # --- all batches ------------------------------------------------------------------------------------------------------
@@ -194,6 +214,7 @@ class GraphCache(Generic[G, B]):
         if self._closed:
             raise GraphError("the operator is closed; H.refresh() opens it again at the current point.")
         self._modules.check()
+        self.batches.check_items(self._shape)
         builder = self.builder.fresh(begins=True)
         graphs: dict[int, G] = {}
         try:
@@ -213,7 +234,7 @@ class GraphCache(Generic[G, B]):
         self, builder: B, graphs: dict[int, G], take: Callable[[G, int], object] | None = None
     ) -> FirstPass:
         """The sums over this process's own batches; graphs to keep are put into `graphs`."""
-        point, kind = Values(self.where), self.device.type
+        point, kind = Values(self.where, builder.functions), self.device.type
         precision, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         keeping = self._budget > 0
         limit = _memory.budget(self._budget, self.device) if self.batches.given and keeping else 0
@@ -228,6 +249,8 @@ class GraphCache(Generic[G, B]):
             build = partial(builder.build, self.where, batch, number)
             counts = self.batches.given and keeping
             graph, size = _memory.measured(build, self.device) if counts else (build(), 0)
+            if self.batches.given and not number:
+                self._check_first(graph, batch)
             terms = [graph.value, *graph.gradient]
             dtype = dtype or graph.value.dtype
             sums = accumulate(sums, terms) if sums else [part.clone() for part in terms]
@@ -248,6 +271,7 @@ class GraphCache(Generic[G, B]):
                 with graph.ready():
                     take(graph, number)
             del graph, terms
+        point.closed_over.settle()
         if random:
             warn_random(self.where)
         value, *gradient = sums or [torch.zeros((), device="cpu"), *map(torch.zeros_like, self.where.tensors)]
@@ -255,6 +279,21 @@ class GraphCache(Generic[G, B]):
         own = RankFacts(float(value.sum()), weight, undivided, largest, complete, dtype)
         autocast = partial(_settings.autocast, kind, precision, enabled=enabled)
         return FirstPass(value, gradient, own, own, point, autocast, random)
+
+    def _check_first(self, graph: G, batch: Any) -> None:
+        shape = _shape_of(graph.evaluation)
+        self.batches.check_first(batch, graph.weight, shape, self._shape, by_samples=self.builder.by_samples)
+
+    def _shape(self, batch: Any) -> tuple[int, ...]:
+        """The shape of what a batch gives; `()` where it is not taken. Draws of the function leave no trace."""
+        before = _settings.RandomState(self.device)
+        try:
+            with self.builder.fresh().evaluation(self.where, batch) as graph:
+                return _shape_of(graph)
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+            return ()
+        finally:
+            before.restore()
 
     def _with_others(self, first: FirstPass, group_sum: ProcessGroupSum) -> FirstPass:
         """The sums over all processes in place of this one's own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor
@@ -40,6 +41,15 @@ class HessianBuilder(Builder[BatchGraph]):
     kwargs: Mapping[str, Any] | None
     batch_ndim: int = 0
     checkpoint: Checkpoint = False
+
+    @property
+    def functions(self) -> Sequence[Any]:
+        """The function, with its further arguments."""
+        return () if isinstance(self.f, Tensor) else [partial(self.f, *self.args, **(self.kwargs or {}))]
+
+    def evaluation(self, where: Where, batch: Any) -> OutputGraph:
+        """The sum over a batch, not yet entered."""
+        return self._evaluation(where, batch, 0, create_graph=False)
 
     def build(self, where: Where, batch: Any, number: int) -> BatchGraph:
         """The graph of one batch."""
@@ -135,12 +145,12 @@ class HessianOperator(SummedOperator[BatchGraph]):
         InputError: The data can be read only once, or `f` returns a bare mean of several batches;
             or as for `hodiff.hvp`.
         GraphError: A parameter was changed or replaced, or a module was switched between train()
-            and eval() (call `H.refresh()`); two passes over the data disagree; an operation has no
-            second derivative. Values are compared too, because PyTorch does not record some changes
-            (`p.data.mul_(2)`, NumPy): all entries of a tensor of up to 1024, and of a larger one
-            some 64 and a bitwise sum of all, so that an exchange of other entries is not detected.
-            Buffers, and what `f` uses besides the point, are not watched and keep the state of the
-            evaluation.
+            and eval(), or a variable that `f` reads has changed (call `H.refresh()`); two passes
+            over the data disagree; an operation has no second derivative. Values of parameters are
+            compared too, because PyTorch does not record some changes (`p.data.mul_(2)`, NumPy):
+            all entries of a tensor of up to 1024, and of a larger one some 64 and a bitwise sum of
+            all, so that an exchange of other entries is not detected. The documentation of
+            operators lists what `f` may read unseen.
 
     Warns:
         RandomnessWarning: `f` draws random numbers (dropout). The operator is that of one draw.

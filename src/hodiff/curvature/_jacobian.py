@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hodiff._core import _nodes, _reverse, _tree
 from hodiff._core._call import Allowed
+from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff._core._where import Where
 from hodiff.curvature._algebra import TransposedOperator, TwoSpaces
@@ -252,6 +253,15 @@ class JacobianBuilder(Builder[Linearized]):
     allow: Allowed
     outputs: Outputs = field(default_factory=Outputs)
     batch_ndim: int = 0
+
+    @property
+    def functions(self) -> Sequence[Any]:
+        """The network, a function of the point."""
+        return [self.predict]
+
+    def evaluation(self, where: Where, batch: Any) -> OutputGraph:
+        """The outputs of a batch, not yet entered."""
+        return predicted(self.predict, where, batch, self.allow, keep=False)
 
     def build(self, where: Where, batch: Any, number: int) -> Linearized:
         """The graph of one batch; its value, by which passes are compared, is the sum of its outputs."""

@@ -196,7 +196,7 @@ def solve(
     solver = functools.partial(
         attempt,
         method=method,
-        damping=as_float(damping, "damping"),
+        damping=as_float(damping, "damping", least=0),
         restart=restart,
         iterations=iterations,
         scale=scale,
@@ -264,7 +264,7 @@ def attempt(
     operator = check_square(
         operator, "solve", symmetric=method in ("cg", "minres"), instead="method='gmres'", stacks=True
     )
-    as_float(damping, "damping")
+    as_float(damping, "damping", least=0)
     limit = _limit(operator, method, rtol, products, iterations)
     sides = Sides(operator, b)
     tolerance = rtol if isinstance(rtol, list) else [rtol or default_rtol(operator.dtype)] * sides.count
@@ -443,7 +443,7 @@ def spelled(operator: LinearOperator, rows: Tensor, given: Vectors) -> Any:
     return rows if given.kind == "flat" else domain.result(domain.split(rows), given.tree)
 
 
-def as_float(value: Any, name: str) -> float:
+def as_float(value: Any, name: str, least: float = -math.inf) -> float:
     """A number, which may be given as a tensor of one real element."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
         value = value.detach().item()
@@ -454,7 +454,7 @@ def as_float(value: Any, name: str) -> float:
             f"stack, add a diagonal of the operator's size: A + hodiff.MatrixOperator(d), for a "
             f"stack with its batch_ndim=."
         )
-    _arguments.check_number(value, name)
+    _arguments.check_number(value, name, least=least)
     return float(value)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dis
+import numbers
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
+from types import CellType, CodeType
 from typing import Any
 
 import torch
@@ -63,10 +67,11 @@ def one_look() -> Iterator[None]:
 
 
 class Values:
-    """The values of a point's tensors, as they were."""
+    """The values of a point's tensors, as they were, and what `functions` read besides their arguments."""
 
-    def __init__(self, where: Where) -> None:
+    def __init__(self, where: Where, functions: Sequence[Any] = ()) -> None:
         self._names, self._tensors = where.names, where.tensors
+        self.closed_over = ClosedOver(functions, where)
         self._versions, self._fingerprint = self._now(), Fingerprint(where.tensors)
         self._looked: object = None
 
@@ -83,18 +88,124 @@ class Values:
             return
         self._looked = _look.now
         _refuse([self._names[number] for number in self._fingerprint.changed()])
+        self.closed_over.check()
 
     def _now(self) -> list[tuple[int, int]]:
         """How often PyTorch has seen each tensor change, and where its memory is."""
         return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in self._tensors]
 
 
-def _refuse(changed: list[str]) -> None:
+def _refuse(changed: list[str], what: str = "parameters have") -> None:
     if changed:
         raise GraphError(
-            f"parameters have changed since the operator was evaluated ({', '.join(changed[:4])}"
+            f"{what} changed since the operator was evaluated ({', '.join(changed[:4])}"
             f"{', ...' if len(changed) > 4 else ''}). H.refresh() evaluates it at the new ones."
         )
+
+
+# --- what functions read besides their arguments ----------------------------------------------------------------------
+
+
+_EMPTY = CellType()
+
+
+def variables(f: Any, *, assigned: bool = False) -> dict[str, tuple[Any, str, Any]]:
+    """What a function reads besides its arguments, by name: the cell or the dict that has it, its key there, its value.
+
+    Its closure, the globals and the attributes of its own object that its code names, and what a
+    `functools.partial` holds; what it assigns itself only if `assigned`.
+    """
+    held: dict[str, Any] = {}
+    if isinstance(f, partial):
+        held, f = {f"argument {n}": value for n, value in enumerate(f.args, 1)} | f.keywords, f.func
+    f = f if hasattr(f, "__code__") else f.__call__  # of an object
+    owner, code = getattr(f, "__self__", None), getattr(f, "__code__", None)
+    held["self"] = owner
+    if code is None:
+        return {name: (held, name, value) for name, value in held.items()}
+    names = _names(code, assigned=assigned)
+    own = getattr(owner, "__dict__", {})
+    spaces = ("", held, held), ("self.", own, names["ATTR"]), ("", f.__globals__, names["GLOBAL"])
+    cells = zip(code.co_freevars, f.__closure__ or (), strict=True)
+    return {
+        prefix + name: (space, name, space[name]) for prefix, space, read in spaces for name in read if name in space
+    } | {name: (cell, "", cell.cell_contents) for name, cell in cells if name in names["DEREF"] and cell != _EMPTY}
+
+
+@lru_cache(1024)
+def _names(code: CodeType, *, assigned: bool) -> dict[str, set[str]]:
+    """The names that code reads outside of itself, by where; nested functions' too."""
+    steps, parts = list[dis.Instruction](), [code]
+    for part in parts:
+        steps += dis.get_instructions(part)
+        parts += [constant for constant in part.co_consts if isinstance(constant, CodeType)]
+    stored = {step.argval for step in steps if step.opname in ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL")}
+    read = {kind: {step.argval for step in steps if step.opname == f"LOAD_{kind}"} for kind in ("ATTR", "GLOBAL")}
+    read["DEREF"] = {*code.co_freevars}
+    return read if assigned else {kind: names - stored for kind, names in read.items()}
+
+
+class ClosedOver:
+    """What functions read besides their arguments: which objects, and how often each tensor had been written into.
+
+    A module counts with its parameters and buffers, unless it belongs to the point.
+    """
+
+    def __init__(self, functions: Sequence[Any], where: Where) -> None:
+        self._own: dict[Any, str] = {}
+        self._places = {name: place for f in functions for name, place in variables(f).items()}
+        values = [(name, value) for name, (_, _, value) in self._places.items()]
+        parts = [(name, p) for name, value in values for p in (value if isinstance(value, tuple) else (value,))]
+        points = modules_below([module_slice.module for module_slice in where.module_slices])
+        roots = [(name, root) for name, root in parts if isinstance(root, nn.Module)]
+        below = {module: name for name, root in roots for module in root.modules() if module not in {*points}}
+        if _locks.claimed(below):  # by an enclosing call, whose leaves stand there now
+            below = {}
+        self._modules = {module: (name, _assembly(module)) for module, name in below.items()}
+        held = [(name, tensor) for module, name in below.items() for tensor in _state(module)]
+        known = {*map(id, where.tensors)}
+        self._versions = [
+            (name, tensor, tensor._version)
+            for name, tensor in parts + held
+            if isinstance(tensor, Tensor) and id(tensor) not in known and not tensor.is_inference()
+        ]
+
+    def settle(self) -> None:
+        """Leave out what has changed since: the functions did that themselves, as they ran."""
+        self._own = self._changed()
+
+    def check(self) -> None:
+        """Raise where something is another now."""
+        names = [name for key, name in self._changed().items() if key not in self._own]
+        if names and not _locks.claimed(self._modules):  # else an enclosing call's leaves stand there
+            _refuse([*dict.fromkeys(names)], "what the function reads besides its arguments has")
+
+    def _changed(self) -> dict[Any, str]:
+        """What is another now, with the names of variables; one that was deleted is as it was."""
+        changed: dict[Any, str] = {}
+        for name, (holder, key, value) in self._places.items():
+            now = value
+            if key:
+                now = holder.get(key, value)
+            elif holder != _EMPTY:
+                now = holder.cell_contents
+            if now is not value and not _same(now, value):
+                changed[name] = name
+        changed |= {id(tensor): name for name, tensor, version in self._versions if tensor._version != version}
+        return changed | {m: name for m, (name, assembly) in self._modules.items() if _assembly(m) != assembly}
+
+
+def _state(module: nn.Module) -> list[Tensor | None]:
+    return [*module._parameters.values(), *(module._buffers.values() if _uses_buffers(module) else ())]
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Whether two objects are one, or equal numbers, strings, or tuples of such."""
+    if now is before or type(now) is not type(before):
+        return now is before
+    if isinstance(now, tuple):
+        return len(now) == len(before) and all(map(_same, now, before))
+    return isinstance(now, (numbers.Number, str)) and now == before
 
 
 # --- what the modules of a point compute with besides parameters ------------------------------------------------------
@@ -134,10 +245,14 @@ def buffers_of(where: Where) -> list[Tensor]:
         buffer
         for module_slice in where.module_slices
         for module in module_slice.module.modules()
-        if not (module.training and isinstance(module, nn.modules.batchnorm._NormBase))
+        if _uses_buffers(module)
         for buffer in module.buffers(recurse=False)
         if buffer.dtype.is_floating_point
     ]
+
+
+def _uses_buffers(module: nn.Module) -> bool:
+    return not (module.training and isinstance(module, nn.modules.batchnorm._NormBase))
 
 
 def warn_buffers(odd: Sequence[int]) -> None:

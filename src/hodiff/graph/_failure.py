@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from types import FrameType
+from types import CellType, FrameType
 from typing import Any
 
 from torch import Tensor
@@ -146,13 +146,8 @@ def _lost(
 def _closure(function: Any) -> dict[str, Any]:
     """The variables that a function closes over."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    variables = {}
-    for name, cell in zip(code.co_freevars if code is not None else (), cells or (), strict=False):
-        try:
-            variables[name] = cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-    return variables
+    pairs = zip(code.co_freevars if code is not None else (), cells or (), strict=False)
+    return {name: cell.cell_contents for name, cell in pairs if cell != CellType()}  # one that is not filled yet
 
 
 # --- the tensor form: what is left ----------------------------------------------------------------

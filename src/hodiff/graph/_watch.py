@@ -278,7 +278,7 @@ class WatchMode(Record, TorchFunctionMode):
             listener.after(self, call, failed=True)
 
 
-class Watch(_settings.Scope[Any]):
+class Watch(_settings.Offered[Any]):
     """The context that `watch()` gives; `.passes` lists the backward passes seen.
 
     It ends with its block, by `close()`, or when nobody holds it any more.
@@ -294,7 +294,7 @@ class Watch(_settings.Scope[Any]):
 
     def __init__(self, *listeners: Listener) -> None:
         self.record = WatchMode(*listeners)
-        super().__init__(self.record.begin)
+        super().__init__(self.record.begin, "hodiff.graph.watch")
         self.passes = self.record.passes
 
     def __init_subclass__(cls) -> None:  # its frames would pass for the user's

@@ -20,7 +20,7 @@ from hodiff.curvature._krylov import listed, norms
 from hodiff.curvature._links import CallSite, Chain, ImplicitSystem, told
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._records import Status
-from hodiff.curvature._solve import Method, attempt
+from hodiff.curvature._solve import Method, as_float, attempt
 from hodiff.errors import InputError
 
 V = TypeVar("V")
@@ -415,6 +415,7 @@ def attached(
     _arguments.check_option(given.method, Method if kind == "argmin" else AnySystem, "method")
     order = _call.outer_order() if given.order is None else _arguments.check_integer(given.order, "order", least=1)
     _arguments.check_integer(given.polish, "polish", least=0)
+    as_float(given.damping, "damping", least=0)
     if _arguments.check_integer(given.batch_ndim, "batch_ndim", least=0):
         check_stack(where, None, None, given.batch_ndim)
     if _arguments.is_set(given.check_independence, "check_independence"):

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 from hodiff._core import _hooks, _kernels
 from hodiff._core._compiled_callers import uncompiled
-from hodiff._core._settings import Scope, Undo
+from hodiff._core._settings import Offered, Undo
 
 __all__ = ["twice_differentiable"]
 
@@ -73,7 +73,7 @@ def twice_differentiable() -> AbstractContextManager[None]:
         Dao, T., et al. (2022). FlashAttention: fast and memory-efficient exact attention.
         arXiv:2205.14135.
     """
-    return Scope(_enter)
+    return Offered(_enter, "hodiff.twice_differentiable")
 
 
 @uncompiled  # until 2.11 the tracer follows what is entered behind a break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _arguments, _settings
 from hodiff._core._lending import EvaluationContext
+from hodiff.curvature._staleness import variables
 from hodiff.graph._names import HIDDEN
 from hodiff.graph._source import Line
 from hodiff.verify._differences import Cause, Point, cause, normal
@@ -131,14 +131,10 @@ class Surroundings:
 
 
 def _variables(f: Callable[..., Any]) -> dict[str, Any]:
-    """For each variable of a closure, and each global that a function reads, what would show a change."""
-    try:
-        variables = inspect.getclosurevars(f)
-    except TypeError:  # a module, a partial
-        return {}
+    """For each variable that a function reads, what would show a change."""
     return {
         name: _state(value)
-        for name, value in {**variables.globals, **variables.nonlocals}.items()
+        for name, (_, _, value) in variables(f, assigned=True).items()
         if not callable(value) or isinstance(value, type)
     }
 

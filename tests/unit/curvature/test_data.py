@@ -532,7 +532,7 @@ def test_no_word_about_what_is_meant(name: str, recwarn: pytest.WarningsRecorder
 def test_a_stop_iteration_of_f_ends_no_pass_over_data(kind: str, late: int) -> None:
     """Python takes it for the end of a loop, or of a generator; graphs are not kept, so products call f as well."""
     x, error, calls = torch.tensor([0.3, -0.8], dtype=torch.float64), StopIteration(3), []
-    data = [torch.ones(2, dtype=torch.float64), torch.full((2,), 2.0, dtype=torch.float64)]
+    data = [torch.ones(1, 2, dtype=torch.float64), torch.full((1, 2), 2.0, dtype=torch.float64)]
 
     def outputs(z: Any, batch: Any) -> Any:
         calls.append(1)
