@@ -274,8 +274,6 @@ def record(undo: Undo) -> None:
 
 def grad_mode(on: bool) -> Context:
     """Whether operations are recorded, under the caller's inference mode. It begins when this is called."""
-    if torch.compiler.is_compiling():
-        return torch.set_grad_enabled(on)
     forward, threads = _torch._is_fwd_grad_enabled(), _torch._is_multithreading_enabled()
     guard = _Inference(torch.is_inference_mode_enabled())
     try:
@@ -416,7 +414,7 @@ class DispatchMode(TorchDispatchMode):
 def tracing() -> bool:
     """Whether PyTorch follows what runs, with stand-ins for values: Dynamo, `torch.export`, `make_fx`."""
     mode = _python_dispatch._get_current_dispatch_mode()
-    return (mode is not None and mode.is_infra_mode()) or torch.compiler.is_compiling()
+    return mode is not None and mode.is_infra_mode()
 
 
 # --- the state of PyTorch's default generators: kept, put back, compared ----------------------------------------------

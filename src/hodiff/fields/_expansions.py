@@ -102,7 +102,7 @@ def _differentiable(weight: Any) -> bool:
 
 def _diagonal(axes: Tensor, weight: Any, *, units: bool) -> Directions:
     """Coordinate directions, scaled by the roots where all weights are positive constants."""
-    if units or _differentiable(weight) or torch.compiler.is_compiling():
+    if units or _differentiable(weight):
         return Directions(axes, weight)
     kept = weight != 0
     if not bool(kept.any()):
@@ -129,15 +129,15 @@ def _eigenvectors(weight: Tensor, x: Any, batch_ndim: int) -> Directions:
     values, vectors = (part.to(weight.dtype) for part in torch.linalg.eigh((wide + wide.mT) / 2))
     if weight.ndim == 2:
         negligible = values.abs() <= values.abs().amax() * weight.shape[0] * torch.finfo(weight.dtype).eps
-        if not torch.compiler.is_compiling() and not bool(negligible.all()):
+        if not bool(negligible.all()):
             values, vectors = values[~negligible], vectors[:, ~negligible]
         rows = _shaped((vectors * values.abs().sqrt()).mT, x, batch_ndim)
-        if torch.compiler.is_compiling() or not bool((values > 0).all()):
+        if not bool((values > 0).all()):
             return Directions(rows, values.sign())
         return Directions(rows)
     # Signs differ from sample to sample: one block of directions for each, empty entries being zero.
     up = _per_sample(vectors * values.clamp(min=0).sqrt().unsqueeze(-2), x, batch_ndim)
-    if not torch.compiler.is_compiling() and bool((values >= 0).all()):
+    if bool((values >= 0).all()):
         return Directions(up)
     down = _per_sample(vectors * values.clamp(max=0).neg().sqrt().unsqueeze(-2), x, batch_ndim)
     return Directions(torch.cat([up, down]), torch.cat([values.new_ones(len(up)), -values.new_ones(len(down))]))
@@ -189,7 +189,7 @@ def sampled(
     else:
         drawn = draw((samples, *plain.shape), plain, probes, generator)  # pyright: ignore[reportArgumentType]
     if weight is not None:
-        if _differentiable(weight) or (not torch.compiler.is_compiling() and bool((weight < 0).any())):
+        if _differentiable(weight) or bool((weight < 0).any()):
             raise InputError(
                 "weight: random directions are scaled by its square root, so it must not be "
                 'negative or require grad. Use probes="coordinates".'
@@ -201,7 +201,7 @@ def sampled(
 def _given(vectors: Any, x: Tensor) -> Tensor:
     """The caller's own directions, stacked."""
     [stacked] = Space([x], ["x"], None, "like x").parse(vectors, "vectors").stacked()
-    return stacked.clone() if not torch.compiler.is_compiling() and stacked.is_inference() else stacked
+    return stacked.clone() if stacked.is_inference() else stacked
 
 
 def _coordinates(
@@ -253,7 +253,7 @@ def second_order(call: FieldCall, directions: Directions, drift: Any = None, *, 
 
 
 def _by_jets(call: FieldCall, directions: Directions, drift: Any, first: bool) -> Curves:
-    if torch.compiler.is_compiling() or is_wrapped(_jet.value_of(call.x)):  # nobody can look at values
+    if is_wrapped(_jet.value_of(call.x)):  # nobody can look at values
         return by_jets(call, directions, drift)
     size = _arguments.check_chunk_size(call.chunk_size)
     if size is not None:

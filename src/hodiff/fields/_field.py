@@ -70,8 +70,6 @@ class FieldCall(NamedTuple):
             if isinstance(self.x, (tuple, list, dict)):
                 refuse_columns(self.x, self.name)
             _arguments.check_real_tensor(self.x, "x")
-            if torch.compiler.is_compiling():
-                _compiled_callers.check_point([self.x])
         _arguments.check_batch([self.x], ["x"], self.batch_ndim)
         event = self.event
         if not torch.Size(event).numel():
@@ -89,7 +87,7 @@ class FieldCall(NamedTuple):
             raise InputError(_call.COMPUTED)
         # One point of D coordinates looks like D points of one: a vector field of the first mixes the second.
         unclear = self.batch_ndim and not (event or _jet.is_jet(self.x) or is_wrapped(self.x) or _settings.tracing())
-        if not torch.compiler.is_compiling() and (is_set(self.check_independence, "check_independence") or unclear):
+        if is_set(self.check_independence, "check_independence") or unclear:
             _independence.check(
                 self.f, self.x, batch_ndim=self.batch_ndim, args=self.args, kwargs=self.kwargs, has_aux=self.has_aux
             )
@@ -143,8 +141,6 @@ class FieldCall(NamedTuple):
             return _pushforward.connected(result, [self.x])
         if _jet.is_jet(self.x):
             return detached(result)
-        if torch.compiler.is_compiling():  # where memory has no address: what may be the caller's is copied
-            return _tree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, result)
         whole = _tree.tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result)
         return detached(whole, {memory_of(self.x)})
 
@@ -162,8 +158,6 @@ def choose(
     What Taylor mode gives has the value first; but where routes are calls of others (`nested`),
     which look at theirs.
     """
-    if torch.compiler.is_compiling():  # the engine's passes cannot be traced
-        prefer = "jets"
     if isinstance(call.f, Tensor) or call.method == "reverse" or (call.method == "auto" and prefer == "reverse"):
         return call.finish(_by_reverse(reverse, call, *given))
     try:
@@ -171,7 +165,7 @@ def choose(
     except ByNoRoute:
         raise
     except NoRule as error:
-        if call.method == "jets" or _jet.is_jet(call.x) or torch.compiler.is_compiling():
+        if call.method == "jets" or _jet.is_jet(call.x):
             raise
         warnings.warn(
             f"{call.name}: Taylor mode has no rule for "
@@ -182,9 +176,9 @@ def choose(
             stacklevel=_arguments.outside(),
         )
         return call.finish(_by_reverse(reverse, call, *given))
-    if not nested and not torch.compiler.is_compiling() and not _settings.tracing():
+    if not nested and (not _settings.tracing()):
         value, *parts = result.values() if isinstance(result, dict) else result
-        if isinstance(call.x, _jet.JETS):
+        if isinstance(call.x, _jet.Jet):
             value, *parts = map(_jet.value_of, (value, *parts))
         # on other devices to look is to wait
         seen = value.is_cpu and parts and not is_wrapped(parts[-1])
@@ -220,7 +214,8 @@ def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> t
 def released(graph: OutputGraph, results: list[Tensor]) -> list[Tensor]:
     """Results without their graph, where it leads to nothing but the leaf that hodiff made."""
     seen = [part for part in results if part.is_cpu and not is_wrapped(part) and not _settings.tracing()]
-    _warn_if_not_finite(seen, [*graph.leaves, *graph.tensors()], graph.kinds)
+    if seen:
+        _warn_if_not_finite(seen, [*graph.leaves, *graph.tensors()], graph.kinds)
     ours = {id(leaf) for leaf in graph.leaves} if graph.call.builds_graph else set()
     if not _nodes.survey(results).leaf_ids() - ours:
         return [result.detach() for result in results]
