@@ -35,7 +35,7 @@ MODULES = 136
 STATEMENTS = 26787
 LONGEST_BODY = 45
 LONG_LINES = 3380
-IMPORTED_ONCE = 7
+IMPORTED_ONCE = 8
 RAISED = "is something said twice, or of no use any more? What is new and needed raises the bound, with its reason"
 
 LIBRARY = {module_name(path): path for path in library_files()}

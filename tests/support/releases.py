@@ -12,7 +12,6 @@ def since(release: tuple[int, int], lacking: str) -> pytest.MarkDecorator:
 
 CHECKPOINTS = since((2, 13), "checkpoint= is refused")
 STEPS = since((2, 13), "compile_step is refused")
-ONE_GRAPH = since((2, 12), "the tracer gives up on hodiff with fullgraph=True")
 SEVERAL = since((2, 12), "a Function's saved tensors are not told one by one")
 GRID_SAMPLE = since((2, 12), "grid_sample has no second derivative")
 LACKING = frozenset({"compile_step"} if RELEASE < (2, 13) else ())

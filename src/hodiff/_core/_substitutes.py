@@ -496,9 +496,14 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
 """What each operator is, by its name."""
 
 
+def _as_they_are() -> bool:
+    """Whether operators run so: no call of hodiff does, or all is traced."""
+    return not watch_modules.on or tracing()
+
+
 def _seen(operator: HigherOrderOperator, mode: ExactNorms, *args: Any, **kwargs: Any) -> Any:
     """An operator under a mode that sees what its functions call as well."""
-    if not watch_modules.on or tracing():
+    if _as_they_are():
         return operator(*args, **kwargs)
     with _settings.on(mode):
         return operator.dispatch(None, *args, **kwargs)  # type: ignore[arg-type]
@@ -506,7 +511,7 @@ def _seen(operator: HigherOrderOperator, mode: ExactNorms, *args: Any, **kwargs:
 
 def _instead(theirs: Callable[..., Any], definition: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
     """An operator's own way, or its definition where a call of hodiff runs and nothing is traced."""
-    if not watch_modules.on or tracing():
+    if _as_they_are():
         return theirs(key, *args, **kwargs)
     kwargs.pop("mutated_arg_indices", None)  # what the functions change in place, they change
     return definition(*args, **kwargs)

@@ -111,7 +111,8 @@ def per_sample_grad(
         losses = _losses(graph)
         check_not_crossed(graph, samples, losses, "f")
         gradients = None
-        if not graph.create_graph and not _call.nested() and not graph.context.random.moved():
+        whole = graph.create_graph or _call.nested() or graph.context.random.moved() or _settings.tracing()
+        if not whole:  # and numbers can be compared
             gradients = _by_samples(graph, samples, losses, chunk)
         if gradients is None:
             [gradients] = _reverse.blocks(graph, [losses], chunk_size=chunk)

@@ -176,17 +176,20 @@ def choose(
             stacklevel=_arguments.outside(),
         )
         return call.finish(_by_reverse(reverse, call, *given))
-    if not nested and (not _settings.tracing()):
+    if not nested:
         value, *parts = result.values() if isinstance(result, dict) else result
         if isinstance(call.x, _jet.Jet):
             value, *parts = map(_jet.value_of, (value, *parts))
-        # on other devices to look is to wait
-        seen = value.is_cpu and parts and not is_wrapped(parts[-1])
-        for part in parts if seen else ():
+        for part in parts if parts and _is_seen(parts[-1]) else ():
             if part is not None and not math.isfinite(part.detach().sum()):
                 _warn_if_not_finite([part], [_jet.value_of(call.x), value], ())
                 break
     return call.finish(result)
+
+
+def _is_seen(part: Tensor) -> bool:
+    """Whether its numbers can be looked at; on other devices to look is to wait."""
+    return part.is_cpu and not is_wrapped(part) and not _settings.tracing()
 
 
 def _warn_if_not_finite(results: Sequence[Tensor], given: Sequence[Tensor], kinds: Iterable[type]) -> None:
@@ -213,8 +216,7 @@ def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> t
 
 def released(graph: OutputGraph, results: list[Tensor]) -> list[Tensor]:
     """Results without their graph, where it leads to nothing but the leaf that hodiff made."""
-    seen = [part for part in results if part.is_cpu and not is_wrapped(part) and not _settings.tracing()]
-    if seen:
+    if seen := [part for part in results if _is_seen(part)]:
         _warn_if_not_finite(seen, [*graph.leaves, *graph.tensors()], graph.kinds)
     ours = {id(leaf) for leaf in graph.leaves} if graph.call.builds_graph else set()
     if not _nodes.survey(results).leaf_ids() - ours:

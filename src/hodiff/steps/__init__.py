@@ -271,7 +271,8 @@ class CompiledStep(Unlike):
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Make a graph for this call, and run it; whether it has changed what it reads."""
-        begun, call, dynamo = time.perf_counter(), self._call, self._dynamo
+        begun = time.perf_counter()
+        call, dynamo = self._call, self._dynamo
         call.arguments = args, kwargs
         try:
             with dynamo.lock, dynamo.settings():

@@ -35,7 +35,8 @@ def replayed(traced: fx.GraphModule) -> Callable[..., Any]:
 
 def _straight(traced: fx.GraphModule) -> Callable[..., Any]:
     """The text of that function, run: each operation by name, each result gone after its last use."""
-    names, known, inputs, lines = dict[fx.Node, str](), dict[str, Any](), list[str](), list[str]()
+    names, known = dict[fx.Node, str](), dict[str, Any]()
+    inputs, lines = list[str](), list[str]()
     last = {given: node for node in traced.graph.nodes for given in node.all_input_nodes}
     for number, node in enumerate(traced.graph.nodes):
         names[node] = f"v{number}"
@@ -82,7 +83,7 @@ def _called(node: fx.Node) -> Any:
     if name in _PLAIN:
         plain = name.partition(".")[0]
         return getattr(torch, plain, None) or getattr(Tensor, plain)
-    return getattr(node.target, "_op", node.target)
+    return node.target._op if isinstance(node.target, torch._ops.OpOverload) else node.target
 
 
 def compiled(

@@ -295,7 +295,7 @@ def _words(error: BaseException) -> str:
         if isinstance(each, NotCompiled):
             return str(each)
     text = f"{type(error).__name__}: {error}\n{cause}"
-    if told := [found.expand(words) for pattern, words in _REASONS.items() if (found := re.search(pattern, text))]:
+    if told := [match.expand(words) for pattern, words in _REASONS.items() if (match := re.search(pattern, text))]:
         return told[0]
     if cause is not None and not isinstance(error, exc.Unsupported):
         error = cause

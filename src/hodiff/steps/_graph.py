@@ -50,7 +50,8 @@ class StepGraph:
     aux: tuple[Any, Any]
 
     def __init__(self, call: Any, given: Sequence[Any], followed: Any, backend: str) -> None:
-        stand_ins, self.order, self.inner = followed.stand_ins, followed.order, followed.inner
+        stand_ins = followed.stand_ins
+        self.order, self.inner = followed.order, followed.inner
         self.calls, self.exact = 0, self.order > 2 or (self.order == 2 and followed.batched)
         places = {id(x): index for index, x in enumerate(given) if isinstance(x, Tensor)}
         first: Any = next((x for x in stand_ins if isinstance(x, Tensor)), None)

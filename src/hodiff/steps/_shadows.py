@@ -22,12 +22,12 @@ from hodiff._core._where import Selection
 from hodiff.fields._second_order import Estimate
 
 
-class _Inside(threading.local):
+class _Making(threading.local):
     on = probing = False
     order = nested = 0
 
 
-inside = _Inside()
+inside = _Making()
 """Whether this thread makes a step's graph, or only asks for guards; what shadows have noted of that graph:
 the order of its derivatives, and in how many functions of hodiff the tracer is."""
 
@@ -80,13 +80,13 @@ class _At:
             self.slopes, self.result = self.plus(self.x), self.plus(self.value)
 
     def like(self, parts: list[Any]) -> Any:
-        """They as the point is."""
+        """Parts, in the structure of the point."""
         if self.names is not None:
             return dict(zip(self.names, parts, strict=True))
         return _pytree.tree_unflatten(parts, self.tree)
 
     def plus(self, x: Any) -> Any:
-        """The same, dependent on all that is here."""
+        """Sums of a structure's tensors with the total, so that they depend on all that is here."""
         return _pytree.tree_map(lambda each: each + self.total.to(each), x)
 
 
@@ -124,7 +124,9 @@ def _stacked(parts: list[Tensor], given: Any, model: list[Tensor]) -> list[Tenso
 
 
 def _estimate(value: Tensor, samples: int | None = None, **_: Any) -> Any:
-    return value if samples is None else Estimate(value, None if samples == 1 else value, samples)
+    if samples is None:
+        return value
+    return Estimate(value, None if samples == 1 else value, samples)
 
 
 def _gradient_and_laplacian(at: _At, *, batch_ndim: int = 1, **_: Any) -> Any:

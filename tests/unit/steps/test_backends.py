@@ -217,7 +217,7 @@ def called_by_name() -> dict[str, list]:
     return {
         **{f"{name}.Tensor": of_two for name in ("mul", "add", "sub", "div")},
         **{f"{name}.Scalar": by_number for name in ("mul", "add", "sub", "div")},
-        **{name: of_one for name in ("t", "tanh", "neg", "exp", "sin", "cos", "sqrt", "reciprocal", "sigmoid")},
+        **dict.fromkeys(("t", "tanh", "neg", "exp", "sin", "cos", "sqrt", "reciprocal", "sigmoid"), of_one),
         "mm": [[(x, y.T), {}], [(single, single.T), {}]],
         "addmm": [[(x[0, :3], x[:3, :3], x[:3]), {}], [(x[:3], x[:3], y[:3]), {"beta": 0.5, "alpha": 2}]],
         "bmm": [[(x[None], y.T[None]), {}]],

@@ -94,7 +94,9 @@ FORMS = {
     ),
     "laplacian of one point": lambda: hodiff.laplacian(number, X[0], batch_ndim=0),
     "divergence, estimated": lambda: hodiff.divergence(same, X, samples=2),
-    "value_and_divergence with an extra": lambda: hodiff.value_and_divergence(lambda z: (same(z), rows(z)), X, has_aux=True),
+    "value_and_divergence with an extra": lambda: hodiff.value_and_divergence(
+        lambda z: (same(z), rows(z)), X, has_aux=True
+    ),
     "curl in the plane": lambda: hodiff.curl(same, X[:, :2]),
     "partials of several orders": lambda: tuple(hodiff.partials(rows, X, [(), 0, (1, 1, 2)])),
     "jet of several arguments": lambda: hodiff.jet(lambda a, b: a * b * SCALE, (X, V), [[V], [X]]),
