@@ -488,24 +488,25 @@ def compile_step(
     other losses and LBFGS work as usual. Otherwise the call raises an error. The call computes all
     gradients; `backward()` multiplies them and hands them over.
 
-    The loss may use `torch.autograd.grad(..., create_graph=True)`, `torch.func`, and the functions
-    of hodiff that `torch.compile` can trace: the calculus, penalties, and fields such as
-    `laplacian`. At third order and above, norm layers and other operations whose derivatives PyTorch
-    gets wrong (`logcumsumexp`) are computed from their definitions, as in all of hodiff.
+    The loss may use `torch.autograd.grad(..., create_graph=True)`, `torch.func`, and hodiff's
+    calculus, penalties, and fields such as `laplacian`. At third order and above, norm layers and
+    other operations whose derivatives PyTorch gets wrong (`logcumsumexp`) are computed from their
+    definitions, as in all of hodiff.
 
     A step runs eagerly, with one warning that names the reason, if Dynamo cannot trace the loss or
-    if its trace would be wrong: branches on data, Python `autograd.Function`s, losses that change
-    Python objects (return those as *aux*), float16 (whose gradients are scaled inside the backward
-    pass), random numbers that are not from PyTorch's default generator. Guards cover settings,
-    shapes, attributes and everything else that the loss reads, and a change compiles another graph;
-    after eight graphs the step stays eager. Pass values that change every step, such as an annealed
-    weight, as tensors: a Python number is an input of the graph if it meets only arithmetic, and
-    otherwise each value has a graph.
+    if its trace would be wrong: branches on data, NumPy and `.item()`, losses that change Python
+    objects (return those as *aux*), float16 (whose gradients are scaled inside the backward pass),
+    random numbers that are not from PyTorch's default generator. Guards are those of PyTorch: they
+    cover settings, shapes, attributes and nearly everything else that the loss reads (the page lists
+    what they do not), and a change compiles another graph; after eight graphs the step stays eager.
+    Pass values that change every step, such as an annealed weight, as tensors: a Python number is a
+    constant, with a warning at its second value, and a third runs eagerly.
 
-    At calls 1, 2, 4, 8, ... of each graph the result is compared with that of the eager loss, from
-    the same random state and buffers. If they differ by more than rounding, which is measured then,
-    the step stays eager, with a warning that names the first operation that differs. What *aux* holds
-    may differ by one percent: a metric that counts samples may count one more by rounding.
+    At calls 1, 2, 4, 8, ... of each graph, and at every 1,000th, the result is compared with that of
+    the eager loss, from the same random state and buffers. If they differ by more than rounding, which
+    is measured then, or by one percent, the step stays eager, with a warning that names the first
+    operation that differs. A change that has no guard may be wrong until then. What *aux* holds may
+    differ by one percent: a metric that counts samples may count one more by rounding.
 
     Args:
         loss: A function of *where* and of the arguments of each call that returns one element.

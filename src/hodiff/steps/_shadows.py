@@ -76,7 +76,7 @@ class _At:
             outputs, self.form = _pytree.tree_flatten(self.value)
             self.outputs = [each for each in outputs if isinstance(each, Tensor)]
             read = [each for each in _pytree.tree_leaves(others) if isinstance(each, Tensor)]
-            self.total = sum(each.sum() for each in [*self.outputs, *self.x, *read])
+            self.total: Any = sum(each.sum() for each in [*self.outputs, *self.x, *read])
             self.slopes, self.result = self.plus(self.x), self.plus(self.value)
 
     def like(self, parts: list[Any]) -> Any:

@@ -3,6 +3,7 @@
 import logging
 import random
 import re
+import subprocess
 import sys
 import warnings
 from unittest import mock
@@ -355,3 +356,36 @@ def test_words_for_a_backend_and_for_aux() -> None:
     with pytest.raises(hodiff.InputError, match=r"has_aux=True expects \(loss, extra\)"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         hodiff.compile_step(forces, net, has_aux=True, backend="replay")(x)
+
+
+NOTHING_REPLACED = """
+import importlib, pkgutil, sys
+import torch._dynamo, torch._inductor, torch.nn
+parts = ("torch._dynamo", "torch._inductor", "torch.fx", "torch._guards")
+names = [name for name in sys.modules if name.startswith(parts)]
+
+
+def methods():
+    seen = {}
+    for name in names:
+        for what in vars(sys.modules[name]).values():
+            if isinstance(what, type) and what.__module__.startswith("torch"):
+                seen |= {(what, key): value for key, value in vars(what).items() if callable(value)}
+    return seen
+
+
+before = methods()
+import hodiff
+importlib.import_module("hodiff.steps._dynamo")
+importlib.import_module("hodiff.steps._graph")
+after = methods()
+changed = [f"{cls.__qualname__}.{name}" for (cls, name), value in before.items() if after.get((cls, name)) is not value]
+assert len(before) > 3000 and not changed, changed
+"""
+
+
+def test_no_method_of_pytorch_is_replaced() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NOTHING_REPLACED], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
