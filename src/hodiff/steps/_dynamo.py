@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.config
+import torch._guards
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import eval_frame, exc
 

@@ -6,6 +6,7 @@ differentiated any more: so `detach` is the identity there, and equal operations
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -60,7 +61,7 @@ class StepGraph:
         mode = first.fake_mode
         with Scope(partial(_as_it_was, given)), mode, _settings.recording(), Scope(partial(_open, mode)):
             traced = self._trace(call, given, stand_ins, places)
-            _inputs_apart(traced, self.stood_for, places, stand_ins)
+            _inputs_apart(traced, self.stood_for, places, stand_ins, memories(given))
         self.graph = traced.graph
         nodes = list(self.graph.nodes)  # those that go are known to it for ever
         clean(self.graph)
@@ -207,7 +208,11 @@ _COPIES = (_aten.lift_fresh_copy.default, _aten.lift_fresh.default)
 
 
 def _inputs_apart(
-    traced: fx.GraphModule, stood_for: Sequence[int], places: dict[int, int], stand_ins: Sequence[Any]
+    traced: fx.GraphModule,
+    stood_for: Sequence[int],
+    places: dict[int, int],
+    stand_ins: Sequence[Any],
+    shared: Sequence[int],
 ) -> None:
     """One input for each of Dynamo's, in its order, in place of the tensors that the trace has met."""
     graph, old = traced.graph, [*traced.graph.nodes]
@@ -232,10 +237,9 @@ def _inputs_apart(
         raise NotCompiled("it reads numbers otherwise than by PyTorch's operations, as NumPy does")
     with graph.inserting_before(old[0]):
         inputs = [graph.placeholder(f"input_{index}") for index in range(len(stand_ins))]
-    for node, stand_in in zip(inputs, stand_ins, strict=True):
-        node.meta["val"] = stand_in
+    for node, stand_in, memory in zip(inputs, stand_ins, shared, strict=True):
+        node.meta.update(val=stand_in, memory=memory)
     for node, place in met.items():
-        inputs[place].meta["val"] = node.meta.get("val", stand_ins[place])  # by whose memory views are known
         node.replace_all_uses_with(inputs[place])
         graph.erase_node(node)
 
@@ -252,12 +256,25 @@ def _leaf(x: Any) -> Any:
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
-def _memory(node: fx.Node) -> Any:
-    """What tells whether two nodes share memory: their stand-ins do."""
-    value = node.meta.get("val")
-    return (
-        torch.multiprocessing.reductions.StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else node
-    )
+def _memory(node: Any) -> Any:
+    """What tells whether two nodes share memory: inputs that do have one number, and a view has that of its base."""
+    while (base := _base(node)) is not None:
+        node = base
+    return node.meta.get("memory", node)
+
+
+def _base(node: fx.Node) -> Any:
+    """The argument whose memory a result has, by the schema of its operation; the stand-ins of a trace do not tell."""
+    made: Any = node.args[0] if node.target is operator.getitem else node
+    schema = getattr(made.target, "_schema", None)
+    alias = schema.returns[0].alias_info if schema is not None and schema.returns else None
+    if alias is None:
+        return None
+    for argument, given in zip(schema.arguments, made.args, strict=False):
+        named = argument.alias_info.before_set if argument.alias_info is not None else set()
+        if named & alias.before_set or (named and not alias.before_set):  # several views have no name
+            return given
+    return None
 
 
 def _like(node: fx.Node, model: fx.Node) -> fx.Node:
