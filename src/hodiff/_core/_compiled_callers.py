@@ -10,8 +10,7 @@ imports Dynamo (seconds), and puts a wrapper around each function.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from types import CodeType
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,10 +24,13 @@ REASON = (
 
 def uncompiled(function: F, reason: str = REASON) -> F:
     """`function` itself, marked: the tracer breaks its graph there and leaves everything below alone."""
+    # torch 2.13 to 2.15; `torch._dynamo.eval_frame.skip_code` has the same from there, for one frame alone
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = reason
-    _skip(marked.__code__)
+    set_code_exec_strategy(marked.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
 
 
@@ -42,34 +44,20 @@ def mark(function: Any) -> None:
     """Mark what is public: a function, or the methods of a class, unless that only holds things."""
     if inspect.isclass(function):
         if not issubclass(function, (BaseException, Mapping)):
-            _mark_all(_methods(function))
+            for each in _methods(function):
+                uncompiled(each)
     elif inspect.isfunction(function):
         uncompiled(function)
 
 
-def _mark_all(functions: Iterable[Any]) -> None:
-    for function in functions:
-        if _is_ours(function):
-            uncompiled(function)
-
-
-def _is_ours(function: Any) -> bool:
-    """Whether a method is ours: what a namedtuple brings along is every namedtuple's."""
-    return inspect.isfunction(function) and function.__globals__.get("__name__", "").partition(".")[0] == "hodiff"
-
-
 def _methods(cls: type) -> list[Any]:
-    """The functions behind the methods and properties of a class; not the handler that the tracer goes through."""
-    return [
+    """The functions behind the methods and properties of a class that are ours: a namedtuple brings along others.
+
+    But not the handler that the tracer goes through.
+    """
+    behind = [
         getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", value)
         for name, value in vars(cls).items()
         if name != "__torch_function__"
     ]
-
-
-def _skip(code: CodeType) -> None:
-    """Let the frames of this code, and all below, run as they are when a compiled caller reaches them."""
-    # torch 2.13 to 2.15; `torch._dynamo.eval_frame.skip_code` has the same from there, for one frame alone
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return [each for each in behind if inspect.isfunction(each) and each.__globals__["__name__"].startswith("hodiff")]

@@ -68,9 +68,6 @@ class Different(Exception):
     """What a call has that no graph was traced with, in words that end a sentence; without words, its guards say so."""
 
 
-OFTEN = 1000
-"""After how many calls of a graph one is held against the eager loss, beside calls 1, 2, 4, 8, ..."""
-
 _AS_TENSOR = "pass torch.tensor(number), which one graph takes with all its values"
 
 
@@ -107,11 +104,7 @@ def _called(loss: Callable[..., Any], where: Any, has_aux: bool, *args: Any, **k
     if not has_aux:
         return result
     value, aux = split(result)
-    return value, _pytree.tree_map(_detached, aux)
-
-
-def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
+    return value, _pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
 
 
 def _watched() -> str:
@@ -277,29 +270,22 @@ class CompiledStep(Unlike):
         try:
             with dynamo.lock, dynamo.settings():
                 compiled = torch.compile(self._traceable, backend=self._compiler, fullgraph=True, dynamic=self._dynamic)
-                varying = dynamo.numbers_that_differ(compiled, args, kwargs) if self.report.graphs else []
+                varying = dynamo.numbers(dynamo.unheld(compiled, args, kwargs)) if self.report.graphs else []
                 if known := sorted(self._told.intersection(varying)):
                     raise Different(f"it reads a Python number that varies, {known[0]}; {_AS_TENSOR}")
                 compiled(*args, **kwargs)
-                changes = call.graph is not None and not self._holds(args, kwargs)
+                changes = call.graph is not None and bool(dynamo.unheld(compiled, args, kwargs))
         finally:
             call.arguments = None
             self.report.seconds += time.perf_counter() - begun
-        for name in varying:
-            self._told.add(name)
-            text = f"compile_step: a Python number, {name}, has changed. A third value runs uncompiled: {_AS_TENSOR}."
+        self._told.update(varying)
+        if varying:
+            text = (
+                f"compile_step: a Python number, {', '.join(varying)}, has changed. A third value runs "
+                f"uncompiled: {_AS_TENSOR}."
+            )
             warnings.warn(text, HodiffWarning, stacklevel=outside())
         return changes
-
-    def _holds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the guards of a graph still hold after its first call."""
-        try:
-            self._dynamo.run(self._traceable, args, kwargs, probe=True)
-        except self._dynamo.Held:
-            return True
-        except Different:
-            return False
-        return False
 
     def _result(self) -> Any:
         """What the graph gave, as the loss returns it."""
@@ -351,7 +337,7 @@ class CompiledStep(Unlike):
             self.report.graphs += 1
             self.report.operations, self.report.order = graph.operations, graph.order
         graph.calls += 1
-        if graph.calls & (graph.calls - 1) == 0 or graph.calls % OFTEN == 0:
+        if graph.calls & (graph.calls - 1) == 0 or graph.calls % 1000 == 0:
             call.before = Before(graph, inputs)
         results = graph.run(*inputs)
         call.graph, call.inputs = graph, inputs

@@ -97,10 +97,9 @@ class EagerCheck:
         # what only the inputs as they are get wrong is as far from there, and the eager loss is not
         rounding = min(self._distance(ours, close), self._distance(close, theirs))
         if self.difference > min(max(limit, 100 * rounding), most):
-            explained = f"than is taken for rounding ({min(100 * rounding, most):.0e})"
             self.wrong = (
-                f"its result differs from the eager one by {self.difference:.0e}, more {explained}; "
-                f"the first operation that differs is {self._first()}"
+                f"its result differs from the eager one by {self.difference:.0e}, more than is taken "
+                f"for rounding ({min(100 * rounding, most):.0e}); the first operation that differs is {self._first()}"
             )
         elif beside > max(most, 100 * _apart(aux, _replaced(aux, outputs, results))):
             kinds = "in its parts, their kinds, shapes or dtypes, or in what is not finite"

@@ -97,13 +97,10 @@ def compiled(
             from torch._dynamo.backends.registry import lookup_backend
 
             run = lookup_backend(backend)(traced, list(stand_ins))
-    lazy = [i for i, x in enumerate(given) if isinstance(x, Tensor) and _is_lazy(x)]
+    # of these the memory holds other numbers: Dynamo guards that, and kernels of inductor read the memory as it is
+    tensors = [(i, x) for i, x in enumerate(given) if isinstance(x, Tensor)]
+    lazy = [i for i, x in tensors if x.is_neg() or x.is_conj() or x._is_zerotensor()]
     return partial(_with_copies, run, lazy) if lazy else run
-
-
-def _is_lazy(x: Any) -> bool:
-    """Whether its memory holds other numbers. Dynamo guards it; kernels of inductor read the memory as it is."""
-    return x.is_neg() or x.is_conj() or x._is_zerotensor()
 
 
 def _with_copies(run: Callable[..., Any], lazy: Sequence[int], *inputs: Any) -> Any:

@@ -11,7 +11,6 @@ import sys
 import threading
 import types
 import warnings
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch._dynamo.config
 import torch._guards
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import eval_frame, exc
+from torch.utils import _pytree
 
 from hodiff._core import _settings
 from hodiff._core._faults import interrupts
@@ -86,30 +86,25 @@ class Held(Exception):
     """Guards hold, and nothing ran."""
 
 
-def run(function: Any, args: Any, kwargs: Any, probe: bool = False) -> Any:
-    """What has been compiled of a function, if its guards hold; nothing is compiled.
-
-    With `probe` it does not run: that guards hold is raised.
-    """
+def run(function: Any, args: Any, kwargs: Any) -> None:
+    """Run what has been compiled of a function, if its guards hold; nothing is compiled."""
     prior = set_eval_frame(eval_frame._callback_from_stance(False))
     try:
-        _shadows.inside.probing = probe
-        return function(*args, **kwargs)
+        function(*args, **kwargs)
     finally:
-        _shadows.inside.probing = False
         set_eval_frame(prior)
 
 
-def numbers_that_differ(compiled: Any, args: Any, kwargs: Any) -> list[str]:
-    """The Python numbers by which a call differs from those that have a graph."""
+def unheld(compiled: Any, args: Any, kwargs: Any) -> str:
+    """Which guards do not hold, in PyTorch's words; empty where those of a graph do. Nothing runs."""
     with Scope(_ask):
         try:
             compiled(*args, **kwargs)
         except exc.RecompileError as error:
-            return [re.sub(r"G\['__import_\w+'\]\.", "", name) for name in _NUMBER.findall(str(error))]
+            return str(error)
         except Held:
-            pass
-    return []
+            return ""
+    return ""
 
 
 def _ask(undo: Undo) -> None:
@@ -117,12 +112,17 @@ def _ask(undo: Undo) -> None:
     assign(undo, _shadows.inside, {"probing": True})
 
 
+def numbers(guards: str) -> list[str]:
+    """The Python numbers among them."""
+    return [re.sub(r"G\['__import_\w+'\]\.", "", name) for name in _NUMBER.findall(guards)]
+
+
 _NUMBER = re.compile(r"- \d+/\d+: ((?!len\()\S+) == -?[\d.]+(?:e[-+]?\d+)?\s")
 """Of the guards that do not hold those of numbers; how long something is, is none."""
 
 
-def compiler(build: weakref.WeakMethod[Callable[..., Any]], ran: weakref.WeakMethod[Callable[..., Any]]) -> Any:
-    """Dynamo's backend for a step, which it does not keep alive.
+def compiler(build: Any, ran: Any) -> Any:
+    """Dynamo's backend for a step, which it does not keep alive: it is given weak methods.
 
     Args:
         build: Makes the graph from the inputs, given what Dynamo has seen.
@@ -138,12 +138,11 @@ def compiler(build: weakref.WeakMethod[Callable[..., Any]], ran: weakref.WeakMet
         def run(*inputs: Any) -> Any:
             if _shadows.inside.probing:
                 raise Held
-            called: Any = ran()
             if not graphs:
                 with lock:
                     if not graphs:  # not before the guards are made: the loss may change what they hold
                         graphs.append(_made(build(), inputs, followed))
-            return called(graphs[0], inputs)
+            return ran()(graphs[0], inputs)
 
         return run
 
@@ -198,7 +197,9 @@ class Followed:
         self.batched = any("_vmap_increment_nesting" in str(node.target) for node in nodes)
         self.batched |= any(node.kwargs.get("is_grads_batched") for node in grads) or _shadows.inside.order > 0
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self.inner = [i for i, node in enumerate(inputs) if any(node in _nodes(grad.args[1:2]) for grad in grads)]
+        self.inner = [
+            i for i, node in enumerate(inputs) if any(node in _pytree.tree_leaves(grad.args[1:2]) for grad in grads)
+        ]
         self.stand_ins: Any = [node.meta["example_value"] for node in inputs]
         self.varies = not all(isinstance(x, torch.Tensor) for x in self.stand_ins)  # the others are sizes
         self.context: Any = torch._guards.TracingContext.get()
@@ -206,12 +207,6 @@ class Followed:
     def forget(self) -> None:
         """Hold no stand-ins: a tensor whose stand-in is kept cannot be swapped."""
         self.context = self.stand_ins = None
-
-
-def _nodes(argument: Any) -> list[torch.fx.Node]:
-    nodes: list[torch.fx.Node] = []
-    torch.fx.map_arg(argument, nodes.append)
-    return nodes
 
 
 def forget() -> None:
@@ -292,16 +287,14 @@ def reason(error: BaseException) -> str:
 
 def _words(error: BaseException) -> str:
     cause = inner(error)
-    for each in (error, cause):
-        if isinstance(each, NotCompiled):
-            return str(each)
+    if ours := [each for each in (error, cause) if isinstance(each, NotCompiled)]:
+        return str(ours[0])
     text = f"{type(error).__name__}: {error}\n{cause}"
     if told := [match.expand(words) for pattern, words in _REASONS.items() if (match := re.search(pattern, text))]:
         return told[0]
     if cause is not None and not isinstance(error, exc.Unsupported):
         error = cause
-    first, _, rest = str(error).partition("\n")
-    explained = re.search(r"Explanation:(.*?)\n\s*(?:Hint|Developer debug)", rest, re.DOTALL)
-    if explained is None:
-        first = f"{type(error).__name__}: {first}"
-    return " ".join(((explained and explained[1].strip()) or first).split())[:300].rstrip(".")
+    explained = re.search(r"Explanation:(.*?)\n\s*(?:Hint|Developer debug)", str(error), re.DOTALL)
+    words = explained[1].strip() if explained else ""
+    words = words or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return " ".join(words.split())[:300].rstrip(".")

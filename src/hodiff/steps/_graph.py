@@ -107,7 +107,8 @@ class StepGraph:
             value, aux = split(result) if has_aux else (result, None)
             return self._results(value, aux, mine)
 
-        return make_fx(whole)(*[_leaf(stand_ins[i]) for i in self.stood_for])
+        given_apart = [stand_ins[i] for i in self.stood_for]  # views of others, or with graphs
+        return make_fx(whole)(*[x.detach().requires_grad_(x.requires_grad) for x in given_apart])
 
     def _results(self, value: Any, aux: Any, mine: dict[int, Any]) -> list[Any]:
         """Loss, the tensors beside it, and the gradients by all inputs that have one."""
@@ -157,7 +158,8 @@ class StepGraph:
             if isinstance(node, fx.Node) and isinstance(node.meta["val"], Tensor):
                 if _memory(node) in taken:
                     with self.graph.inserting_before(end):
-                        node = _like(self.graph.call_function(_aten.clone.default, (node,)), node)
+                        copied = self.graph.call_function(_aten.clone.default, (node,))
+                    copied.meta, node = {"val": node.meta["val"].clone()}, copied
                 taken.add(_memory(node))
             results.append(node)
         end.args = (results,)
@@ -251,11 +253,6 @@ def memories(inputs: Sequence[Any]) -> list[int]:
     return [first.setdefault(each, index) for index, each in enumerate(places)]
 
 
-def _leaf(x: Any) -> Any:
-    """A leaf like Dynamo's stand-in, which may be a view of another, or have a graph."""
-    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-
-
 def _memory(node: Any) -> Any:
     """What tells whether two nodes share memory: inputs that do have one number, and a view has that of its base."""
     while (base := _base(node)) is not None:
@@ -266,7 +263,7 @@ def _memory(node: Any) -> Any:
 def _base(node: fx.Node) -> Any:
     """The argument whose memory a result has, by the schema of its operation; the stand-ins of a trace do not tell."""
     made: Any = node.args[0] if node.target is operator.getitem else node
-    schema = getattr(made.target, "_schema", None)
+    schema: Any = getattr(made.target, "_schema", None)
     alias = schema.returns[0].alias_info if schema is not None and schema.returns else None
     if alias is None:
         return None
@@ -275,11 +272,6 @@ def _base(node: fx.Node) -> Any:
         if named & alias.before_set or (named and not alias.before_set):  # several views have no name
             return given
     return None
-
-
-def _like(node: fx.Node, model: fx.Node) -> fx.Node:
-    node.meta = {**model.meta, "val": model.meta["val"].clone()}
-    return node
 
 
 # --- cleaning ---------------------------------------------------------------------------------------------------------

@@ -60,7 +60,6 @@ class _At:
 
     def __init__(self, f: Any, x: Any, args: Any, kwargs: Any, has_aux: bool, others: Any) -> None:
         self.names: Any = None
-        self.tree: Any = None
         if isinstance(x, (nn.Module, Selection)):
             chosen = dict(x.items() if isinstance(x, Selection) else x.named_parameters())
             self.names = [name for name, p in chosen.items() if p.requires_grad]
@@ -107,14 +106,6 @@ def _blocks(at: _At, rows: list[Tensor], form: Any, matrix: bool = False, batch_
     return form([at.like([_outer(row, each, batch_ndim) for each in at.slopes]) for row in rows])
 
 
-def _hessian(at: _At, **options: Any) -> Any:
-    return _blocks(at, at.slopes, at.like, **options)
-
-
-def _crossed(at: _At, y: Any, *, batch_ndim: int = 0, **_: Any) -> Any:
-    return at.like([_pytree.tree_map(lambda b, a=a: _outer(a, at.plus(b), batch_ndim), y) for a in at.slopes])
-
-
 def _stacked(parts: list[Tensor], given: Any, model: list[Tensor]) -> list[Tensor]:
     """One of them for each of the vectors given, which are like the model."""
     vectors = _pytree.tree_leaves(given)
@@ -134,22 +125,9 @@ def _gradient_and_laplacian(at: _At, *, batch_ndim: int = 1, **_: Any) -> Any:
     return at.slopes[0] if single else _outer(at.value, at.slopes[0], batch_ndim), at.result
 
 
-def _divergence(at: _At, *, batch_ndim: int = 1, **options: Any) -> Any:
-    return _estimate(_rows(at.result, batch_ndim).sum(-1), **options)
-
-
 def _penalty(at: _At, *_: Any, reduction: str = "mean", batch_ndim: int = 1, **__: Any) -> Tensor:
     rows = _rows(at.slopes[0], batch_ndim).sum(-1)
     return rows if reduction == "none" else rows.sum()
-
-
-def _jet(f: Any, primals: Any, series: Any, *, create_graph: bool | None = None, **_: Any) -> Any:
-    several = isinstance(primals, (tuple, list))
-    orders = series[0] if several else series
-    at = _At((lambda x: f(*x)) if several else f, primals, (), None, False, series)
-    _note(len(orders), 0)
-    keep = torch.is_grad_enabled() if create_graph is None else create_graph
-    return _finished((at.value, [at.result for _ in orders]), keep)
 
 
 class _Derivatives:
@@ -165,11 +143,8 @@ def _length(index: Any) -> int:
     return 1 if isinstance(index, int) else len(index)
 
 
-def _finished(result: Any, keep: bool) -> Any:
-    """It, with its graph or without."""
-    if keep:
-        return result
-    return _pytree.tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, result)
+def _orders(series: Any) -> int:
+    return len(series if isinstance(series[0], Tensor) else series[0])
 
 
 CALCULUS = {
@@ -187,10 +162,18 @@ CALCULUS = {
     "per_sample_grad": (1, lambda at, batch, **_: at.like([_outer(at.value, each, 0) for each in at.slopes])),
     "hvp": (2, lambda at, v, **_: at.plus(v)),
     "cross_hvp": (2, lambda at, y, v, **_: at.like(_stacked(at.slopes, v, _pytree.tree_leaves(y)))),
-    "hessian": (2, _hessian),
-    "cross_hessian": (2, _crossed),
+    "hessian": (2, lambda at, **options: _blocks(at, at.slopes, at.like, **options)),
+    "cross_hessian": (
+        2,
+        lambda at, y, batch_ndim=0, **_: at.like(
+            [_pytree.tree_map(lambda b, a=a: _outer(a, at.plus(b), batch_ndim), y) for a in at.slopes]
+        ),
+    ),
     "hessian_diagonal": (2, lambda at, **_: at.like(at.slopes)),
-    "value_grad_and_hessian": (2, lambda at, **options: (at.like(at.slopes), _hessian(at, **options))),
+    "value_grad_and_hessian": (
+        2,
+        lambda at, **options: (at.like(at.slopes), _blocks(at, at.slopes, at.like, **options)),
+    ),
     "nth_derivative": (lambda n: n, lambda at, n, **_: at.result),
     "derivatives": (lambda n: n, lambda at, n, **_: tuple(at.result for _ in range(n + 1))),
 }
@@ -206,8 +189,11 @@ LOSSES = {
         lambda indices: max(map(_length, indices)),
         lambda at, indices, **_: tuple(at.result for _ in indices),
     ),
-    "divergence": (1, _divergence),
-    "value_and_divergence": (1, _divergence),
+    **dict.fromkeys(
+        ("divergence", "value_and_divergence"),
+        (1, lambda at, batch_ndim=1, **options: _estimate(_rows(at.result, batch_ndim).sum(-1), **options)),
+    ),
+    "jet": (_orders, lambda at, series, **_: (at.value, [at.result for _ in range(_orders(series))])),
     "curl": (1, lambda at, **_: at.result if at.value.shape[-1] == 3 else at.result[..., 0]),
     "hessian_penalty": (
         2, lambda at, reduction="max", **_: at.result if reduction == "none" else at.result.sum()
@@ -221,7 +207,6 @@ LOSSES = {
 """Those whose results have their graph unless they are asked for without."""
 
 OTHERS = {
-    "jet": _jet,
     "derivatives_of": lambda u, x, **_: _Derivatives(u, x),
     "sample_norm": lambda grads, batch_ndim=1, **_: sum(
         _rows(each, batch_ndim).sum(-1) for each in _pytree.tree_leaves(grads)
@@ -238,6 +223,8 @@ def _shadow(name: str, order: Any, form: Callable[..., Any], records: bool) -> C
 
     def shadow(*given, has_aux=False, create_graph=None, return_outputs=False, args=(), kwargs=None, **options):
         f, x, *others = *given, *[options.pop(each) for each in names[len(given) :] if each in options]
+        if name == "jet" and isinstance(x, (tuple, list)):
+            f = lambda point, of=f: of(*point)  # noqa: E731
         nested = _note(order if isinstance(order, int) else order(others[0]), 1)
         at = _At(f, x, (*others[:passed], *args), kwargs, has_aux, (others, options))
         _note(0, -1)
@@ -249,7 +236,9 @@ def _shadow(name: str, order: Any, form: Callable[..., Any], records: bool) -> C
         elif has_aux or return_outputs:
             result = result, at.aux if has_aux else at.value
         default = (records or nested) and torch.is_grad_enabled()
-        return _finished(result, default if create_graph is None else create_graph)
+        if not (default if create_graph is None else create_graph):
+            return _pytree.tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, result)
+        return result
 
     return shadow
 

@@ -85,7 +85,7 @@ def test_a_reason_is_said_where_dynamo_explains_nothing() -> None:
     net = NETS["tanh"]()
     net[1].register_full_backward_hook(lambda *_: None)
     step = hodiff.compile_step(forces, net, backend="replay")
-    told = r"compiled: Module-level backwards hooks .*\w \(line \d+ of cases.py.*\)\. This step"
+    told = r"compiled: \w+: Module-level backwards hooks .*\w \(line \d+ of cases.py.*\)\. This step"
     with pytest.warns(hodiff.HodiffWarning, match=told):
         step(torch.ones(2, 3)).backward()
     assert step.report.eager == 1
