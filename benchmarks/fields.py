@@ -1,10 +1,7 @@
 """Field operators against the stock routes of PyTorch, and against `jet-for-pytorch` where it is installed."""
 
 import importlib.util
-import os
-import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -38,7 +35,6 @@ def rows(quick: bool) -> Iterator[Row]:
     yield from high_orders(rounds)
     yield from navier_stokes(rounds)
     yield from overhead(20 * rounds)
-    yield from compiled(rounds)
 
 
 def ours(f: nn.Module, x: Tensor, train: bool) -> Tensor:
@@ -240,27 +236,3 @@ def overhead(rounds: int) -> Iterator[Row]:
     )
     each = {name: statistics.median(values) / len(f) * 1e6 for name, values in times.items()}
     yield Row("time of one operation", "D = 2, batch 1", f"{each['laplacian']:.0f} us, plain {each['forward']:.0f} us")
-
-
-def compiler() -> str:
-    """The C++ compiler that `torch.compile` will look for."""
-    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-
-
-def compiled(rounds: int) -> Iterator[Row]:
-    if shutil.which(compiler()) is None:
-        yield Row("compiled laplacian", "all", f"not run: no {compiler()} on the path")
-        return
-    for dimension, width, batch in ((3, 64, 512), (50, 256, 64)):
-        f, x = network(dimension, width), torch.randn(batch, dimension)
-        torch.compiler.reset()
-        for train in (False, True):
-            mine = torch.compile(lambda x, f=f, train=train: hodiff.laplacian(f, x, create_graph=train), fullgraph=True)
-            routes: dict[str, Route] = {"hodiff": lambda f, x, train, mine=mine: mine(x), "eager": ours, LOOP: by_loop}
-            case = f"D = {dimension}, 4x{width} tanh, batch {batch}, {'training' if train else 'value'}"
-            start = time.perf_counter()
-            error = float((mine(x) - ours(f, x, train)).detach().abs().max())
-            seconds = time.perf_counter() - start
-            times = race({name: run(route, f, x, train) for name, route in routes.items()}, rounds=rounds)
-            row = against(times, ["eager"], "compiled laplacian", case, 1.0)
-            yield row._replace(measured=f"{row.measured}; differs by {error:.0e}; {seconds:.0f} s to compile")

@@ -66,7 +66,6 @@ with _lazy.uncollected():
     from hodiff.verify._check import check_derivatives
 
     from hodiff import graph as graph  # isort: skip  # words the errors of the calculus
-    from hodiff._core import _traced as _traced  # isort: skip  # what compiled callers follow in place of these
 
 if typing.TYPE_CHECKING:
     from hodiff import implicit as implicit

@@ -381,7 +381,7 @@ def root(v: Tensor) -> Tensor:
 
 def _can_be_read(v: Tensor) -> bool:
     """Whether values can be looked at without waiting for a device; inside transforms and traces there are none."""
-    plain = v.is_cpu and v.__class__ is Tensor and not torch.compiler.is_compiling()
+    plain = v.is_cpu and v.__class__ is Tensor
     return plain and not is_wrapped(v)
 
 

@@ -322,7 +322,7 @@ def _repeated(_: Model) -> torch.Tensor:
 
 
 def _settings_of_steps() -> Any:
-    return importlib.import_module("hodiff.steps._guards").settings()
+    return importlib.import_module("hodiff.steps._dynamo").settings()
 
 
 def _frozen(model: Model) -> None:
@@ -397,7 +397,7 @@ ENTERED: dict[str, Call] = {
     "graph/_source.py: Scope(_count_reruns)": _entered(_source.reruns),
     "graph/_saved.py: Scope(_normal)": _inspected,
     "graph/_watch.py: Watch": CALLS["graph.watch"],
-    "steps/_guards.py: Scope(partial(_enter, constants))": _OF_STEPS,
+    "steps/_dynamo.py: Scope(_enter)": _OF_STEPS,
     "steps/_backends.py: Scope(partial(_set_inductor, wrapper))": _OF_INDUCTOR,
     "steps/__init__.py: Scope(self._freeze)": _frozen,
     "sparse/_tracer.py: Counted(_watch)": CALLS["sparse_hessian, module in f"],

@@ -19,7 +19,6 @@ SIGNATURE = "`inspect` has no signature of what is built in, or the arguments do
 STANDING = {
     ("_core._lending", "signature_error", "(TypeError, ValueError)"): SIGNATURE,
     ("_core._lending", "signature_error", "TypeError"): SIGNATURE,
-    ("_core._traced", "_judge", "_unseen()"): "a stand-in is asked for numbers: the trace is refused",
     ("cli", "main", "OSError"): "a stream that takes no more: the reader of a pipe has read enough, or a full disk",
     ("cli._explain", "flush", "suppress(OSError)"): "the same of the program's, which Python says at its end",
     ("memory._blocks", "Tangents.along", "RuntimeError"): "raised again, unless forward mode is what is missing",
@@ -62,12 +61,11 @@ STANDING = {
     ("jets.rules.linear", "_batched", "RuntimeError"): "raised again where its text is not of a batching rule",
     ("penalties._critic", "_ordinary", "RuntimeError"): "raised again where its text is not of `torch.vmap`",
     ("sparse._tracer", "sorted_unique", "(ImportError, RuntimeError)"): "PyTorch without NumPy",
-    ("steps", "CompiledStep._compiled", "_guards.FAILED"): "what cannot be compiled: said why, and run eagerly",
-    (
-        "steps._backends",
-        "replayed",
-        "suppress(_NotInterpreted)",
-    ): "our own: the interpreter does not know it, Python runs the list",
+    ("steps", "CompiledStep._compiled", "(AttributeError, ImportError)"): "said why, and run eagerly",
+    ("steps", "CompiledStep._compiled", "Exception"): "what is behind an interrupt is raised; else said why, and eager",
+    ("steps", "CompiledStep._compiled", "self._dynamo.SizesVary"): "our own: compiled once more, for one size",
+    ("steps._dynamo", "unheld", "exc.RecompileError"): "Dynamo's, asked for: it names the guards",
+    ("steps._dynamo", "unheld", "Held"): "our own, raised in place of a run",
     ("verify._blame", "_definition", "(OSError, TypeError, StopIteration)"): "a definition without source",
 }
 
@@ -107,7 +105,6 @@ def test_who_asks_what_a_failure_is():
         ("_core._arguments", "is_set"),
         ("_core._reverse", "vjps"),
         ("_core._python_functions", "_Comparison.finding"),
-        ("_core._traced", "_chunk"),
         ("_core._messages", "_asked"),
         ("calculus._first", "tall_jacobian"),
         ("calculus._per_sample", "check_not_crossed"),

@@ -41,7 +41,9 @@ MAY_IMPORT = {
 
 # One module of the calculus frees what it has used. One of graph's words the
 # errors of the calculus: it registers itself with the foundation, which asks it without importing it.
+# What stands for the public functions in a step's trace knows them.
 MODULE_MAY_IMPORT = {
+    "hodiff.steps._shadows": None,
     "hodiff.calculus._multi": (*FOUNDATION, "graph._saved"),
     "hodiff.graph._failure": ("errors", "_core._nodes", "_core._settings", "_core._messages"),
 }
@@ -130,7 +132,6 @@ def allowed_top(module):
 ONLY_IN = {
     "torch.autograd.grad": (
         "_core._versions",
-        "_core._traced",  # where Dynamo writes it into a graph, as the three contexts below
         "cli._tour",
         "graph._record",  # tells such calls apart, and makes none
         "steps",  # what it traces, and holds that against
@@ -146,21 +147,21 @@ ONLY_IN = {
     "torch.func.jacrev": ("cli._tour",),
     "torch.func.hessian": (),
     "torch.func.vjp": ("_core._kernels",),
-    "torch.func.grad": ("penalties._critic", "cli._tour"),
+    "torch.func.grad": ("cli._tour",),
     "torch.func.grad_and_value": ("penalties._critic",),
     "torch.autograd.functional": (),
     # _hooks keeps what a call saves inside of a checkpoint
     "torch.autograd.graph": ("_core._hooks", "_core._nodes", "_core._versions", "graph"),
     # the first stands in for operators that are made with it; Dynamo follows it
     "torch.utils._pytree": ("_core._substitutes", "steps"),
-    "torch.fx": ("_core._traced", "steps"),
+    "torch.fx": ("steps",),
     "torch._inductor": ("steps._backends",),
     # Contexts that an interrupt leaves half done; `_settings` has what to use instead. The tour shows what users write.
     "torch.no_grad": ("cli._tour",),
-    "torch.enable_grad": ("_core._traced",),
+    "torch.enable_grad": ("steps._shadows",),  # which Dynamo follows, and nobody runs
     "torch.set_grad_enabled": ("_core._settings",),
     "torch.inference_mode": (),
-    "torch.autocast": ("_core._traced",),
+    "torch.autocast": (),
     "torch.compiler.set_stance": ("_core._settings",),
     "torch.autograd.forward_ad.dual_level": ("_core._versions",),
     "torch.jit.script": (),  # deprecated: the tests ignore the warning, because torch itself uses it

@@ -153,3 +153,20 @@ def test_every_requirement_is_pinned_for_ci():
 
 def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+TRACE_LOOKS = 12
+"""How often the library asks whether it is traced: where numbers are read on the road."""
+
+
+def test_who_asks_whether_a_trace_runs():
+    """Each answer is a second road. Steps may ask Dynamo: their loss must not run where it was to be followed."""
+    asked = []
+    for path in library_files():
+        for node in ast.walk(tree(path)):
+            name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+            if "steps" not in path.parts:
+                assert not re.fullmatch(r"is_(dynamo_)?(compiling|exporting)", name), where(path, node.lineno)
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "tracing":
+                asked += [where(path, node.lineno)] if "steps" not in path.parts else []
+    assert len(asked) <= TRACE_LOOKS, asked

@@ -23,11 +23,10 @@ def marked(names: Iterable[str], mark: pytest.MarkDecorator, which: Collection[s
 
 CHECKPOINTS = since((2, 13), "checkpoint= is refused")
 STEPS = since((2, 13), "compile_step is refused")
-ONE_GRAPH = since((2, 12), "the tracer gives up on hodiff with fullgraph=True")
 SEVERAL = since((2, 12), "a Function's saved tensors are not told one by one")
 CHANGES = since((2, 12), "it is not told which tensor was changed in place, and by which line")
 GRID_SAMPLE = since((2, 12), "grid_sample has no second derivative")
 LACKING = frozenset({"compile_step"} if RELEASE < (2, 13) else ())
 """Public names that do nothing but say so: the tables of what names do leave them out."""
-UNLOADED = ("steps._guards",) if LACKING else ()
+UNLOADED = ("steps._dynamo", "steps._shadows") if LACKING else ()
 """Modules that stand on what only newer releases have; nothing loads them here."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from hodiff._core import _arguments, _settings
+from hodiff._core import _arguments
 from hodiff._core._arguments import Allowed, allowed, is_set
 from hodiff._core._where import Where, plain
 from hodiff.errors import InputError
@@ -131,8 +131,7 @@ USER = "hodiff: the function of the user's in it"
 
 def in_place_of(f: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
     """A function of ours that is evaluated in place of the user's, from which that can be told."""
-    if not torch.compiler.is_compiling():
-        vars(ours)[USER] = f
+    vars(ours)[USER] = f
     return ours
 
 
@@ -189,18 +188,11 @@ def refuse_transforms(*, batched: bool = False) -> None:
     """Raise inside a transform of `torch.func` that differentiates: a detached result would count as a constant.
 
     Args:
-        batched: Whether values are looked at, so that it raises inside `vmap` and a tracer as well.
+        batched: Whether values are looked at, so that it raises inside `vmap` as well.
     """
     stack = torch._C._functorch.get_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
     if stack and (batched or any(level.key().name in ("Grad", "Jvp") for level in stack)):
         raise InputError(INSIDE_A_TRANSFORM)
-    if batched and _settings.tracing():
-        raise InputError(TRACED)
-
-
-def reads_nothing() -> bool:
-    """Whether values cannot be looked at here."""
-    return inside_vmap() or _settings.tracing()
 
 
 def inside_vmap() -> bool:
@@ -209,10 +201,6 @@ def inside_vmap() -> bool:
     return any(level.key().name == "Vmap" for level in functorch.get_interpreter_stack() or ())
 
 
-TRACED = (
-    "hodiff was called where PyTorch traces values (torch.func.linearize, make_fx), and this function looks at them. "
-    "For a product with a Jacobian use hodiff.jvp."
-)
 INSIDE_A_TRANSFORM = (
     "hodiff was called inside a torch.func transform (vmap, grad, jvp, ...), where it cannot "
     "create leaves. For a batch, call hodiff once with batch_ndim=1; for a derivative of a "

@@ -464,7 +464,7 @@ def complete(failure: Failure) -> None:
 
 
 def _asked(failure: Failure) -> str:
-    if _state.explaining or torch.compiler.is_compiling():  # f is being called once more, or traced
+    if _state.explaining:  # f is being called once more, or traced
         return ""
     _state.explaining = True
     try:

@@ -569,7 +569,7 @@ def warned_if_not_finite(
 
     Not on other devices than the processor, where to look is to wait.
     """
-    if not graph.higher or graph.create_graph or torch.compiler.is_compiling():
+    if not graph.higher or graph.create_graph or _settings.tracing():
         return results
     small, large = results, []
     if not all(map(_is_cpu, results)) or max(map(_nbytes, results), default=0) > _SMALL:

@@ -147,13 +147,11 @@ class Offered(Scope[T]):
 
     def __init__(self, enter: Callable[[Undo], T], name: str) -> None:
         super().__init__(enter)
-        self._unused = None if torch.compiler.is_compiling() else weakref.finalize(self, _say_unused, name)
-        if self._unused is not None:
-            self._unused.atexit = False
+        self._unused = weakref.finalize(self, _say_unused, name)
+        self._unused.atexit = False
 
     def __enter__(self) -> T:
-        if self._unused is not None:
-            self._unused.detach()
+        self._unused.detach()
         return super().__enter__()
 
 
@@ -302,8 +300,6 @@ def record(undo: Undo) -> None:
 
 def grad_mode(on: bool) -> Context:
     """Whether operations are recorded, under the caller's inference mode. It begins when this is called."""
-    if torch.compiler.is_compiling():
-        return torch.set_grad_enabled(on)
     forward, threads = _torch._is_fwd_grad_enabled(), _torch._is_multithreading_enabled()
     guard = _Inference(torch.is_inference_mode_enabled())
     try:
@@ -486,7 +482,7 @@ def _is_apart(value: Any) -> bool:
 def tracing() -> bool:
     """Whether PyTorch follows what runs, with stand-ins for values: Dynamo, `torch.export`, `make_fx`."""
     mode = _python_dispatch._get_current_dispatch_mode()
-    return (mode is not None and mode.is_infra_mode()) or torch.compiler.is_compiling()
+    return mode is not None and mode.is_infra_mode()
 
 
 # --- the state of PyTorch's default generators: kept, put back, compared ----------------------------------------------

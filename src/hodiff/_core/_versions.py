@@ -95,7 +95,7 @@ class _Batches:
 
 def mapped(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
     """`function` of each of the stacked vectors, in one batch. An error may leave the batch's level on."""
-    if not _Batches.direct or torch.compiler.is_compiling() or has_torch_function(tuple(vectors)):
+    if not _Batches.direct or has_torch_function(tuple(vectors)):
         result = torch.vmap(function, randomness="same")(*vectors)
         _Batches.direct = all(hasattr(_functorch, name) for name in _ENTRIES)
         return [result] if isinstance(result, Tensor) else list(result)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _locks, _tree
-from hodiff._core._compiled_callers import by_passes
 from hodiff._core._vectors import Space, matches
 from hodiff.errors import InputError
 
@@ -186,7 +185,6 @@ def _chosen(selection: Selection, assembly: Assembly) -> list[tuple[str, Tensor]
 # --- some parameters of a module, by name: `hodiff.select` ------------------------------------------------------------
 
 
-@by_passes
 class Selection(Mapping[str, Tensor]):
     """Some parameters of a module by name, as returned by `hodiff.select`.
 
@@ -236,7 +234,6 @@ class Selection(Mapping[str, Tensor]):
         return f"Selection({type(self.module).__name__}, {list(self._names)})"
 
 
-@by_passes
 def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ()) -> Selection:
     """Select some trainable parameters of a module by name, to differentiate with respect to them.
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from hodiff._core import _arguments, _independence, _reverse, _settings, _tree
 from hodiff._core._arguments import Allowed, BatchedOptions, ChunkedBatchedOptions, ChunkedOptions, ChunkSize, is_set
 from hodiff._core._call import call
-from hodiff._core._compiled_callers import by_passes, stands_for
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Space, generic
@@ -46,7 +45,6 @@ def grad(
 def grad(f: What, x: T, *, has_aux: Literal[True], **options: Unpack[BatchedOptions]) -> tuple[T, Any]: ...
 
 
-@by_passes
 def grad(
     f: What,
     x: Any = _arguments.MISSING,
@@ -133,7 +131,6 @@ def value_and_grad(
 def value_and_grad(f: What, x: T, *, has_aux: bool, **options: Unpack[BatchedOptions]) -> tuple[Any, T]: ...
 
 
-@by_passes
 def value_and_grad(
     f: What,
     x: Any = _arguments.MISSING,
@@ -197,7 +194,6 @@ def vjp(f: Any, x: nn.Module | Selection, u: Any, **options: Unpack[ChunkedOptio
 def vjp(f: Any, x: T, u: Any, **options: Unpack[ChunkedOptions]) -> T: ...
 
 
-@by_passes
 def vjp(
     f: Any,
     x: Any,
@@ -269,7 +265,6 @@ def jacobian(f: OneTensor, x: T, *, matrix: Literal[False] = False, **options: U
 def jacobian(f: Any, x: Any, *, matrix: bool = False, **options: Unpack[ChunkedBatchedOptions]) -> Any: ...
 
 
-@by_passes
 def jacobian(
     f: Any,
     x: Any = _arguments.MISSING,
@@ -364,7 +359,6 @@ def jvp(f: Callable[..., R], x: Any, v: Any, **options: Unpack[ChunkedOptions]) 
 def jvp(f: R, x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> R: ...
 
 
-@by_passes
 def jvp(
     f: Any,
     x: Any,
@@ -469,12 +463,6 @@ def tall_jacobian(graph: OutputGraph, outputs: list[Tensor], *, chunk_size: int 
         ]
         for i, output in enumerate(outputs)
     ]
-
-
-@stands_for(tall_jacobian)
-def _no_columns(graph: OutputGraph, outputs: list[Tensor], *, chunk_size: int | None) -> None:
-    """Nothing in a traced region can hold columns against the pass that they came from."""
-    return None
 
 
 def _is_linear(graph: OutputGraph, outputs: list[Tensor]) -> bool:

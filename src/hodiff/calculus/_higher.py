@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _reverse, _settings, _traced, _vectors
+from hodiff._core import _arguments, _call, _reverse, _settings, _vectors
 from hodiff._core._arguments import Allowed
 from hodiff._core._call import call
-from hodiff._core._compiled_callers import by_passes, check_point, stands_for
 from hodiff._core._graph import OutputGraph, Watched, detached
 from hodiff._core._loans import memory_of
 from hodiff._core._settings import RandomState
@@ -35,7 +34,6 @@ MULTIPLES = (0.73, 1.37, 1.91)
 """Of the weights; no powers of two, along which rounding errors are multiples, too."""
 
 
-@by_passes
 def nth_derivative(
     f: What,
     x: Tensor,
@@ -88,7 +86,6 @@ def nth_derivative(
     return derivatives(f, x, n, create_graph=create_graph, allow=allow, args=args, kwargs=kwargs)[n]
 
 
-@by_passes
 def derivatives(
     f: What,
     x: Tensor,
@@ -131,8 +128,6 @@ def derivatives(
         _arguments.check_real_tensor(x, "x")
     _arguments.check_arguments(args, kwargs)
     least = TAYLOR_FROM[_call.recorded(create_graph)]
-    if torch.compiler.is_compiling() and not _jet.is_jet(x) and x.requires_grad:
-        least += 2  # an expansion in a trace does not see whether f reaches x past its argument, and passes do
     if callable(f) and not isinstance(f, Tensor) and (n >= least or _jet.is_jet(x)):
         try:
             return _by_jets(f, x, n, create_graph, args, kwargs)
@@ -186,6 +181,8 @@ def _check_elementwise(
     knows nothing of f, only there: both are polynomials in w. At the first order, J w = w J 1. Where all cancels but
     rounding errors, they differ, too; but along other multiples of w (by `again`) then by something else.
     """
+    if _settings.tracing():
+        return
     for order, (weighted_derivative, ones) in enumerate(zip(weighted[1:], plain[1:], strict=True), 1):
         given, expected = weighted_derivative.detach(), (weights**order if order > 1 else weights) * ones.detach()
         difference, bound = given - expected, torch.finfo(given.dtype).eps ** 0.5
@@ -198,16 +195,6 @@ def _check_elementwise(
                 f"order {order}), so the derivative of an entry is not a single number. Use "
                 f"hodiff.hessian or hodiff.jacobian, with batch_ndim=1 for independent rows."
             )
-
-
-@stands_for(_check_elementwise)
-def _check_elementwise_traced(weighted: Sequence[Tensor], plain: Sequence[Tensor], weights: Tensor, again: Any) -> None:
-    """By the numbers with which the function is traced: whether entries mix is no matter of numbers."""
-    for order, (given, ones) in enumerate(zip(weighted[1:], plain[1:], strict=True), 1):
-        expected = weights**order * ones
-        _traced.check_alike(
-            given, expected, "f: is not elementwise, or a derivative of it is made of rounding errors alone."
-        )
 
 
 def _repeats(
@@ -244,9 +231,7 @@ def _by_jets(
 ) -> tuple[Tensor, ...]:
     """All orders from an expansion along ones; one along weights tells whether f is elementwise."""
     record = _call.recorded(create_graph)
-    if torch.compiler.is_compiling() and not _jet.is_jet(x):
-        check_point([x])
-    if not record or (not torch.compiler.is_compiling() and _call.reads_nothing()):
+    if not record or _call.inside_vmap():
         _call.refuse_transforms(batched=True)
     factor = _pushforward.factorials(n, x.dtype)
     state = RandomState(x.device)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from hodiff._core import _arguments, _call, _nodes, _reverse, _settings, _tree, _vectors
 from hodiff._core._arguments import Allowed, ChunkedOptions, ChunkSize
 from hodiff._core._call import call
-from hodiff._core._compiled_callers import by_passes, stands_for
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Selection
@@ -34,7 +33,6 @@ def per_sample_grad(
 def per_sample_grad(f: Callable[..., Tensor], where: T, batch: Any, **options: Unpack[ChunkedOptions]) -> T: ...
 
 
-@by_passes
 def per_sample_grad(
     f: Callable[..., Tensor],
     where: Any,
@@ -116,7 +114,8 @@ def per_sample_grad(
         check_not_crossed(graph, samples, losses, "f")
         _reverse.check_fits([losses], graph.leaves, 0, WAY_OUT)
         gradients = None
-        if not graph.create_graph and not _call.nested() and not graph.context.random.moved():
+        whole = graph.create_graph or _call.nested() or graph.context.random.moved() or _settings.tracing()
+        if not whole:  # and numbers can be compared
             gradients = _by_samples(graph, samples, losses, chunk)
         if gradients is None:
             [gradients] = _reverse.blocks(graph, [losses], chunk_size=chunk)
@@ -198,16 +197,6 @@ def check_not_crossed(graph: OutputGraph, samples: Samples, output: Tensor, name
             f"for {fewer}: every sample is combined with every other, as (N, 1) and (N,) are by "
             f"broadcasting. Give both the shape (N,): model(x).squeeze(-1)."
         )
-
-
-@stands_for(check_not_crossed)
-def _uncrossed(graph: OutputGraph, samples: Samples, output: Tensor, name: str) -> None:
-    """A traced region does not call `f` again, at fewer samples."""
-    if output.shape == (len(output), len(output)) and len(output) > 1 and samples.tensors(len(output)):
-        raise InputError(f"{name} returned shape {tuple(output.shape)}, perhaps samples combined by mistake; {CROSSED}")
-
-
-CROSSED = "this can only be checked outside a compiled function, or without fullgraph=True."
 
 
 def _by_samples(graph: OutputGraph, samples: Samples, losses: Tensor, chunk: int | None) -> list[Tensor] | None:

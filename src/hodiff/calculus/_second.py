@@ -24,7 +24,6 @@ from hodiff._core._arguments import (
     is_set,
 )
 from hodiff._core._call import call, cut
-from hodiff._core._compiled_callers import by_passes
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Selection, Where
 
@@ -43,7 +42,6 @@ def hvp(
 ) -> tuple[V, Any]: ...  # fmt: skip
 
 
-@by_passes
 def hvp(
     f: What,
     x: Any,
@@ -154,7 +152,6 @@ def hessian_diagonal(
 ) -> tuple[V, Any]: ...
 
 
-@by_passes
 def hessian_diagonal(
     f: What,
     x: Any = _arguments.MISSING,
@@ -240,7 +237,6 @@ def cross_hvp(f: What, x: nn.Module | Selection, y: Any, v: Any, **options: Unpa
 def cross_hvp(f: What, x: V, y: Any, v: Any, **options: Unpack[ProductOptions]) -> V: ...
 
 
-@by_passes
 def cross_hvp(
     f: What,
     x: Any,
@@ -398,7 +394,6 @@ def hessian(f: What, x: Tensor, *, matrix: bool, **options: Unpack[WithoutExtra]
 def hessian(f: What, x: Any, *, matrix: bool = False, **options: Unpack[WithoutExtra]) -> Any: ...
 
 
-@by_passes
 def hessian(
     f: What,
     x: Any = _arguments.MISSING,
@@ -520,7 +515,6 @@ def value_grad_and_hessian(
 ) -> tuple[Tensor, Any, Any]: ...
 
 
-@by_passes
 def value_grad_and_hessian(
     f: What,
     x: Any = _arguments.MISSING,
@@ -640,7 +634,6 @@ def cross_hessian(f: What, x: V, y: Tensor, **options: Unpack[ChunkedBatchedOpti
 def cross_hessian(f: What, x: Any, y: Any, **options: Unpack[ChunkedBatchedOptions]) -> Any: ...
 
 
-@by_passes
 def cross_hessian(
     f: What,
     x: Any,

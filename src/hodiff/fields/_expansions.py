@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _reverse
+from hodiff._core import _arguments, _reverse, _settings
 from hodiff._core._call import is_wrapped
 from hodiff._core._faults import is_fault
 from hodiff._core._settings import RandomState
@@ -102,14 +102,17 @@ def _differentiable(weight: Any) -> bool:
 
 def _diagonal(axes: Tensor, weight: Any, *, units: bool) -> Directions:
     """Coordinate directions, scaled by the roots where all weights are positive constants."""
-    if units or _differentiable(weight) or torch.compiler.is_compiling():
-        return Directions(axes, weight)
     kept = weight != 0
-    if not bool(kept.any()):
-        return Directions(axes[:1], weight[:1])
+    if units or _differentiable(weight) or not _holds(kept.any()):
+        return Directions(axes, weight)
     axes, weight = axes[kept], weight[kept]
     scaled = axes * weight.abs().sqrt().reshape(-1, *[1] * (axes.ndim - 1))
-    return Directions(scaled, None if bool((weight > 0).all()) else weight.sign())
+    return Directions(scaled, None if _holds((weight > 0).all()) else weight.sign())
+
+
+def _holds(condition: Tensor) -> bool:
+    """Whether it is seen to hold: where a trace runs nothing is seen."""
+    return not _settings.tracing() and bool(condition)
 
 
 def _shaped(rows: Any, x: Any, batch_ndim: int) -> Any:
@@ -129,15 +132,13 @@ def _eigenvectors(weight: Tensor, x: Any, batch_ndim: int) -> Directions:
     values, vectors = (part.to(weight.dtype) for part in torch.linalg.eigh((wide + wide.mT) / 2))
     if weight.ndim == 2:
         negligible = values.abs() <= values.abs().amax() * weight.shape[0] * torch.finfo(weight.dtype).eps
-        if not torch.compiler.is_compiling() and not bool(negligible.all()):
+        if _holds((~negligible).any()):
             values, vectors = values[~negligible], vectors[:, ~negligible]
         rows = _shaped((vectors * values.abs().sqrt()).mT, x, batch_ndim)
-        if torch.compiler.is_compiling() or not bool((values > 0).all()):
-            return Directions(rows, values.sign())
-        return Directions(rows)
+        return Directions(rows) if _holds((values > 0).all()) else Directions(rows, values.sign())
     # Signs differ from sample to sample: one block of directions for each, empty entries being zero.
     up = _per_sample(vectors * values.clamp(min=0).sqrt().unsqueeze(-2), x, batch_ndim)
-    if not torch.compiler.is_compiling() and bool((values >= 0).all()):
+    if _holds((values >= 0).all()):
         return Directions(up)
     down = _per_sample(vectors * values.clamp(max=0).neg().sqrt().unsqueeze(-2), x, batch_ndim)
     return Directions(torch.cat([up, down]), torch.cat([values.new_ones(len(up)), -values.new_ones(len(down))]))
@@ -189,7 +190,7 @@ def sampled(
     else:
         drawn = draw((samples, *plain.shape), plain, probes, generator)  # pyright: ignore[reportArgumentType]
     if weight is not None:
-        if _differentiable(weight) or (not torch.compiler.is_compiling() and bool((weight < 0).any())):
+        if _differentiable(weight) or _holds((weight < 0).any()):
             raise InputError(
                 "weight: random directions are scaled by its square root, so it must not be "
                 'negative or require grad. Use probes="coordinates".'
@@ -201,7 +202,7 @@ def sampled(
 def _given(vectors: Any, x: Tensor) -> Tensor:
     """The caller's own directions, stacked."""
     [stacked] = Space([x], ["x"], None, "like x").parse(vectors, "vectors").stacked()
-    return stacked.clone() if not torch.compiler.is_compiling() and stacked.is_inference() else stacked
+    return stacked.clone() if stacked.is_inference() else stacked
 
 
 def _coordinates(
@@ -253,7 +254,7 @@ def second_order(call: FieldCall, directions: Directions, drift: Any = None, *, 
 
 
 def _by_jets(call: FieldCall, directions: Directions, drift: Any, first: bool) -> Curves:
-    if torch.compiler.is_compiling() or is_wrapped(_jet.value_of(call.x)):  # nobody can look at values
+    if is_wrapped(_jet.value_of(call.x)):  # nobody can look at values
         return by_jets(call, directions, drift)
     size = _arguments.check_chunk_size(call.chunk_size)
     if size is not None:

@@ -70,8 +70,6 @@ class FieldCall(NamedTuple):
             if isinstance(self.x, (tuple, list, dict)):
                 refuse_columns(self.x, self.name)
             _arguments.check_real_tensor(self.x, "x")
-            if torch.compiler.is_compiling():
-                _compiled_callers.check_point([self.x])
         _arguments.check_batch([self.x], ["x"], self.batch_ndim)
         event = self.event
         if not torch.Size(event).numel():
@@ -89,7 +87,7 @@ class FieldCall(NamedTuple):
             raise InputError(_call.COMPUTED)
         # One point of D coordinates looks like D points of one: a vector field of the first mixes the second.
         unclear = self.batch_ndim and not (event or _jet.is_jet(self.x) or is_wrapped(self.x) or _settings.tracing())
-        if not torch.compiler.is_compiling() and (is_set(self.check_independence, "check_independence") or unclear):
+        if is_set(self.check_independence, "check_independence") or unclear:
             _independence.check(
                 self.f, self.x, batch_ndim=self.batch_ndim, args=self.args, kwargs=self.kwargs, has_aux=self.has_aux
             )
@@ -143,8 +141,6 @@ class FieldCall(NamedTuple):
             return _pushforward.connected(result, [self.x])
         if _jet.is_jet(self.x):
             return detached(result)
-        if torch.compiler.is_compiling():  # where memory has no address: what may be the caller's is copied
-            return _tree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, result)
         whole = _tree.tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result)
         return detached(whole, {memory_of(self.x)})
 
@@ -162,8 +158,6 @@ def choose(
     What Taylor mode gives has the value first; but where routes are calls of others (`nested`),
     which look at theirs.
     """
-    if torch.compiler.is_compiling():  # the engine's passes cannot be traced
-        prefer = "jets"
     if isinstance(call.f, Tensor) or call.method == "reverse" or (call.method == "auto" and prefer == "reverse"):
         return call.finish(_by_reverse(reverse, call, *given))
     try:
@@ -171,7 +165,7 @@ def choose(
     except ByNoRoute:
         raise
     except NoRule as error:
-        if call.method == "jets" or _jet.is_jet(call.x) or torch.compiler.is_compiling():
+        if call.method == "jets" or _jet.is_jet(call.x):
             raise
         warnings.warn(
             f"{call.name}: Taylor mode has no rule for "
@@ -182,18 +176,22 @@ def choose(
             stacklevel=_arguments.outside(),
         )
         return call.finish(_by_reverse(reverse, call, *given))
-    if not nested and not torch.compiler.is_compiling() and not _settings.tracing():
+    if not nested:
         value, *parts = result.values() if isinstance(result, dict) else result
-        if isinstance(call.x, _jet.JETS):
+        if isinstance(call.x, _jet.Jet):
             value, *parts = map(_jet.value_of, (value, *parts))
         # on other devices to look is to wait, and inside `vmap` there is nothing to be seen
         met = (_jet.value_of(call.x), value, *parts)
-        seen = value.is_cpu and not any(is_wrapped(each) for each in met if each is not None)
-        for part in parts if seen else ():
+        for part in parts if all(_is_seen(each) for each in met if each is not None) else ():
             if part is not None and not math.isfinite(part.detach().sum()):
                 _warn_if_not_finite([part], [_jet.value_of(call.x), value], ())
                 break
     return call.finish(result)
+
+
+def _is_seen(part: Tensor) -> bool:
+    """Whether its numbers can be looked at; on other devices to look is to wait."""
+    return part.is_cpu and not is_wrapped(part) and not _settings.tracing()
 
 
 def _warn_if_not_finite(results: Sequence[Tensor], given: Sequence[Tensor], kinds: Iterable[type]) -> None:
@@ -220,8 +218,8 @@ def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> t
 
 def released(graph: OutputGraph, results: list[Tensor]) -> list[Tensor]:
     """Results without their graph, where it leads to nothing but the leaf that hodiff made."""
-    seen = [part for part in results if part.is_cpu and not is_wrapped(part) and not _settings.tracing()]
-    _warn_if_not_finite(seen, [*graph.leaves, *graph.tensors()], graph.kinds)
+    if seen := [part for part in results if _is_seen(part)]:
+        _warn_if_not_finite(seen, [*graph.leaves, *graph.tensors()], graph.kinds)
     ours = {id(leaf) for leaf in graph.leaves} if graph.call.builds_graph else set()
     if not _nodes.survey(results).leaf_ids() - ours:
         return [cut(result) for result in results]

@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _compiled_callers, _reverse, _settings, _tree
+from hodiff._core import _arguments, _call, _reverse, _settings, _tree
 from hodiff._core._arguments import is_set
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph, detached
@@ -38,7 +38,6 @@ def partial(
 ) -> Any: ...
 
 
-@_compiled_callers.traced
 def partial(
     f: What,
     x: Tensor,
@@ -119,7 +118,6 @@ def partials(
 ) -> Any: ...
 
 
-@_compiled_callers.traced
 def partials(
     f: What,
     x: Tensor,
@@ -194,11 +192,10 @@ def partials(
 
 def _derivatives(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
     """By the route that is faster: reverse for low orders of few outputs, which it takes one by one."""
-    compiling = torch.compiler.is_compiling()
-    batched = not compiling and _call.inside_vmap()  # reverse passes have no leaves of their own there
+    batched = _call.inside_vmap()  # reverse passes have no leaves of their own there
     if max(len(each) for each in wanted) > REVERSE_UP_TO or _jet.is_jet(call.x) or batched:
         return choose(call, _by_jets, _by_reverse, wanted)
-    if call.method != "auto" or isinstance(call.f, Tensor) or compiling:
+    if call.method != "auto" or isinstance(call.f, Tensor):
         return choose(call, _by_jets, _by_reverse, wanted, prefer="reverse")
     derivatives = _by_reverse(call, wanted, most=1 + _expansions(wanted))
     if derivatives is None:  # jets take many outputs together
@@ -301,7 +298,6 @@ def _mixed(call: FieldCall, index: Index) -> dict[Index, Any]:
     return dict(zip(keys, derivatives, strict=True))
 
 
-@_compiled_callers.traced
 def jet(
     f: Callable[..., Any],
     primals: Any,
@@ -353,8 +349,6 @@ def jet(
     with _settings.grad_mode(record):
         factor = [1.0] * (order + 1) if scaled else _pushforward.factorials(order, points[0].dtype)
         seeds = [[(c / factor[k]).unsqueeze(0) for k, c in enumerate(each, 1)] for each in given]
-        if torch.compiler.is_compiling():
-            _compiled_callers.check_point([point for point in points if not _jet.is_jet(point)])
         try:
             output, expansion = _pushforward.push(f, points, seeds, order, record=record, mixes=True)
         except NoRule as error:
@@ -451,7 +445,6 @@ class Partials(tuple[Tensor, ...]):
 # --- the derivatives of a tensor, computed when they are looked at, and once ------------------------------------------
 
 
-@_compiled_callers.by_passes
 def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
     r"""The partial derivatives of a tensor already computed, each computed on first access and then kept.
 
@@ -514,7 +507,6 @@ def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
     return Derivatives(u, x, batch_ndim)
 
 
-@_compiled_callers.by_passes
 class Derivatives:
     """What `derivatives_of` returns: `d[0, 1]` is a derivative of the tensor, computed at the first look."""
 

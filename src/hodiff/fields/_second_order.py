@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _call
 from hodiff._core._arguments import ChunkSize, NoNumber, SupportsArray
-from hodiff._core._compiled_callers import traced
 from hodiff._core._vectors import standard_error
 from hodiff.errors import InputError
 from hodiff.fields import _expansions
@@ -100,7 +99,6 @@ def laplacian(
 ) -> Any: ...
 
 
-@traced
 def laplacian(
     f: What,
     x: Tensor = _arguments.MISSING,
@@ -237,7 +235,6 @@ def value_grad_and_laplacian(
 ) -> tuple[Any, Tensor, Tensor]: ...
 
 
-@traced
 def value_grad_and_laplacian(
     f: What,
     x: Tensor = _arguments.MISSING,
@@ -346,7 +343,6 @@ def second_order_operator(
 ) -> Any: ...
 
 
-@traced
 def second_order_operator(
     f: What,
     x: Tensor,
@@ -462,7 +458,6 @@ def biharmonic(f: What, x: Tensor, *, has_aux: Literal[False] = False, **options
 def biharmonic(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[FieldOptions]) -> Any: ...
 
 
-@traced
 def biharmonic(
     f: What,
     x: Tensor = _arguments.MISSING,

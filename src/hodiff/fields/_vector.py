@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _reverse
-from hodiff._core._compiled_callers import traced
 from hodiff.errors import InputError
 from hodiff.fields import _expansions
 from hodiff.fields._expansions import Probes
@@ -63,7 +62,6 @@ def divergence(
 ) -> Any: ...
 
 
-@traced
 def divergence(
     f: What,
     x: Tensor = _arguments.MISSING,
@@ -168,7 +166,6 @@ def value_and_divergence(
 ) -> tuple[Any, Any]: ...
 
 
-@traced
 def value_and_divergence(
     f: What,
     x: Tensor = _arguments.MISSING,
@@ -307,7 +304,6 @@ def curl(f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpa
 def curl(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[FieldOptions]) -> Any: ...
 
 
-@traced
 def curl(
     f: What,
     x: Tensor = _arguments.MISSING,

@@ -7,10 +7,7 @@ rule.
 from hodiff._core import _compiled_callers
 from hodiff.jets import _dispatch as _dispatch
 from hodiff.jets import rules as rules
-from hodiff.jets._jet import RULES
 from hodiff.jets._pushforward import Report, report
-
-RULES.index()
 
 __all__ = ["Report", "report"]
 

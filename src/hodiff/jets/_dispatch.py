@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import time
 import types
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _compiled_callers, _substitutes, _tree
+from hodiff._core import _substitutes, _tree
 from hodiff._core._call import is_wrapped
 from hodiff._core._faults import is_fault
 from hodiff._core._loans import memory_of
@@ -20,7 +19,6 @@ from hodiff.errors import HodiffError
 from hodiff.jets._jet import (
     ALIASES,
     COMPLEX,
-    JETS,
     METADATA,
     RULES,
     Jet,
@@ -28,7 +26,6 @@ from hodiff.jets._jet import (
     NoRule,
     Several,
     in_one_direction,
-    is_jet,
     jets_among,
     listed,
     operation,
@@ -47,15 +44,9 @@ _PLACES = frozenset(listed("device is_cpu is_cuda is_meta is_mps is_xpu is_xla i
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Apply an operation of PyTorch to arguments that hold jets."""
-    if torch.compiler.is_compiling():
-        if _inlined():
-            _compiled_callers.leave_for_a_function()
-    elif is_hidden():
+    if is_hidden():
         _refuse_hidden()
     name = operation(func)
-    if name == "matmul" and func is not torch.matmul and torch.compiler.is_compiling() and not is_jet(args[0]):
-        # Dynamo has no reversed form of this operator: for h @ A as for A @ h it says A.matmul(h).
-        raise NoRule("the operator @ under torch.compile", "write torch.matmul(a, b), which keeps its order")
     if name in METADATA:
         return _metadata(func, args, kwargs)
     if name.startswith("__") and ":" in name:
@@ -73,29 +64,7 @@ def _refuse_hidden() -> None:
     raise NoRule("a Python autograd.Function", "its backward defines its derivative, which Taylor mode cannot see")
 
 
-def _inlined() -> bool:
-    """Whether Dynamo is in the forward of an `autograd.Function`, which it inlines as if it were any function.
-
-    Dynamo evaluates this as it traces, with its own frames above. Were its method renamed, this
-    would raise.
-    """
-    from torch._dynamo.variables.misc import AutogradFunctionVariable
-
-    inlining, frame = AutogradFunctionVariable.call_apply.__code__, sys._getframe()
-    while frame is not None:
-        if frame.f_code is inlining:
-            return True
-        frame = frame.f_back
-    return False
-
-
-# What torch.compiler.assume_constant_result does, which would import Dynamo at once.
-_inlined._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
 def _metadata(func: Any, args: Any, kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return func(*replaced(args, lambda jet: jet.series[0]), **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -121,12 +90,11 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
 
 def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     """Apply the operation of that name, by its rule."""
-    expansion, traced = _latest(name, args, kwargs), torch.compiler.is_compiling()
-    if not traced:
-        if surroundings() != expansion.surroundings:
-            raise NoRule(f"a transform of torch.func or a tracer (make_fx, torch.jit.trace) inside f, here of {name}")
-        expansion.meet((*args, *kwargs.values()) if kwargs else args)
-    if not torch.is_grad_enabled() and (traced or not inside.rules):
+    expansion = _latest(name, args, kwargs)
+    if surroundings() != expansion.surroundings:
+        raise NoRule(f"a transform of torch.func or a tracer (make_fx, torch.jit.trace) inside f, here of {name}")
+    expansion.meet((*args, *kwargs.values()) if kwargs else args)
+    if not torch.is_grad_enabled() and not inside.rules:
         return _constant(name, func, args, kwargs)
     given = kwargs
     if kwargs:
@@ -142,13 +110,13 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
         return _in_place(name, args, kwargs)
     fused = RULES.first.get(name)
     if fused is not None and in_one_direction(expansion, args, kwargs):
-        result = _run(fused, name, func, expansion, args, kwargs, traced=traced)
+        result = _run(fused, name, func, expansion, args, kwargs)
         if result is not NotImplemented:
             return result
     rule = RULES.known.get(name)
     if rule is None:
-        return _without_rule(name, func, expansion, args, given, traced=traced)
-    return _run(rule, name, func, expansion, args, kwargs, traced=traced)
+        return _without_rule(name, func, expansion, args, given)
+    return _run(rule, name, func, expansion, args, kwargs)
 
 
 def _latest(name: str, args: Any, kwargs: Any) -> Expansion:
@@ -164,9 +132,7 @@ def _latest(name: str, args: Any, kwargs: Any) -> Expansion:
     return latest
 
 
-def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any, *, traced: bool) -> Any:
-    if traced:
-        return wrapped(rule.apply(expansion, func, args, kwargs), expansion, name)
+def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
     if rule.kind == "composite":  # made of operations on jets, which are counted themselves
         return _with_shares(_applied(rule, name, func, expansion, args, kwargs), args, kwargs)
     start = time.perf_counter() if expansion.counter is not None else 0.0
@@ -240,16 +206,12 @@ def wrapped(result: Any, expansion: Expansion, name: str) -> Any:
 
 def _check_complex(name: str) -> None:
     """Raise unless the rule is right of complex coefficients (the derivative is by a real variable)."""
-    if torch.compiler.is_compiling():
-        raise NoRule("complex tensors", "under torch.compile")
     if name not in COMPLEX and not name.startswith("fft_"):
         raise NoRule(f"{name} of complex tensors", "use .real and .imag, and real arithmetic")
 
 
 def _constant(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """An operation inside the user's `no_grad`: its result is a constant, by definition of f."""
-    if torch.compiler.is_compiling():
-        raise NoRule("a no_grad block under torch.compile", "use .detach()")
     if name == "setitem" or (name.endswith("_") and not name.endswith("__")):
         raise NoRule(f"{name} inside torch.no_grad()", "it changes a value that is differentiated")
     return _with_shares(func(*replaced(args, value_of), **replaced(kwargs, value_of)), args, kwargs)
@@ -258,8 +220,6 @@ def _constant(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 def _in_place(name: str, args: Any, kwargs: Any, func: Any = None) -> Any:
     """`x += y` and the like: the jet gets another series. Not where memory may be shared: others would not see it."""
     target = args[0]
-    if torch.compiler.is_compiling():
-        raise NoRule(f"{name} under torch.compile", "write a = a + b instead of a += b")
     if name in ("requires_grad_", "retain_grad_"):
         raise NoRule("autograd inside f", "nest hodiff's field operators instead, which expand in series again")
     if not isinstance(target, Jet):
@@ -271,7 +231,7 @@ def _in_place(name: str, args: Any, kwargs: Any, func: Any = None) -> Any:
     if func is None:
         raise NoRule(name, "write a new tensor instead")
     result = perform(ALIASES.get(name[:-1], name[:-1]), args, kwargs, func)
-    if not isinstance(result, JETS) or result.expansion is not target.expansion or result.shape != target.shape:
+    if not isinstance(result, Jet) or result.expansion is not target.expansion or result.shape != target.shape:
         raise NoRule(f"{name} that turns a constant into a variable, or back", "write a = a + b instead of a += b")
     if result.dtype != target.dtype:
         raise NoRule(f"{name} that changes the dtype")
@@ -279,7 +239,7 @@ def _in_place(name: str, args: Any, kwargs: Any, func: Any = None) -> Any:
     return target
 
 
-def _without_rule(name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any, *, traced: bool) -> Any:
+def _without_rule(name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
     """A Python function of torch runs again, on jets; any other operation goes to the fallback."""
     if isinstance(func, types.FunctionType):
         body = _body(func)
@@ -290,7 +250,7 @@ def _without_rule(name: str, func: Any, expansion: Expansion, args: Any, kwargs:
             return body(*args, **kwargs)
         finally:
             inside.bodies.pop()
-    return _run(JetRule("fallback", RULES.fallback), name, func, expansion, args, kwargs, traced=traced)
+    return _run(JetRule("fallback", RULES.fallback), name, func, expansion, args, kwargs)
 
 
 @functools.cache

@@ -3,16 +3,12 @@
 `Jet` is a tensor to everyone who asks (`isinstance`, shape, dtype), but holds no data of its own:
 every operation on it goes to the rule of that name, which works on the coefficients with plain
 PyTorch. So gradients by parameters, `vmap` around it and checkpointing need nothing of ours.
-Whatever would slip past the rules (a kernel called on the jet itself) raises. `TracedJet` is the
-same without being a tensor, for `torch.compile`, which cannot trace the making of the former.
+Whatever would slip past the rules (a kernel called on the jet itself) raises.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
-import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -156,8 +152,6 @@ class JetRules:
         self.first: dict[str, JetRule] = {}
         self.fallback: Callable[..., Any] = _none
         self.dispatch: Callable[[Any, Any, Any], Any] = _none
-        self._names: dict[Any, str] = {}
-        self._python_names: list[tuple[Any, str]] = []
 
     def register(self, kind: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a rule under the names of its operations."""
@@ -168,33 +162,6 @@ class JetRules:
             return apply
 
         return register
-
-    def index(self) -> None:
-        """Note the functions of PyTorch by their names, once all rules are there.
-
-        `torch.compile` can look a function up, but not read its name.
-        """
-        for home in (torch, Tensor, torch.nn.functional, torch.special, torch.linalg, torch.fft):
-            for name in dir(home):
-                function = getattr(home, name, None)
-                if callable(function) and getattr(function, "__name__", None):
-                    key = operation(function)
-                    if key in self.known or key in METADATA:
-                        if isinstance(function, types.FunctionType):
-                            self._python_names.append((function, key))
-                        else:
-                            self._names[function] = key
-        for name in OPERATORS:
-            self._names[getattr(operator, "truediv" if name == "div" else name)] = name
-
-    def traced_name(self, func: Any) -> str:
-        """The name of a function under `torch.compile`."""
-        if func in self._names:
-            return self._names[func]
-        for python, name in self._python_names:  # which Dynamo knows by identity, but not as keys
-            if func is python:
-                return name
-        raise NoRule("an operation", "under torch.compile")
 
 
 def _none(*args: Any) -> Any:
@@ -248,7 +215,7 @@ def value_and_tangent(x: Any) -> tuple[Any, Any]:
 
 def in_one_direction(expansion: Expansion, args: Any, kwargs: Any) -> bool:
     """Whether the formulas for first order apply: to plain real tensors, each with one tangent."""
-    if expansion.order > 1 or torch.compiler.is_compiling():
+    if expansion.order > 1:
         return False
     for jet in jets_among((*args, *kwargs.values())):
         value, tangent = jet.series
@@ -263,8 +230,6 @@ def in_one_direction(expansion: Expansion, args: Any, kwargs: Any) -> bool:
 
 def operation(func: Any) -> str:
     """The name under which a rule is kept."""
-    if torch.compiler.is_compiling():
-        return RULES.traced_name(func)
     name = getattr(func, "__name__", "") or type(func).__name__
     if name in ("__get__", "__set__", "__delete__"):
         return f"{name}:{func.__self__.__name__}"
@@ -367,62 +332,6 @@ def settled(value: Any) -> Any:
     return value
 
 
-class TracedJet:
-    """The jet that `torch.compile` can trace: not a tensor, but with its methods, and known to every operation."""
-
-    def __init__(self, series: Series, expansion: Expansion) -> None:
-        self.series = series
-        self.expansion = expansion
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Hand an operation to the rules, as `Jet` does."""
-        return RULES.dispatch(func, args, kwargs or {})
-
-    T = property(lambda self: RULES.dispatch(torch.t, (self,), {}))
-    mT = property(lambda self: RULES.dispatch(torch.transpose, (self, -2, -1), {}))
-
-    def __len__(self) -> int:
-        return self.series[0].shape[0]
-
-    def __getattr__(self, name: str) -> Any:
-        return functools.partial(_method, name, self)
-
-
-def _of_value(name: str) -> property:
-    return property(lambda self: getattr(self.series[0], name))
-
-
-def _method(name: str, jet: TracedJet, *args: Any, **kwargs: Any) -> Any:
-    return RULES.dispatch(getattr(Tensor, name), (jet, *args), kwargs)
-
-
-def _operator(name: str, swapped: bool = False) -> Callable[..., Any]:
-    func = getattr(torch, name, None) or getattr(Tensor, f"__{name}__")
-
-    def operate(self: Any, *others: Any) -> Any:
-        return RULES.dispatch(func, (*others, self) if swapped else (self, *others), {})
-
-    return operate
-
-
-def _refused(self: Any, other: Any) -> Any:
-    raise NoRule("an augmented assignment (a += b) under torch.compile", "write a = a + b")
-
-
-for _name in ("shape", "dtype", "device", "ndim"):
-    setattr(TracedJet, _name, _of_value(_name))
-
-for _name in OPERATORS:
-    _slot = "truediv" if _name == "div" else _name
-    setattr(TracedJet, f"__{_slot}__", _operator(_name))
-    if _name in ("add", "sub", "mul", "matmul", "pow", "div"):
-        setattr(TracedJet, f"__r{_slot}__", _operator(_name, swapped=True))
-        setattr(TracedJet, f"__i{_slot}__", _refused)
-
-JETS = (Jet, TracedJet)
-
-
 def wrap(series: Series, expansion: Expansion) -> Any:
     """A jet of the kind that the moment needs; the plain value where every coefficient is zero."""
     for coefficient in series[1:]:
@@ -432,33 +341,31 @@ def wrap(series: Series, expansion: Expansion) -> Any:
         return series[0]
     if expansion.max_bytes is not None:
         expansion.check_width(series[0])
-    if torch.compiler.is_compiling():
-        return TracedJet(series, expansion)
     return Jet(series, expansion)
 
 
 def is_jet(value: Any) -> bool:
     """Whether `value` is a jet of any expansion."""
-    return isinstance(value, JETS)
+    return isinstance(value, Jet)
 
 
 def series_of(value: Any, expansion: Expansion) -> Series:
     """The coefficients of an argument: its own, or those of a constant."""
-    if isinstance(value, JETS) and value.expansion is expansion:
+    if isinstance(value, Jet) and value.expansion is expansion:
         return value.series
     return expansion.constant(value)
 
 
 def belongs(value: Any, expansion: Expansion) -> bool:
     """Whether `value` is a jet of this very expansion."""
-    return isinstance(value, JETS) and value.expansion is expansion
+    return isinstance(value, Jet) and value.expansion is expansion
 
 
 def jets_among(values: Iterable[Any]) -> list[Any]:
     """The jets among arguments, also inside tuples, lists and dicts."""
     jets = []
     for value in values:
-        if isinstance(value, JETS):
+        if isinstance(value, Jet):
             jets += [value]
         elif isinstance(value, (tuple, list)):
             jets += jets_among(value)
@@ -469,7 +376,7 @@ def jets_among(values: Iterable[Any]) -> list[Any]:
 
 def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
     """Arguments with each jet replaced, also inside tuples, lists and dicts."""
-    if isinstance(value, JETS):
+    if isinstance(value, Jet):
         return by(value)
     if isinstance(value, (tuple, list)):
         items = [replaced(item, by) for item in value]
@@ -481,6 +388,6 @@ def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
 
 def value_of(value: Any) -> Any:
     """The plain tensor below all jets."""
-    while isinstance(value, JETS):
+    while isinstance(value, Jet):
         value = value.series[0]
     return value

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _messages, _nodes, _refusals, _settings, _tree
+from hodiff._core import _arguments, _messages, _nodes, _refusals, _tree
 from hodiff._core._call import call, cut
 from hodiff._core._lending import EvaluationContext
 from hodiff.errors import GraphError, HodiffError, InputError
@@ -69,15 +69,6 @@ def push(
         "counter": counter,
         "mixes": mixes,
     }
-    if torch.compiler.is_compiling():
-        undo: _settings.Undo = []
-        expansion = Expansion(_series.begin(undo), order, rows, **options)
-        try:
-            jets, _ = _jets(points, seeds, expansion)
-            with _settings.grad_mode(True):
-                return f(*jets, *args, **(kwargs or {})), expansion
-        finally:
-            undo[0]()
     # No leaves and no passes of the road's own: the series is what comes out of it.
     where = points[0] if len(points) == 1 else tuple(points)
     request = call(f, where, passes=order, create_graph=False, unpack_point=len(points) > 1, args=args, kwargs=kwargs)
@@ -128,7 +119,7 @@ def _jets(points: Sequence[Any], seeds: Sequence[Sequence[Any]], expansion: Expa
 
 def base(point: Any, record: bool) -> Any:
     """The value that an expansion begins with: an alias of the caller's tensor, or a copy without its graph."""
-    if _jet.is_jet(point) or torch.compiler.is_compiling():
+    if _jet.is_jet(point):
         return point if record else point.detach()
     if point.is_inference():
         point = point.clone()

@@ -74,7 +74,7 @@ def begin(undo: Undo) -> int:
     numbers = inside.numbers
     number = numbers[-1] + 1 if numbers else 1
     undo += [partial(_end, numbers, number)]
-    if not numbers and not torch.compiler.is_compiling():
+    if not numbers:
         # An interrupt may have kept them from being counted out.
         inside.rules, inside.bodies = 0, []
         undo += [InTime(torch._C._set_fwd_grad_enabled, torch._C._is_fwd_grad_enabled())]
@@ -167,7 +167,7 @@ class Expansion:
         self.mixes = mixes
         self.constants: dict[int, Tensor] = {}
         self.refused: str | None = None
-        self.surroundings = None if torch.compiler.is_compiling() else surroundings()
+        self.surroundings = surroundings()
 
     def meet(self, values: Iterable[Any]) -> None:
         """Note the constants with a graph among the arguments of an operation."""
@@ -207,7 +207,7 @@ class Expansion:
 
     def _step(self, a: Any, b: Any) -> int | None:
         """How many directions of a product to make at once: as many as stay in the cache; None for all."""
-        if self.record or self.groups != 1 or self.weights is not None or torch.compiler.is_compiling():
+        if self.record or self.groups != 1 or self.weights is not None:
             return None
         if type(a) is not Tensor or type(b) is not Tensor:
             return None

@@ -10,18 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from hodiff._core import (
     _arguments,
     _call,
-    _compiled_callers,
     _independence,
     _nodes,
     _reverse,
     _settings,
-    _traced,
     _tree,
 )
 from hodiff._core._arguments import (
@@ -121,7 +118,6 @@ class Critic(NamedTuple):
 # --- where penalties are evaluated: points between two batches; and vectors, drawn or given -------
 
 
-@_compiled_callers.traced
 def interpolate(
     a: Any,
     b: Any,
@@ -235,7 +231,7 @@ def detached_samples(samples: Any, detach: bool | None, name: str, recorded: boo
     """
     if detach is False:
         return samples
-    if detach is None and recorded and not torch.compiler.is_compiling():
+    if detach is None and recorded:
         leaves, names, _ = _tree.flatten(samples, name)
         pairs = [(name, leaf) for leaf, name in zip(leaves, names, strict=True) if isinstance(leaf, Tensor)]
         attached = [name for name, leaf in pairs if leaf.requires_grad]
@@ -265,7 +261,6 @@ def vectors_like(
 # --- norms of gradients, one for each sample, that are right at zero, at extremes and in half precision ---------------
 
 
-@_compiled_callers.traced
 def sample_norm(grads: Any, *, ord: float = 2, batch_ndim: int = 1) -> Tensor:
     r"""The norm of each sample's gradient, ‖gᵢ‖, over everything but the batch.
 
@@ -347,7 +342,7 @@ def _ordinary(norms: Tensor) -> bool:
     Not asked where the answer would have to be waited for, or cannot be had: on a GPU, in a traced
     region, under vmap.
     """
-    if not norms.numel() or norms.device.type != "cpu" or torch.compiler.is_compiling():
+    if not norms.numel() or norms.device.type != "cpu" or _settings.tracing():
         return False
     try:
         least, most = torch.aminmax(norms.detach())  # NaN where one is
@@ -382,8 +377,6 @@ def _rows(leaf: Tensor, batch_ndim: int) -> Tensor:
 
 def recording(on: bool) -> AbstractContextManager[Any]:
     """Grad mode for what follows the derivatives: an explicit `create_graph=True` also wins under `no_grad`."""
-    if torch.compiler.is_compiling():  # the tracer knows grad mode, but no inference mode
-        return _settings.grad_mode(on)
     if on and torch.is_inference_mode_enabled():
         return _settings.recording()
     return _AS_IT_IS if torch.is_grad_enabled() is on else _settings.grad_mode(on)
@@ -520,43 +513,3 @@ def static_graph_error() -> GraphError:
         "(ddp.module) and add it to a loss that goes through the wrapper, or build the wrapper "
         "without static_graph."
     )
-
-
-# --- the route through `torch.compile`: a gradient that its tracer can follow ---------------------
-# The rest of the library reads graphs, lends modules and warns, none of which a traced region can
-# hold. Inside one, the gradient comes from `torch.func.grad`, which Dynamo writes out as plain
-# operations.
-
-
-def outputs_and_gradient(
-    critic: Any, x: Any, *, create_graph: bool, args: Any, kwargs: Any
-) -> tuple[Tensor, list[Tensor]]:
-    """What the critic returns, and the gradient's leaves, inside a compiled region."""
-    if isinstance(x, nn.Module) or isinstance(critic.f, Tensor):
-        raise InputError(
-            "torch.compile: inside a compiled region, a penalty takes a function and tensors. For "
-            "a module's parameters, or a tensor already computed, call it outside the region."
-        )
-    leaves, _, tree = _tree.flatten(x)
-    _compiled_callers.check_point(leaves)
-
-    def total(point: list[Tensor]) -> tuple[Tensor, Tensor]:
-        batch = point[0].shape[: critic.batch_ndim]
-        before = _compiled_callers.functions_traced()
-        outputs = critic.f(_tree.rebuild(tree, iter(point)), *args, **(kwargs or {}))
-        _compiled_callers.check_functions(before)
-        scalars = critic.per_sample(outputs, batch)
-        _arguments.check_scalars(scalars, critic.batch_ndim, batch)
-        if not scalars.requires_grad:  # of this transform, which knows nothing but the point
-            raise GraphError(
-                "the result of f does not depend on x, or every path between the two was cut "
-                "(.detach(), .data, a torch.no_grad() block). Use the argument that f is given."
-            )
-        return scalars.sum(), outputs
-
-    with sdpa_kernel(SDPBackend.MATH):  # no second derivative through the fused kernels; nor, of some masks, a first
-        gradient, outputs = torch.func.grad(total, has_aux=True)(leaves)
-    if not create_graph:
-        return outputs.detach(), [leaf.detach() for leaf in gradient]
-    # a gradient that depends on nothing trained is a function of the point all the same, as outside
-    return outputs, [leaf if leaf.requires_grad else leaf - _traced.NOTHING.sum().to(leaf) for leaf in gradient]

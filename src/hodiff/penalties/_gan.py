@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _call, _tree
 from hodiff._core._arguments import Allowed, PatchReduction, Reduction
-from hodiff._core._compiled_callers import traced
 from hodiff._core._vectors import check_generator
 from hodiff.penalties._critic import between, detached_samples
 from hodiff.penalties._gradient import Function, Recipe, gradient_penalty
@@ -49,7 +48,6 @@ def wgan_gp_penalty(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@traced
 def wgan_gp_penalty(
     critic: Function,
     real: Any,
@@ -167,7 +165,6 @@ def dragan_penalty(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@traced
 def dragan_penalty(
     critic: Function,
     real: Any,
@@ -297,7 +294,6 @@ def r1_penalty(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@traced
 def r1_penalty(
     critic: Function,
     real: Any,
@@ -403,7 +399,6 @@ def r2_penalty(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@traced
 def r2_penalty(
     critic: Function,
     fake: Any,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _call, _independence, _reverse, _settings
 from hodiff._core._arguments import Allowed, CallOptions, PatchReduction, Reduction, check_option, is_set
-from hodiff._core._compiled_callers import traced
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
 from hodiff.errors import InputError
@@ -51,7 +50,6 @@ def gradient_penalty(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@traced
 def gradient_penalty(
     f: What,
     x: Any,
@@ -146,24 +144,19 @@ def gradient_penalty(
         backpropagation. IEEE Trans. Neural Networks 3(6). doi:10.1109/72.165600.
     """
     rule = PenaltyRule(target, one_sided, power, ord, weight, reduction)
-    traced = torch.compiler.is_compiling()
-    critic = _critic.Critic(f if traced else _critic.uncompiled(f), batch_ndim, patch_reduction, grad_scale)
+    critic = _critic.Critic(_critic.uncompiled(f), batch_ndim, patch_reduction, grad_scale)
     rule.check()
     critic.check()
     return_outputs = return_outputs is not False and is_set(return_outputs, "return_outputs")
     record = _call.loss_recorded(create_graph)
-    if traced:
-        outputs, gradient = _critic.outputs_and_gradient(critic, x, create_graph=record, args=args, kwargs=kwargs)
-    else:
-        outputs, gradient = outputs_and_gradient(
-            critic, x, create_graph=record, strict=strict, allow=allow, args=args, kwargs=kwargs
-        )
-        if check_independence is not False and is_set(check_independence, "check_independence"):
-            _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    outputs, gradient = outputs_and_gradient(
+        critic, x, create_graph=record, strict=strict, allow=allow, args=args, kwargs=kwargs
+    )
+    if check_independence is not False and is_set(check_independence, "check_independence"):
+        _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with _critic.recording(record):
         penalty = rule.penalty(critic.unscaled(gradient), batch_ndim)
-        if not traced:
-            penalty = _critic.finished(penalty, f, outputs, gradient, record)
+        penalty = _critic.finished(penalty, f, outputs, gradient, record)
     return (penalty, outputs) if return_outputs else penalty
 
 
@@ -289,7 +282,6 @@ def eikonal_penalty(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@traced
 def eikonal_penalty(
     f: What,
     points: Tensor,
@@ -386,7 +378,6 @@ def gradient_norm_penalty(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@traced
 def gradient_norm_penalty(
     f: What,
     where: Any,

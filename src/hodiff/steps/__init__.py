@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import time
 import warnings
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
@@ -68,6 +68,9 @@ class Different(Exception):
     """What a call has that no graph was traced with, in words that end a sentence; without words, its guards say so."""
 
 
+_AS_TENSOR = "pass torch.tensor(number), which one graph takes with all its values"
+
+
 class _Call(threading.local):
     """What a thread's call leaves behind: the graph that ran, what it got and gave, how it was before."""
 
@@ -76,33 +79,32 @@ class _Call(threading.local):
     outputs: Sequence[Any] = ()
     gradients: Sequence[Tensor] = ()
     before: Before | None = None
+    arguments: Any = None
 
     def forget(self) -> None:
         """Hold nothing of a call that has ended."""
         self.__dict__.clear()
 
 
-def _whole(loss: Callable[..., Any], where: Any, has_aux: bool, *, traced: bool) -> Callable[..., Any]:
-    """The loss of the arguments alone; as Dynamo traces it, with a mark."""
+def _traceable(loss: Callable[..., Any], where: Any, has_aux: bool) -> Callable[..., Any]:
+    """What Dynamo follows: the loss, for all that it reads."""
 
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        if traced and not torch.compiler.is_dynamo_compiling():
+    def traceable(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
             raise Different
-        result = loss(where, *args, **kwargs)
-        value, aux = split(result) if has_aux else (result, None)
-        if traced:
-            value = MARK(value.detach())
-        return (value, _pytree.tree_map(_detached, aux)) if has_aux else value
+        value, aux = split(loss(where, *args, **kwargs)) if has_aux else (loss(where, *args, **kwargs), None)
+        beside = [x for x in _pytree.tree_leaves(aux) if isinstance(x, Tensor)]  # so that their inputs are known
+        return sum([x.detach().sum().to(value) for x in beside], value.detach())
 
-    return whole
+    return traceable
 
 
-MARK = torch.detach_copy
-"""Which tensor is the loss, in Dynamo's graph. It is detached there: `_graph` takes it from before."""
-
-
-def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
+def _called(loss: Callable[..., Any], where: Any, has_aux: bool, *args: Any, **kwargs: Any) -> Any:
+    result = loss(where, *args, **kwargs)
+    if not has_aux:
+        return result
+    value, aux = split(result)
+    return value, _pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
 
 
 def _watched() -> str:
@@ -133,10 +135,13 @@ class CompiledStep(Unlike):
         self._has_aux = has_aux
         self._backend, self._fallback = backend, fallback
         self._selects = bool(_selections(where))
-        self._whole = _whole(loss, where, has_aux, traced=False)
+        self._whole = partial(_called, loss, where, has_aux)
+        self._dynamo: Any = None
         self._traceable: Any = None
         self._compiler: Any = None
         self._settled = False
+        self._dynamic: Literal[False] | None = None  # sizes may vary until a loss that cannot be traced so
+        self._told: set[str] = set()
         self._call = _Call()
 
     def __reduce__(self) -> Any:
@@ -217,50 +222,82 @@ class CompiledStep(Unlike):
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = ""
         if self._traceable is not None:
-            # what is compiled runs if its guards hold; nothing is compiled
-            prior = set_eval_frame(torch._dynamo.eval_frame._callback_from_stance(False))
             try:
-                return self._traceable(*args, **kwargs)
+                self._dynamo.run(self._traceable, args, kwargs)
+                return self._result()
             except Different as error:
                 changed = str(error)
-            finally:
-                set_eval_frame(prior)
         return self._for_once(changed, args, kwargs) if changed else self._compiled(args, kwargs)
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result by a graph that is made for this call."""
-        from hodiff.steps import _graph, _guards
-
         Where(self._where, "where")  # raises where that has been sharded since
-        if self._traceable is None:
-            _guards.check_backend(self._backend)
-            self._traceable = _guards.fresh(_whole(self._loss, self._where, self._has_aux, traced=True))
-            # one for all graphs: by that Dynamo knows what another thread has compiled meanwhile
-            self._compiler = _guards.compiler(weakref.WeakMethod(self._build), weakref.WeakMethod(self._replay))
-        begun, reason = time.perf_counter(), ""
-        # what cannot be followed with a number as an input can be with a constant: a graph for each
-        for constants in (False, True) if self.report.graphs else (False,):
+        if self._dynamo is None:
             try:
-                with _graph.lock, _guards.settings(constants):
-                    return torch.compile(self._traceable, backend=self._compiler, fullgraph=True)(*args, **kwargs)
-            except Different as error:
-                return self._for_once(str(error) or "torch.compile is switched off", args, kwargs)
-            except _guards.FAILED as error:
-                if limit := interrupt_behind(_guards.inner(error) or error):
-                    raise limit from None
-                reason = reason or _guards.reason(error)
-            finally:
-                self.report.seconds += time.perf_counter() - begun
-                begun = time.perf_counter()
-            _guards.forget()
-        result = self._plain(args, kwargs)  # where the loss itself raises, this does
-        self._settle(f"it cannot be compiled: {reason}")
-        return result
+                from hodiff.steps import _dynamo
+            except (AttributeError, ImportError) as error:
+                return self._failed(f"this PyTorch lacks what a compilation needs: {error}", args, kwargs)
+            _dynamo.check_backend(self._backend)
+            self._dynamo = _dynamo
+            # one for all graphs: by that Dynamo knows what another thread has compiled meanwhile
+            self._compiler = _dynamo.compiler(weakref.WeakMethod(self._build), weakref.WeakMethod(self._replay))
+        if self._traceable is None:
+            self._traceable = self._dynamo.fresh(_traceable(self._loss, self._where, self._has_aux))
+        try:
+            if self._make(args, kwargs):
+                self._settle("it cannot be compiled: it changes a Python object that it reads; return that as aux")
+                self._call.before = None
+            return self._result()
+        except Different as error:
+            return self._for_once(str(error) or "torch.compile is switched off", args, kwargs)
+        except self._dynamo.SizesVary:
+            self._dynamic, self._traceable = False, None
+            return self._compiled(args, kwargs)
+        except Exception as error:  # whatever PyTorch raises where it cannot compile
+            if self._settled or self._call.before is not None:  # the graph is there, and ran or failed
+                raise
+            if limit := interrupt_behind(self._dynamo.inner(error) or error):
+                raise limit from None
+            reason = self._dynamo.reason(error)
+        self._dynamo.forget()
+        return self._failed(f"it cannot be compiled: {reason}", args, kwargs)
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Make a graph for this call, and run it; whether it has changed what it reads."""
+        begun = time.perf_counter()
+        call, dynamo = self._call, self._dynamo
+        call.arguments = args, kwargs
+        try:
+            with dynamo.lock, dynamo.settings():
+                compiled = torch.compile(self._traceable, backend=self._compiler, fullgraph=True, dynamic=self._dynamic)
+                varying = dynamo.numbers(dynamo.unheld(compiled, args, kwargs)) if self.report.graphs else []
+                if known := sorted(self._told.intersection(varying)):
+                    raise Different(f"it reads a Python number that varies, {known[0]}; {_AS_TENSOR}")
+                compiled(*args, **kwargs)
+                changes = call.graph is not None and bool(dynamo.unheld(compiled, args, kwargs))
+        finally:
+            call.arguments = None
+            self.report.seconds += time.perf_counter() - begun
+        self._told.update(varying)
+        if varying:
+            text = (
+                f"compile_step: a Python number, {', '.join(varying)}, has changed. A third value runs "
+                f"uncompiled: {_AS_TENSOR}."
+            )
+            warnings.warn(text, HodiffWarning, stacklevel=outside())
+        return changes
+
+    def _result(self) -> Any:
+        """What the graph gave, as the loss returns it."""
+        graph, results = self._call.graph, self._call.outputs
+        if graph is None:
+            return None
+        return (results[0], graph.beside(results)) if self._has_aux else results[0]
 
     def _failed(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The eager result, for good; where the loss itself is wrong its own error, which has the line."""
-        before: Any = self._call.before
-        before.restore()
+        if (before := self._call.before) is not None:
+            before.restore()
         result = self._plain(args, kwargs)
         self._settle(reason)
         return result
@@ -279,12 +316,16 @@ class CompiledStep(Unlike):
             raise InputError(f"loss returned {got}, expected one element.")
         return result
 
-    def _build(self, module: Any, given: list[Any]) -> StepGraph:
-        from hodiff.steps._graph import StepGraph
+    def _build(self, given: Sequence[Any], followed: Any) -> StepGraph:
+        from hodiff.steps._graph import NotCompiled, StepGraph
 
-        graph = StepGraph(module, given, self._backend, MARK)
-        self.report.graphs += 1
-        self.report.operations, self.report.order = graph.operations, graph.order
+        call, before = (partial(self._loss, self._where), *self._call.arguments, self._has_aux), random.getstate()
+        try:
+            graph = StepGraph(call, given, followed, self._backend)
+            if random.getstate() != before:
+                raise NotCompiled("it draws from Python's random; draw outside, and pass the number as an argument")
+        finally:
+            random.setstate(before)
         return graph
 
     def _replay(self, graph: StepGraph, inputs: tuple[Any, ...]) -> Any:
@@ -292,13 +333,16 @@ class CompiledStep(Unlike):
         call = self._call
         if changed := graph.changed(inputs):
             raise Different(changed)
+        if not graph.calls:
+            self.report.graphs += 1
+            self.report.operations, self.report.order = graph.operations, graph.order
         graph.calls += 1
-        if graph.calls & (graph.calls - 1) == 0:
+        if graph.calls & (graph.calls - 1) == 0 or graph.calls % 1000 == 0:
             call.before = Before(graph, inputs)
         results = graph.run(*inputs)
         call.graph, call.inputs = graph, inputs
         call.outputs, call.gradients = results[: graph.outputs], results[graph.outputs :]
-        return call.outputs
+        return call.outputs[:1]
 
     def _freeze(self, undo: Undo) -> None:
         """Take the parameters that a selection leaves out for constants."""
@@ -430,24 +474,25 @@ def compile_step(
     other losses and LBFGS work as usual. Otherwise the call raises an error. The call computes all
     gradients; `backward()` multiplies them and hands them over.
 
-    The loss may use `torch.autograd.grad(..., create_graph=True)`, `torch.func`, and the functions
-    of hodiff that `torch.compile` can trace: the calculus, penalties, and fields such as
-    `laplacian`. At third order and above, norm layers and other operations whose derivatives PyTorch
-    gets wrong (`logcumsumexp`) are computed from their definitions, as in all of hodiff.
+    The loss may use `torch.autograd.grad(..., create_graph=True)`, `torch.func`, and hodiff's
+    calculus, penalties, and fields such as `laplacian`. At third order and above, norm layers and
+    other operations whose derivatives PyTorch gets wrong (`logcumsumexp`) are computed from their
+    definitions, as in all of hodiff.
 
     A step runs eagerly, with one warning that names the reason, if Dynamo cannot trace the loss or
-    if its trace would be wrong: branches on data, Python `autograd.Function`s, losses that change
-    Python objects (return those as *aux*), float16 (whose gradients are scaled inside the backward
-    pass), random numbers that are not from PyTorch's default generator. Guards cover settings,
-    shapes, attributes and everything else that the loss reads, and a change compiles another graph;
-    after eight graphs the step stays eager. Pass values that change every step, such as an annealed
-    weight, as tensors: a Python number is an input of the graph if it meets only arithmetic, and
-    otherwise each value has a graph.
+    if its trace would be wrong: branches on data, NumPy and `.item()`, losses that change Python
+    objects (return those as *aux*), float16 (whose gradients are scaled inside the backward pass),
+    random numbers that are not from PyTorch's default generator. Guards are those of PyTorch: they
+    cover settings, shapes, attributes and nearly everything else that the loss reads (the page lists
+    what they do not), and a change compiles another graph; after eight graphs the step stays eager.
+    Pass values that change every step, such as an annealed weight, as tensors: a Python number is a
+    constant, with a warning at its second value, and a third runs eagerly.
 
-    At calls 1, 2, 4, 8, ... of each graph the result is compared with that of the eager loss, from
-    the same random state and buffers. If they differ by more than rounding, which is measured then,
-    the step stays eager, with a warning that names the first operation that differs. What *aux* holds
-    may differ by one percent: a metric that counts samples may count one more by rounding.
+    At calls 1, 2, 4, 8, ... of each graph, and at every 1,000th, the result is compared with that of
+    the eager loss, from the same random state and buffers. If they differ by more than rounding, which
+    is measured then, or by one percent, the step stays eager, with a warning that names the first
+    operation that differs. A change that has no guard may be wrong until then. What *aux* holds may
+    differ by one percent: a metric that counts samples may count one more by rounding.
 
     Args:
         loss: A function of *where* and of the arguments of each call that returns one element.

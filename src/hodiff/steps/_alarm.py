@@ -85,9 +85,9 @@ class EagerCheck:
             before.restore()
             return
         self.difference = self._distance(ours, theirs)
-        beside, limit = _apart(aux, self.aux), 64 * graph.eps
-        limit_beside = max(limit, OF_AUX)
-        if self.difference <= limit and beside <= limit_beside:
+        beside, most = _apart(aux, self.aux), max(MOST, 8 * graph.eps)
+        limit = min(64 * graph.eps, most)
+        if self.difference <= limit and beside <= most:
             return
         after = Before(graph, self.inputs)
         before.restore()
@@ -96,13 +96,12 @@ class EagerCheck:
         close = [results[graph.value], *self._whole(results[graph.outputs :]), *(moved[i] for i in graph.written)]
         # what only the inputs as they are get wrong is as far from there, and the eager loss is not
         rounding = min(self._distance(ours, close), self._distance(close, theirs))
-        if self.difference > max(limit, 100 * rounding):
+        if self.difference > min(max(limit, 100 * rounding), most):
             self.wrong = (
-                f"its result differs from the eager one by {self.difference:.0e}, more than "
-                f"rounding explains ({rounding:.0e}); the first operation that differs is "
-                f"{self._first()}"
+                f"its result differs from the eager one by {self.difference:.0e}, more than is taken "
+                f"for rounding ({min(100 * rounding, most):.0e}); the first operation that differs is {self._first()}"
             )
-        elif beside > max(limit_beside, 100 * _apart(aux, _replaced(aux, outputs, results))):
+        elif beside > max(most, 100 * _apart(aux, _replaced(aux, outputs, results))):
             kinds = "in its parts, their kinds, shapes or dtypes, or in what is not finite"
             kind = kinds if math.isinf(beside) else f"by {beside:.0e}"
             self.wrong = f"its aux differs from the eager one {kind}, which rounding does not explain"
@@ -156,8 +155,9 @@ class EagerCheck:
         return run.place or "none of those that both have"
 
 
-OF_AUX = 0.01
-"""Up to where a number beside the loss may be another: one sample of many that is counted, or not, by rounding."""
+MOST = 0.01
+"""What is never taken for rounding, but in formats of two digits. Up to there a number beside the loss may be another:
+one sample of many that is counted, or not, by rounding."""
 
 
 def _apart(mine: Any, other: Any) -> float:

@@ -1,34 +1,31 @@
 """The graph of a step: loss and gradient as one list of operations, cleaned, and what runs it.
 
-Dynamo gives the loss, with the derivatives that it takes itself. Traced once more, with its gradient, it becomes a
-list in which nothing is differentiated any more: so `detach` is the identity there, and equal operations are one.
+The loss runs as it is, with stand-ins for tensors. Traced with its gradient, it becomes a list in which nothing is
+differentiated any more: so `detach` is the identity there, and equal operations are one.
 """
 
 from __future__ import annotations
 
 import operator
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree
 
-from hodiff._core import _settings
-from hodiff._core._substitutes import ExactNorms, weight_norm
+from hodiff._core import _settings, _vectors
+from hodiff._core._graph import split
+from hodiff._core._settings import Scope, Undo, assign
+from hodiff._core._substitutes import ExactNorms
 from hodiff.steps._backends import NotCompiled, compiled, replayed
 
-_private: Any = torch
 _aten: Any = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 _BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
-_NORMS = {_private._weight_norm, weight_norm}
-
-
-lock = threading.RLock()
-"""Held for a compilation: its settings are those of the process."""
 
 
 class StepGraph:
@@ -38,37 +35,33 @@ class StepGraph:
         operations: How many there are.
         order: Up to which order it holds derivatives, the parameters' gradient included.
         eps: The coarsest precision in it.
-        value: Which of the outputs is the loss.
-        outputs: How many Dynamo wants back; the gradients come behind them.
+        aux: What the loss returned beside, with the places of its tensors among the results, and how it is made.
+        outputs: How many results there are before the gradients.
         wanted: Which inputs have a gradient.
         written: Which inputs it writes into: buffers.
         leaves: Whether each of those is a leaf: a derivative that the loss takes ends there.
         inner: By which inputs the loss itself differentiates.
         shared: Which inputs share memory, where it writes into one.
-        attributes: Those of classes that it was traced through, as (namespace, name, value).
-        sizes: How many there are in a namespace.
         calls: How often it ran.
     """
 
-    attributes: Sequence[tuple[Any, str, Any]] = ()
-    sizes: Sequence[tuple[Any, int]] = ()
+    value = 0
     wanted: Sequence[int]
     outputs: int
+    aux: tuple[Any, Any]
 
-    def __init__(self, module: fx.GraphModule, given: Sequence[Any], backend: str, mark: Any) -> None:
-        self.value = _loss(module, mark)
-        _open_checkpoints(module)
-        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        stand_ins: list[Any] = [node.meta["example_value"] for node in placeholders]
-        self.calls, self.order = 0, 1 + passes(module)
-        self.exact = self.order > 2 or (self.order == 2 and _written_out(module))
+    def __init__(self, call: Any, given: Sequence[Any], followed: Any, backend: str) -> None:
+        stand_ins = followed.stand_ins
+        self.order, self.inner = followed.order, followed.inner
+        self.calls, self.exact = 0, self.order > 2 or (self.order == 2 and followed.batched)
+        places = {id(x): index for index, x in enumerate(given) if isinstance(x, Tensor)}
         first: Any = next((x for x in stand_ins if isinstance(x, Tensor)), None)
         if first is None:
             raise NotCompiled("the loss depends on nothing that requires grad")
-        with first.fake_mode, _settings.recording():
-            stand_ins = [_leaf(x) for x in stand_ins]
-            differentiable = [index for index, x in enumerate(stand_ins) if isinstance(x, Tensor) and x.requires_grad]
-            traced = make_fx(self._whole(module, differentiable))(*stand_ins)
+        mode = first.fake_mode
+        with Scope(partial(_as_it_was, given)), mode, _settings.recording(), Scope(partial(_open, mode)):
+            traced = self._trace(call, given, stand_ins, places)
+            _inputs_apart(traced, self.stood_for, places, stand_ins, memories(given))
         self.graph = traced.graph
         nodes = list(self.graph.nodes)  # those that go are known to it for ever
         clean(self.graph)
@@ -76,13 +69,12 @@ class StepGraph:
         self.written = _written(self.graph)
         self.shared = memories(given) if self.written else []
         self.leaves = [given[i].is_leaf for i in self.wanted]
-        self.inner = [i for i, node in enumerate(placeholders) if _differentiated(node)]
         self.operations = sum(node.op == "call_function" for node in self.graph.nodes)
         self.eps = self._precision()
         traced.recompile()
         self.traced = traced
         if backend == "replay":
-            self.run = replayed(traced, in_script=not any(map(_acts_unseen, self.graph.nodes)))
+            self.run = replayed(traced)
         else:
             if any(self.shared.count(self.shared[i]) > 1 for i in self.written):
                 raise NotCompiled("it writes into a tensor that shares memory with another; backend='replay' can")
@@ -90,48 +82,68 @@ class StepGraph:
         for node in [*nodes, *self.graph.nodes]:  # a tensor whose stand-in is kept cannot be swapped
             node.meta = {"stack_trace": node.meta.get("stack_trace")}
 
-    def _whole(self, module: fx.GraphModule, differentiable: Sequence[int]) -> Callable[..., list[Tensor]]:
-        """The function to trace: Dynamo's outputs, detached, and the gradients that are not None."""
+    def _trace(self, call: Any, given: Any, stand_ins: Any, places: dict[int, int]) -> Any:
+        """The loss as it is: the tensors that it reads, the tracer takes in as it meets them.
 
-        def whole(*inputs: Any) -> list[Any]:
+        Stand-ins take the place of arguments whose sizes vary, and of those that have a graph, which
+        the loss's would go on into.
+        """
+        loss, args, kwargs, has_aux = call
+        flat, tree = _pytree.tree_flatten((args, kwargs))
+        at = {index: places[id(x)] for index, x in enumerate(flat) if id(x) in places}
+        computed = {place for place, x in enumerate(given) if isinstance(x, Tensor) and not x.is_leaf}
+        if computed - {*at.values()}:
+            raise NotCompiled("it reads a tensor that was computed from others and is no argument; pass it as one")
+        apart = computed | {place for place in at.values() if _varies(stand_ins[place])}
+        self.stood_for = [*apart]
+
+        def whole(*fakes: Tensor) -> list[Any]:
+            mine, now = dict(enumerate(given)) | dict(zip(apart, fakes, strict=True)), [*flat]
+            for index, place in at.items():
+                now[index] = mine[place]
+            inner_args, inner_kwargs = _pytree.tree_unflatten(now, tree)
             with _settings.on(ExactNorms(self.order)) if self.exact else nullcontext():
-                outputs = module(*inputs)
-            loss, self.outputs = outputs[self.value], len(outputs)
-            if not loss.requires_grad:
-                raise NotCompiled("the loss depends on nothing that requires grad")
-            if loss.numel() != 1:
-                raise NotCompiled(f"the loss has shape {tuple(loss.shape)}, not one element")
-            with _settings.autocast(loss.device.type):
-                gradients = torch.autograd.grad(loss, [inputs[i] for i in differentiable], allow_unused=True)
-            used = [(i, g) for i, g in zip(differentiable, gradients, strict=True) if g is not None]
-            self.wanted = [i for i, _ in used]
-            return [
-                *(x.detach() if isinstance(x, Tensor) else x for x in outputs),
-                *(g for _, g in used),
-            ]
+                result = loss(*inner_args, **inner_kwargs)
+            value, aux = split(result) if has_aux else (result, None)
+            return self._results(value, aux, mine)
 
-        return whole
+        given_apart = [stand_ins[i] for i in self.stood_for]  # views of others, or with graphs
+        return make_fx(whole)(*[x.detach().requires_grad_(x.requires_grad) for x in given_apart])
+
+    def _results(self, value: Any, aux: Any, mine: dict[int, Any]) -> list[Any]:
+        """Loss, the tensors beside it, and the gradients by all inputs that have one."""
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            raise NotCompiled("the loss depends on nothing that requires grad")
+        if value.numel() != 1:
+            raise NotCompiled(f"the loss has shape {tuple(value.shape)}, not one element")
+        able = [i for i, x in mine.items() if isinstance(x, Tensor) and x.requires_grad]
+        with _settings.autocast(value.device.type):
+            gradients = torch.autograd.grad(value, [mine[i] for i in able], allow_unused=True)
+        used = [(i, g) for i, g in zip(able, gradients, strict=True) if g is not None]
+        self.wanted = [i for i, _ in used]
+        beside, spec = _pytree.tree_flatten(aux)
+        self.aux = [None if isinstance(x, Tensor) else x for x in beside], spec
+        self.of_tensors = [isinstance(x, Tensor) for x in beside]
+        tensors = [x.detach() for x in beside if isinstance(x, Tensor)]
+        self.outputs = 1 + len(tensors)
+        return [value.detach(), *tensors, *(g for _, g in used)]
+
+    def beside(self, results: Sequence[Any]) -> Any:
+        """The aux of these results."""
+        tensors = iter(results[1 : self.outputs])
+        values = [next(tensors) if of else x for of, x in zip(self.of_tensors, self.aux[0], strict=True)]
+        return _pytree.tree_unflatten(values, self.aux[1])
 
     def changed(self, inputs: Sequence[Any]) -> str:
         """What has changed that Dynamo does not guard, in words; empty where nothing has."""
-        if self._changed(inputs):
-            with lock:  # another thread's trace replaces methods of all modules while it lasts
-                return self._changed(inputs)
-        return ""
-
-    def _changed(self, inputs: Sequence[Any]) -> str:
         leaves = [inputs[i] for i in self.wanted]
         if torch.nn.modules.module._has_any_global_hook():
             return "there are hooks for all modules"
-        if any(namespace.get(name) is not value for namespace, name, value in self.attributes):
-            return "an attribute or a method of a class has been replaced"
-        if any(len(namespace) != size for namespace, size in self.sizes):
-            return "a class, or an object with a __getattr__ of its own, gained or lost an attribute"
         if len({id(x) for x in leaves}) < len(leaves):
             return "two of its tensors have become one"
         if [x.is_leaf for x in leaves] != self.leaves:
             return "a tensor that it differentiates with respect to has a different graph than when it was traced"
-        if self.order > 1 and any(inputs[i]._backward_hooks for i in self.inner):
+        if any(inputs[i]._backward_hooks for i in self.inner):
             return "a tensor that the loss differentiates with respect to has a hook"
         if self.shared and memories(inputs) != self.shared:
             return "tensors share memory that did not before, or the reverse, and it writes into one"
@@ -146,7 +158,8 @@ class StepGraph:
             if isinstance(node, fx.Node) and isinstance(node.meta["val"], Tensor):
                 if _memory(node) in taken:
                     with self.graph.inserting_before(end):
-                        node = _like(self.graph.call_function(_aten.clone.default, (node,)), node)
+                        copied = self.graph.call_function(_aten.clone.default, (node,))
+                    copied.meta, node = {"val": node.meta["val"].clone()}, copied
                 taken.add(_memory(node))
             results.append(node)
         end.args = (results,)
@@ -166,32 +179,71 @@ class StepGraph:
         return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
-def _loss(module: fx.GraphModule, mark: Any) -> int:
-    """Which of the outputs is the loss; it is given back with its graph."""
-    end = next(iter(reversed(module.graph.nodes)))
-    (results,) = end.args
-    marked = [i for i, node in enumerate(results) if getattr(node, "target", None) is mark]
-    if len(marked) != 1:
-        raise NotCompiled("the loss is not among what it traces")
-    end.args = (tuple(node.args[0].args[0] if i == marked[0] else node for i, node in enumerate(results)),)
-    module.recompile()
-    return marked[0]
+def _open(mode: Any, undo: Undo) -> None:
+    """Let the loss meet tensors as they are, and modules as they are but compiled ones.
+
+    Of stand-ins that the mode makes of them none is left: it knows their tensors weakly, and what is
+    known so cannot be swapped.
+    """
+    known = mode.fake_tensor_converter.meta_converter.describer
+    undo += [known.lookup_tensor.clear, known.lookup_storage.clear]
+    assign(undo, mode, {"allow_non_fake_inputs": True})
+    _settings.eager.enter(undo)
 
 
-def _open_checkpoints(module: fx.GraphModule) -> None:
-    """Run the blocks of activation checkpoints as they are: in one graph nothing runs again."""
-    parts: list[Any] = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
-    for part in parts:
-        for node in part.graph.nodes:
-            if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
-                if node.kwargs.get("use_reentrant") is not False:
-                    raise NotCompiled("it uses torch.utils.checkpoint with use_reentrant=True; False compiles")
-                node.target, node.kwargs = _run_block, {}
-                part.recompile()
+def _as_it_was(given: Sequence[Any], undo: Undo) -> None:
+    """Undo what a trace does to tensors, some of which it writes into; and hooks are for `backward()`."""
+    for x in given:
+        if isinstance(x, Tensor) and not x.requires_grad:
+            undo += [partial(x.data.copy_, x.detach().clone())]
+        if isinstance(x, Tensor) and x._backward_hooks:
+            undo += [partial(x._backward_hooks.update, dict(x._backward_hooks))]
+            x._backward_hooks.clear()
 
 
-def _run_block(block: Callable[..., Any], *inputs: Any) -> Any:
-    return block(*inputs)
+def _varies(stand_in: Any) -> bool:
+    return isinstance(stand_in, Tensor) and any(isinstance(size, torch.SymInt) for size in stand_in.shape)
+
+
+_COPIES = (_aten.lift_fresh_copy.default, _aten.lift_fresh.default)
+"""What reads a constant of the loss, as `torch.tensor(2.0)` makes one."""
+
+
+def _inputs_apart(
+    traced: fx.GraphModule,
+    stood_for: Sequence[int],
+    places: dict[int, int],
+    stand_ins: Sequence[Any],
+    shared: Sequence[int],
+) -> None:
+    """One input for each of Dynamo's, in its order, in place of the tensors that the trace has met."""
+    graph, old = traced.graph, [*traced.graph.nodes]
+    met = dict(zip([node for node in old if node.op == "placeholder"], stood_for, strict=True))
+    for node in old:
+        if node.op == "get_attr":
+            constant = getattr(traced, str(node.target))
+            place = places.get(id(constant))
+            if place is not None:
+                if place in stood_for or _varies(stand_ins[place]):
+                    raise NotCompiled(
+                        "a tensor that is no argument, or no argument alone, has changed its size or has a graph"
+                    )
+                met[node] = place
+            elif (
+                isinstance(constant, Tensor)
+                and constant is not _vectors._SOME
+                and any(user.target not in _COPIES for user in node.users)
+            ):
+                raise NotCompiled("it reads a tensor that PyTorch's tracer has not seen")
+    if {place for place, x in enumerate(stand_ins) if isinstance(x, Tensor)} - {*met.values()}:
+        raise NotCompiled("it reads numbers otherwise than by PyTorch's operations, as NumPy does")
+    with graph.inserting_before(old[0]):
+        inputs = [graph.placeholder(f"input_{index}") for index in range(len(stand_ins))]
+    for node, stand_in, memory in zip(inputs, stand_ins, shared, strict=True):
+        node.meta.update(val=stand_in, memory=memory)
+    for node, place in met.items():
+        node.replace_all_uses_with(inputs[place])
+        graph.erase_node(node)
 
 
 def memories(inputs: Sequence[Any]) -> list[int]:
@@ -201,64 +253,25 @@ def memories(inputs: Sequence[Any]) -> list[int]:
     return [first.setdefault(each, index) for index, each in enumerate(places)]
 
 
-def passes(module: fx.GraphModule) -> int:
-    """How many derivatives Dynamo's graph takes itself, in any of its parts; raises where it has something wrong."""
-    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-    nodes = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
-    if any(getattr(node.target, "__name__", "") == "autograd_function_apply" for node in nodes):
-        raise NotCompiled("it uses a Python autograd.Function, whose second derivative PyTorch's tracer gets wrong")
-    if any(
-        "floordiv" in str(node.target) and isinstance(node.meta.get("example_value"), torch.SymFloat) for node in nodes
-    ):
-        raise NotCompiled(
-            "it uses // with a Python float that changes, which PyTorch's tracer takes for floor(a / b), although "
-            "1.0 // 0.1 is 9; write math.floor(a / b) if that will do"
-        )
-    bases: list[Any] = [node.args[0] for node in nodes if node.target is operator.pow]
-    if any(isinstance(base, (int, float)) and base < 0 for base in bases):
-        raise NotCompiled(
-            "it has a power of a negative number whose exponent changes, and PyTorch's tracer takes (-1) ** n for "
-            "-(1 ** n); write 1 - 2 * (n % 2)"
-        )
-    grads = sum(node.target is torch.autograd.grad for node in nodes)
-    return grads + sum("_grad_increment_nesting" in str(node.target) for node in nodes)
+def _memory(node: Any) -> Any:
+    """What tells whether two nodes share memory: inputs that do have one number, and a view has that of its base."""
+    while (base := _base(node)) is not None:
+        node = base
+    return node.meta.get("memory", node)
 
 
-def _differentiated(node: fx.Node) -> bool:
-    return any(user.target is torch.autograd.grad and node in _nodes(user.args[1:2]) for user in node.users)
-
-
-def _nodes(argument: Any) -> list[fx.Node]:
-    nodes: list[fx.Node] = []
-    fx.map_arg(argument, nodes.append)
-    return nodes
-
-
-def _written_out(module: fx.GraphModule) -> bool:
-    """Whether a second derivative meets what PyTorch has wrong there: `weight_norm`, norms in a batched pass."""
-    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
-    return any(
-        node.target in _NORMS or "_vmap_increment_nesting" in str(node.target) or node.kwargs.get("is_grads_batched")
-        for node in nodes
-    )
-
-
-def _leaf(x: Any) -> Any:
-    """A leaf like Dynamo's stand-in, which may be a view of another, or have a graph."""
-    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-
-
-def _memory(node: fx.Node) -> Any:
-    """What tells whether two nodes share memory: their stand-ins do."""
-    value = node.meta.get("val")
-    return (
-        torch.multiprocessing.reductions.StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else node
-    )
-
-
-def _like(node: fx.Node, model: fx.Node) -> fx.Node:
-    node.meta = {**model.meta, "val": model.meta["val"].clone()}
-    return node
+def _base(node: fx.Node) -> Any:
+    """The argument whose memory a result has, by the schema of its operation; the stand-ins of a trace do not tell."""
+    made: Any = node.args[0] if node.target is operator.getitem else node
+    schema: Any = getattr(made.target, "_schema", None)
+    alias = schema.returns[0].alias_info if schema is not None and schema.returns else None
+    if alias is None:
+        return None
+    for argument, given in zip(schema.arguments, made.args, strict=False):
+        named = argument.alias_info.before_set if argument.alias_info is not None else set()
+        if named & alias.before_set or (named and not alias.before_set):  # several views have no name
+            return given
+    return None
 
 
 # --- cleaning ---------------------------------------------------------------------------------------------------------
@@ -281,13 +294,6 @@ def _acts(node: fx.Node) -> bool:
     """Whether it does something beside giving a result; what gives none, as the operations of `assert`, does."""
     schema = getattr(node.target, "_schema", None)
     return _writes(node) or _draws(node) or (schema is not None and not schema.returns)
-
-
-def _acts_unseen(node: fx.Node) -> bool:
-    """Whether it acts in a way that no schema says: TorchScript leaves it out, or takes two reads for one."""
-    writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-    idle = node.op == "call_function" and _acts(node) and not writes and not node.users
-    return idle or any(len(each.users) > 1 for each in _statistics(node))
 
 
 def _draws(node: fx.Node) -> bool:
@@ -324,9 +330,6 @@ def clean(graph: fx.Graph) -> None:
             continue
         if node.target is _aten._efficientzerotensor.default:  # forward mode's, without memory: kernels read it
             node.target = _aten.zeros.default
-        if node.target is _aten.native_batch_norm_backward.default and node.args[7]:
-            # in training it reads no running statistics: a second reader would keep TorchScript away
-            node.args = (*node.args[:3], None, None, *node.args[5:])
         same = _identical(node)
         if same is None and not _writes(node) and not _draws(node):
             touched = {_memory(each) for each in (node, *node.all_input_nodes)}

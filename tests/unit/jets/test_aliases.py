@@ -8,7 +8,6 @@ from torch import nn
 import hodiff
 from hodiff._core._messages import CONSTANTS
 from hodiff.jets._jet import NoRule
-from tests.support.releases import ONE_GRAPH
 
 X = torch.tensor([[0.5, 1.2], [0.3, -0.7]], dtype=torch.float64)
 
@@ -98,14 +97,3 @@ def test_functions_that_pytorch_takes_for_constants_are_refused_by_every_method(
     g = lambda h: torch.special.hermite_polynomial_h(h, 3) + h
     with pytest.raises(hodiff.GraphError, match="hermite_polynomial_h: PyTorch has no derivative"):
         hodiff.derivatives(g, X, 3)
-
-
-@ONE_GRAPH
-def test_the_matrix_operator_under_compile_is_refused_not_turned() -> None:
-    """Dynamo hands over the operands of `h @ A` as those of `A @ h`."""
-    A = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
-    compiled = lambda f: torch.compile(lambda x: hodiff.laplacian(f, x, method="jets"), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"super\(\)|torch\.matmul"):  # Dynamo words what is raised while it traces
-        compiled(lambda h: (h @ A).sin().sum(-1))(X)
-    f = lambda h: torch.matmul(h, A).sin().sum(-1)
-    assert torch.allclose(compiled(f)(X), hodiff.laplacian(f, X))

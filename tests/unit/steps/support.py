@@ -32,28 +32,6 @@ def tangent(net: nn.Module, x: Tensor) -> Tensor:
     return torch.func.jvp(net, (x,), (torch.ones_like(x),))[1].square().mean()
 
 
-def watched(monkeypatch) -> list[bool]:
-    """Of each graph from now on whether the interpreter runs it."""
-    from hodiff.steps import _backends, _graph
-
-    made: list[bool] = []
-    function = _backends.Script.function
-
-    def noted(self):
-        made[-1] = True
-        return function(self)
-
-    begin = _graph.replayed
-
-    def replayed(*args, **kwargs):
-        made.append(False)
-        return begin(*args, **kwargs)
-
-    monkeypatch.setattr(_backends.Script, "function", noted)
-    monkeypatch.setattr(_graph, "replayed", replayed)
-    return made
-
-
 def of_gradient_alone(net: nn.Module, x: Tensor) -> Tensor:
     x = x.detach().requires_grad_()
     return torch.autograd.grad(net(x).sum(), x, create_graph=True)[0].square().mean()

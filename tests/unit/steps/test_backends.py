@@ -1,17 +1,21 @@
-"""What runs the list of operations of a step: kernels, TorchScript's interpreter, Python."""
+"""What runs the list of operations of a step: kernels, or one function of Python."""
 
+import contextlib
 import copy
+import math
 import sys
+import weakref
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hodiff
 from hodiff._core._versions import RELEASE
 from tests.unit.steps.cases import KINDS, NETS, forces, plain
-from tests.unit.steps.support import MARKS, gradients, of_gradient_alone, off, tangent, watched
+from tests.unit.steps.support import MARKS, gradients, of_gradient_alone, off, tangent
 
 pytestmark = MARKS
 BY_INDUCTOR = [
@@ -179,7 +183,7 @@ def test_no_list_holds_zeros_without_memory() -> None:
     from hodiff.steps import _graph
 
     seen = []
-    with mock.patch.object(_graph, "replayed", lambda traced, in_script: seen.append(traced) or traced):
+    with mock.patch.object(_graph, "replayed", lambda traced: seen.append(traced) or traced):
         hodiff.compile_step(tangent, deep(), backend="replay", fallback="raise")(torch.randn(5, 3))
     assert not any("efficientzerotensor" in str(node.target) for node in seen[0].graph.nodes)
 
@@ -202,31 +206,75 @@ def test_inductor_draws_as_eager_does() -> None:
     assert sys.getrecursionlimit() == limit
 
 
-@pytest.mark.parametrize("kind", ["forces", "samples", "dense_hessian", "pair"])
-def test_the_interpreter_and_python_give_the_same_bits(kind: str, monkeypatch) -> None:
-    """Of one size of batch, and of sizes that vary; Python serves what the interpreter does not know."""
+def called_by_name() -> dict[str, list]:
+    """Of each operation that has a plain name the arguments that it is called with in lists of steps, and more."""
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    single, whole = x.float(), torch.arange(12).reshape(4, 3)
+    of_two = [[(x, y), {}], [(x, y[0]), {}], [(single, x), {}], [(whole, single), {}], [(x[0, 0], single), {}]]
+    by_number = [[(x, 2), {}], [(x, 0.1), {}], [(single, 0.1), {}], [(whole, 2), {}], [(whole, 0.5), {}]]
+    of_one = [[(x,), {}], [(single,), {}], [(x.T,), {}]]
+    double = {"dtype": torch.float64}
+    return {
+        **{f"{name}.Tensor": of_two for name in ("mul", "add", "sub", "div")},
+        **{f"{name}.Scalar": by_number for name in ("mul", "add", "sub", "div")},
+        **dict.fromkeys(("t", "tanh", "neg", "exp", "sin", "cos", "sqrt", "reciprocal", "sigmoid"), of_one),
+        "mm": [[(x, y.T), {}], [(single, single.T), {}]],
+        "addmm": [[(x[0, :3], x[:3, :3], x[:3]), {}], [(x[:3], x[:3], y[:3]), {"beta": 0.5, "alpha": 2}]],
+        "bmm": [[(x[None], y.T[None]), {}]],
+        "pow.Tensor_Scalar": by_number,
+        "sum": [*of_one, [(single,), double], [(whole,), {}]],
+        "mean": [*of_one, [(single,), double]],
+        "sum.dim_IntList": [[(x, [0]), {}], [(x, [0, 1], True), {}], [(single, [1]), double], [(x, []), {}]],
+        "select.int": [[(x, 1, 2), {}], [(x, 0, -1), {}]],
+        "unsqueeze": [[(x, 1), {}], [(x, -1), {}]],
+        "squeeze.dim": [[(x[:, :1], 1), {}], [(x, 1), {}]],
+        "transpose.int": [[(x, 0, 1), {}]],
+        "permute": [[(x, [1, 0]), {}]],
+        "clone": [*of_one, [(x.T,), {"memory_format": torch.contiguous_format}]],
+        "cat": [[([x, y],), {}], [([x, y], 1), {}], [([x, single], -1), {}]],
+        "ones_like": [*of_one, [(x,), {"pin_memory": False, "dtype": torch.float32}]],
+        "zeros_like": [*of_one, [(x,), {"pin_memory": False}]],
+        "where.self": [[(x > 0, x, y), {}], [(x > 0, x, single[0]), {}]],
+        "view": [[(x, [2, 6]), {}], [(x, [-1]), {}]],
+        "expand": [[(x[:1], [4, 3]), {}], [(x[:1], [2, -1, 3]), {}]],
+    }
+
+
+def test_a_plain_name_gives_the_bits_of_its_operation() -> None:
     from hodiff.steps import _backends
 
-    def unknown(self, node):
-        raise _backends._NotInterpreted
+    calls = called_by_name()
+    assert calls.keys() == _backends._PLAIN
+    for name, cases in calls.items():
+        base, _, overload = name.partition(".")
+        node = mock.Mock(target=getattr(getattr(torch.ops.aten, base), overload or "default"))
+        plain_name = _backends._called(node)
+        for args, kwargs in cases:
+            ours, theirs = plain_name(*args, **kwargs), node.target(*args, **kwargs)
+            assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride()), name
+            assert torch.equal(ours, theirs) or ours.isnan().equal(theirs.isnan()), name
+
+
+@pytest.mark.parametrize("kind", ["forces", "samples", "dense_hessian", "pair"])
+def test_the_text_and_the_list_give_the_same_bits(kind: str) -> None:
+    """Of one size of batch, and of sizes that vary; by names, and by the operations as they are listed."""
+    from hodiff.steps import _backends
 
     batches, results = [torch.randn(n, 3) for n in (5, 7, 9)], []
-    for interpreted in (True, False):
+    as_listed = mock.patch.object(_backends, "replayed", lambda traced: traced)
+    for way in (contextlib.nullcontext(), mock.patch("hodiff.steps._graph.replayed", as_listed.new)):
         torch.manual_seed(0)
         net = NETS["residual"]()
         step = hodiff.compile_step(KINDS[kind], net, backend="replay", fallback="raise")
-        if not interpreted:
-            monkeypatch.setattr(_backends.Script, "call_function", unknown)
-        made = watched(monkeypatch)
-        results.append([each for x in batches for each in step.value_and_grad(x)[1].values()])
-        assert made[0] is interpreted
+        with way:
+            results.append([each for x in batches for each in step.value_and_grad(x)[1].values()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_the_interpreter_runs_a_penalty_through_batch_norm(monkeypatch) -> None:
+def test_replay_runs_a_penalty_through_batch_norm() -> None:
     """Its backward pass in training reads no running statistics, though it is given them."""
     net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
-    other, x, made = copy.deepcopy(net), torch.randn(5, 3), watched(monkeypatch)
+    other, x = copy.deepcopy(net), torch.randn(5, 3)
     step = hodiff.compile_step(of_gradient_alone, net, backend="replay", fallback="raise")
     for call in range(6):
         for module in (net, other):
@@ -236,25 +284,53 @@ def test_the_interpreter_runs_a_penalty_through_batch_norm(monkeypatch) -> None:
         of_gradient_alone(other, x).backward()
         assert off(gradients(net), gradients(other)) <= 1e-13
         assert off([*net.buffers()], [*other.buffers()]) == 0
-    assert made == [True, True]
 
 
-def test_without_the_interpreter_python_runs_the_list(monkeypatch) -> None:
-    monkeypatch.delattr(torch._C, "_create_function_from_graph")
-    net, x = NETS["tanh"](), torch.randn(4, 3)
-    step, made = hodiff.compile_step(forces, net, backend="replay", fallback="raise"), watched(monkeypatch)
-    step(x).backward()
-    ours = gradients(net)
-    net.zero_grad()
-    forces(net, x).backward()
-    assert off(ours, gradients(net)) == 0 and made == [False]
-    step(x)
-    monkeypatch.delattr(torch.fx.graph_module._WrappedCall, "__call__")
-    step(x)  # not held against eager; a module would hand the call on three times
+@pytest.mark.parametrize("value", [0.1, -0.0, math.inf, -math.inf, 1e-300, 3, True])
+def test_a_number_is_written_as_it_is(value: float) -> None:
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return (w * x.clamp(max=value) + torch.full_like(x, value).copysign(x.new_tensor(value))).sum()
+
+    w, x = torch.ones(3, requires_grad=True), torch.tensor([-1.0, 0.0, 1.0])
+    step = hodiff.compile_step(loss, w, backend="replay", fallback="raise")
+    for _ in range(3):  # the third is not checked
+        assert torch.equal(step(x).nan_to_num(7.0), loss(w, x).nan_to_num(7.0))
+
+
+def test_results_are_freed_after_their_last_use() -> None:
+    """A list of twenty operations on a large tensor holds a few at once."""
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = x.sin()
+        return (w * x).sum()
+
+    w, x, alive = torch.ones(1, requires_grad=True), torch.ones(64), []
+    sines: list[weakref.ref] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            sines.append(weakref.ref(result))
+            alive.append(sum(each() is not None for each in sines))
+            return result
+
+    ran, replay = [], hodiff.steps.CompiledStep._replay
+
+    def noted(self, graph, inputs):
+        ran.append((graph, inputs))
+        return replay(self, graph, inputs)
+
+    with mock.patch.object(hodiff.steps.CompiledStep, "_replay", noted):
+        step = hodiff.compile_step(loss, w, backend="replay", fallback="raise")
+        step(x)
+    with Watch(), torch.no_grad():
+        ran[0][0].run(*ran[0][1])
+    assert len(alive) >= 20 and max(alive) <= 6
 
 
 def test_replay_keeps_what_acts_and_gives_no_result() -> None:
-    """Neither draws that nobody reads nor assertions are in the schemas that TorchScript's interpreter asks."""
+    """Draws that nobody reads, and assertions."""
 
     def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
         torch.rand(7)

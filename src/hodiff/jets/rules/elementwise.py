@@ -53,7 +53,7 @@ def elementwise(*names: str) -> Callable[[Coefficients], Coefficients]:
 def looked(root: Any, order: int, *, at_zero: bool = False) -> Any:
     """A norm or a root; with a warning where it is near 0, where that is seen without a wait."""
     value = root
-    while isinstance(value, _jet.JETS):
+    while isinstance(value, _jet.Jet):
         order += value.expansion.order
         value = value.series[0]
     if order > 2 - at_zero and value.is_cpu and _near_zero.is_near(order, value, at_zero=at_zero):

@@ -52,7 +52,7 @@ def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     if name in UNKNOWN_TO_JETS:
         raise NoRule(name, UNKNOWN_TO_JETS[name])
     native = isinstance(func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType))
-    if not native or torch.compiler.is_compiling():
+    if not native:
         raise NoRule(name)
     jets = _jet.jets_among((args, kwargs))
     if any(_jet.is_jet(jet.series[0]) or jet.expansion is not expansion for jet in jets):

@@ -32,7 +32,7 @@ def constant(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     lower = lambda jet: jet.series[0] if jet.expansion is expansion else jet  # noqa: E731
     result = func(*_jet.replaced(args, lower), **_jet.replaced(kwargs, lower))
     if operation(func) in ("new_zeros", "zeros_like") and result.__class__ is torch.Tensor:
-        return result if torch.compiler.is_compiling() else result.as_subclass(_jet.Zeros)
+        return result.as_subclass(_jet.Zeros)
     return result
 
 
