@@ -322,10 +322,10 @@ class CompiledStep(Unlike):
         call, before = (partial(self._loss, self._where), *self._call.arguments, self._has_aux), random.getstate()
         try:
             graph = StepGraph(call, given, followed, self._backend)
-            if random.getstate() != before:
-                raise NotCompiled("it draws from Python's random; draw outside, and pass the number as an argument")
         finally:
-            random.setstate(before)
+            if random.getstate() != before:
+                random.setstate(before)
+                raise NotCompiled("it draws from Python's random; draw outside, and pass the number as an argument")
         return graph
 
     def _replay(self, graph: StepGraph, inputs: tuple[Any, ...]) -> Any:

@@ -195,7 +195,7 @@ TOLD = {
     "graph behind a closure": (
         lambda net, x: plain(net, x * COMPUTED), NETS["tanh"], r"computed from others and is no argument; pass it",
     ),
-    "Python's random": (lambda net, x: plain(net, x) * random.random(), NETS["tanh"], r"Python's random|random"),
+    "Python's random": (lambda net, x: plain(net, x) * random.random(), NETS["tanh"], r"Python's random; draw outside"),
     "nothing": (lambda net, x: torch.tensor(3), NETS["tanh"], r"depends on nothing that requires grad"),
 }  # fmt: skip
 
