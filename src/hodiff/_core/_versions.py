@@ -701,6 +701,7 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "SparseCompressedTensorBackward0": lambda x: torch.sparse_csr_tensor(
         _ROWS, _INDICES[0], x[0], (1, 4), device="cpu"
     ),
+    "HardsigmoidBackward0": F.hardsigmoid,
     "SincBackward0": torch.sinc,
     "I0Backward0": torch.special.i0,
     "SpecialI0EBackward0": torch.special.i0e,
