@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from hodiff._core import _arguments
+from hodiff._core import _arguments, _settings, _versions
 from hodiff._core._arguments import Allowed, allowed, is_set
 from hodiff._core._where import Where, plain
 from hodiff.errors import InputError
@@ -216,6 +216,11 @@ def outer_order() -> int:
 def tangents() -> bool:
     """Whether tensors may carry tangents of PyTorch's forward mode."""
     return forward_ad._current_level >= 0
+
+
+def is_followed() -> bool:
+    """Whether something besides reverse mode follows what runs: forward mode, `torch.func`, a tracer."""
+    return tangents() or _settings.tracing() or bool(_versions.levels_entered())
 
 
 def is_wrapped(value: Tensor) -> bool:

@@ -102,7 +102,7 @@ def _can_compare(graph: Any) -> bool:
     return (
         graph.repeatable
         and all(leaf.__class__ is Tensor for leaf in graph.leaves)  # not sharded, nor of another library
-        and not (_settings.tracing() or _versions.levels_entered() or _call.tangents())
+        and not _call.is_followed()
         and not any(is_allowed(function, graph.call.allow) for function in functions)
     )
 

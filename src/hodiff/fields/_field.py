@@ -86,7 +86,7 @@ class FieldCall(NamedTuple):
         if is_set(self.has_aux, "has_aux") and isinstance(self.f, Tensor):
             raise InputError(_call.COMPUTED)
         # One point of D coordinates looks like D points of one: a vector field of the first mixes the second.
-        unclear = self.batch_ndim and not (event or _jet.is_jet(self.x) or is_wrapped(self.x) or _settings.tracing())
+        unclear = self.batch_ndim and not (event or _jet.is_jet(self.x) or _is_hidden(self.x))
         if is_set(self.check_independence, "check_independence") or unclear:
             _independence.check(
                 self.f, self.x, batch_ndim=self.batch_ndim, args=self.args, kwargs=self.kwargs, has_aux=self.has_aux
@@ -191,7 +191,11 @@ def choose(
 
 def _is_seen(part: Tensor) -> bool:
     """Whether its numbers can be looked at; on other devices to look is to wait."""
-    return part.is_cpu and not is_wrapped(part) and not _settings.tracing()
+    return part.is_cpu and not _is_hidden(part)
+
+
+def _is_hidden(value: Tensor) -> bool:
+    return is_wrapped(value) or _settings.tracing()
 
 
 def _warn_if_not_finite(results: Sequence[Tensor], given: Sequence[Tensor], kinds: Iterable[type]) -> None:

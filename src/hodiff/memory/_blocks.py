@@ -478,9 +478,7 @@ class Blocks:
 
 def _records_plainly(tensors: Tensors) -> bool:
     """Whether reverse mode alone records plain tensors: no forward mode, `torch.func`, tracer."""
-    levels: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    others = _call.tangents() or _settings.tracing() or levels.maybe_current_level() is not None
-    return not others and all(type(x) in _kernels.PLAIN for x in tensors)
+    return not _call.is_followed() and all(type(x) in _kernels.PLAIN for x in tensors)
 
 
 def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
