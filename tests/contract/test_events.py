@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -321,8 +322,12 @@ def _repeated(_: Model) -> torch.Tensor:
     return torch.autograd.grad(value, x)[0]
 
 
+def _of_steps(module: str) -> Any:
+    return importlib.import_module(f"hodiff.steps.{module}")
+
+
 def _settings_of_steps() -> Any:
-    return importlib.import_module("hodiff.steps._dynamo").settings()
+    return _of_steps("_dynamo").settings()
 
 
 def _frozen(model: Model) -> None:
@@ -398,6 +403,13 @@ ENTERED: dict[str, Call] = {
     "graph/_saved.py: Scope(_normal)": _inspected,
     "graph/_watch.py: Watch": CALLS["graph.watch"],
     "steps/_dynamo.py: Scope(_enter)": _OF_STEPS,
+    "steps/_dynamo.py: Scope(_ask)": _entered(lambda: _settings.Scope(_of_steps("_dynamo")._ask)),
+    "steps/_graph.py: Scope(partial(_as_it_was, given))": _entered(
+        lambda: _settings.Scope(functools.partial(_of_steps("_graph")._as_it_was, [X.clone()]))
+    ),
+    "steps/_graph.py: Scope(partial(_open, mode))": _entered(
+        lambda: _settings.Scope(functools.partial(_of_steps("_graph")._open, FakeTensorMode()))
+    ),
     "steps/_backends.py: Scope(partial(_set_inductor, wrapper))": _OF_INDUCTOR,
     "steps/__init__.py: Scope(self._freeze)": _frozen,
     "sparse/_tracer.py: Counted(_watch)": CALLS["sparse_hessian, module in f"],

@@ -264,7 +264,7 @@ class CompiledStep(Unlike):
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Make a graph for this call, and run it; whether it has changed what it reads."""
-        begun = time.perf_counter()
+        begun, before = time.perf_counter(), random.getstate()
         call, dynamo = self._call, self._dynamo
         call.arguments = args, kwargs
         try:
@@ -276,15 +276,18 @@ class CompiledStep(Unlike):
                 compiled(*args, **kwargs)
                 changes = call.graph is not None and bool(dynamo.unheld(compiled, args, kwargs))
         finally:
+            if call.graph is None:  # nothing ran, and the eager loss draws the same
+                random.setstate(before)
             call.arguments = None
             self.report.seconds += time.perf_counter() - begun
         self._told.update(varying)
         if varying:
-            text = (
+            warnings.warn(
                 f"compile_step: a Python number, {', '.join(varying)}, has changed. A third value runs "
-                f"uncompiled: {_AS_TENSOR}."
+                f"uncompiled: {_AS_TENSOR}.",
+                HodiffWarning,
+                stacklevel=outside(),
             )
-            warnings.warn(text, HodiffWarning, stacklevel=outside())
         return changes
 
     def _result(self) -> Any:
@@ -324,7 +327,6 @@ class CompiledStep(Unlike):
             graph = StepGraph(call, given, followed, self._backend)
         finally:
             if random.getstate() != before:
-                random.setstate(before)
                 raise NotCompiled("it draws from Python's random; draw outside, and pass the number as an argument")
         return graph
 

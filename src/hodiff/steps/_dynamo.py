@@ -264,6 +264,7 @@ _REASONS = {
         "it differentiates attention twice, which PyTorch's fused kernels cannot; call it under "
         "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), in eager mode, too"
     ),
+    r"unknown module>\.Random\.": "it draws from Python's random; draw outside, and pass the number as an argument",
     r"tp_iternext_impl": "it calls next() on an iterator of Python's; call it outside, and pass what it gives",
     r"Observed exception[\s\S]*\bdata_ptr\b": "it reads where a tensor lies, by data_ptr()",
     r"function `(manual_seed|[gs]et_rng_state)`": "it reads or sets the state of random numbers; do that outside",
