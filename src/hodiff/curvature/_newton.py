@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _kernels, _locks, _messages, _nodes, _settings
 from hodiff._core._call import call
+from hodiff._core._faults import is_fault
 from hodiff._core._graph import detached
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._substitutes import ExactNorms
@@ -134,6 +135,8 @@ class NewtonCG(Rateless):
         try:
             super().__init__(params, {"damping": damping})
         except (TypeError, ValueError, RuntimeError) as error:
+            if not is_fault(error):
+                raise
             raise InputError(f"params: {error}; expected model.parameters(), or a list of groups.") from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
