@@ -15,6 +15,7 @@ import ast
 import contextlib
 import functools
 import importlib
+import itertools
 import linecache
 import re
 import sys
@@ -106,6 +107,44 @@ def interrupt(call: Call, moments: int | None, kind: Kind = "calls") -> None:
     torch.testing.assert_close(tensors(run()), expected)
 
 
+def least_limit() -> int:
+    """The lowest limit of Python's stack here: what is below, Python refuses."""
+    limit = 1
+    while True:
+        try:
+            sys.setrecursionlimit(limit)
+        except RecursionError:
+            limit += 1
+        else:
+            return limit
+
+
+def at_the_end_of_the_stack(call: Call) -> None:
+    """Let a call begin so far below the limit, and further, until it has room: what undoes its steps needs some too."""
+    model = Model()
+    torch.manual_seed(7)
+    expected = tensors(call(model))
+    usual, held, room = sys.getrecursionlimit(), [], False
+    for left in itertools.count(2):
+        before = [process(), audit.of_module(model), audit.of_tensor(X)]
+        limit = least_limit() + left
+        sys.setrecursionlimit(limit)
+        try:
+            call(model)
+            room = True
+        except RecursionError as error:
+            held.append(error)  # with its traceback: what is undone when that goes is undone too late
+        finally:
+            raised = sys.getrecursionlimit() - limit
+            sys.setrecursionlimit(usual)
+        changed = differences(before, [process(), audit.of_module(model), audit.of_tensor(X)])
+        assert not changed and not raised, f"{left} frames: {changed}, {raised}"
+        if room:
+            break
+    torch.manual_seed(7)
+    torch.testing.assert_close(tensors(call(model)), expected)
+
+
 def in_threads(task: Callable[[int], Any]) -> list[Any]:
     """What `THREADS` threads return that begin at once and take turns as often as they can."""
     results: list[Any] = [None] * THREADS
@@ -185,6 +224,12 @@ def test_a_public_name(event: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["hvp, module as point", "laplacian, module in f", "jvp, module in f"])
 def test_at_more_moments(name: str) -> None:
     interrupt(CALLS[name], 60)
+
+
+@pytest.mark.table(wide=25)
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ONE_THREAD])
+def test_a_recursion_error_leaves_nothing(name: str) -> None:
+    at_the_end_of_the_stack(CALLS[name])
 
 
 # --- each context ---------------------------------------------------------------------------------------------------

@@ -241,10 +241,12 @@ def test_inference_tensors(caller: Caller, place: str) -> None:
 
 
 @every
-def test_under_inference_mode(caller: Caller) -> None:
+@pytest.mark.parametrize("made", ["before", "there"])
+def test_under_inference_mode(caller: Caller, made: str) -> None:
     model = Network()
     with torch.inference_mode(), nothing_changes(model, X):
-        got = [t.clone() for t in call(caller, wave)]
+        got = [t.clone() for t in call(caller, wave, X if made == "before" else X.clone())]
+    assert not any(t.requires_grad for t in got)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         same(got, call(caller, wave))

@@ -74,7 +74,7 @@ class OutputGraph:
             self._judge(survey)
         except BaseException as error:
             self._note_memory(error)
-            self.context.close()
+            self.context.__exit__()
             raise
         return self
 
@@ -91,9 +91,9 @@ class OutputGraph:
                 self._explain(error)
             if error is not None:
                 self._note_memory(error)
-            context.close()
+            context.close(last=False)
         except BaseException:
-            context.close()
+            context.__exit__()
             raise
         last, self.last = self.last, None
         if context.hooks.changed and self.call.order >= 2 and error is None:

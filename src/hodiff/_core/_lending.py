@@ -181,18 +181,26 @@ class EvaluationContext:
             if self._evaluation is not None:
                 self._evaluation.put(self, undo, whole=self._whole)
         except BaseException:
-            self.close()
+            sys.setrecursionlimit(sys.getrecursionlimit() + _settings.ROOM)
+            try:
+                self.close()
+            finally:
+                sys.setrecursionlimit(sys.getrecursionlimit() - _settings.ROOM)
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
         try:
-            self.close()
+            self.close(last=False)
         except BaseException:
-            self.close()
+            sys.setrecursionlimit(sys.getrecursionlimit() + _settings.ROOM)
+            try:
+                self.close()
+            finally:
+                sys.setrecursionlimit(sys.getrecursionlimit() - _settings.ROOM)
             raise
 
-    def close(self) -> None:
+    def close(self, last: bool = True) -> None:
         """Undo everything, in reverse order; what fails does not keep the rest from being undone.
 
         An interrupt may keep a step from its beginning, this one too: whoever calls it does so twice then.
@@ -201,9 +209,9 @@ class EvaluationContext:
             undos = _settings.opened.undos
             if undos and undos[-1] is not self.undo:
                 _settings.undo_inner(self.undo)
-            _settings.undo_all(self.undo)
+            _settings.undo_all(self.undo, last)
         except BaseException:
-            _settings.undo_all(self.undo)
+            _settings.undo_all(self.undo, last)
             raise
 
     def _set_aside_cache(self) -> None:

@@ -56,8 +56,18 @@ class _Opened(threading.local):
 opened = _Opened()
 
 
-def undo_all(undo: Undo) -> None:
-    """Undo everything. What fails, or is interrupted, is run once more, and does not keep the rest from it."""
+ROOM = 100
+"""By how many frames Python's stack may grow where a context failed to begin or to end: what undoes it needs some.
+
+Where a context begins and ends, not in a function of its own: at the limit that could be called, and not set it back.
+"""
+
+
+def undo_all(undo: Undo, last: bool = True) -> None:
+    """Undo everything. What fails, or is interrupted, is run once more, and does not keep the rest from it.
+
+    Unless this is the `last` time, what finds no room on Python's stack is kept, for a time when there is some.
+    """
     try:
         undos = opened.undos
         if undos and undos[-1] is undo:
@@ -67,13 +77,13 @@ def undo_all(undo: Undo) -> None:
         while undo:
             undo[-1]()
             del undo[-1]
-    except BaseException:
-        if undo:
+    except BaseException as error:
+        if undo and (last or not isinstance(error, RecursionError)):
             again = undo.pop()
             try:
                 again()
             finally:
-                undo_all(undo)
+                undo_all(undo, last)
         raise
 
 
@@ -129,14 +139,22 @@ class Scope(Generic[T]):
             when_lost(self._undo, self)
             return self._enter(self._undo)
         except BaseException:
-            undo_all(self._undo)
+            sys.setrecursionlimit(sys.getrecursionlimit() + ROOM)
+            try:
+                undo_all(self._undo)
+            finally:
+                sys.setrecursionlimit(sys.getrecursionlimit() - ROOM)
             raise
 
     def __exit__(self, *exc: object) -> None:
         try:
-            undo_all(self._undo)
+            undo_all(self._undo, last=False)
         except BaseException:  # an interrupt may have kept it from its beginning
-            undo_all(self._undo)
+            sys.setrecursionlimit(sys.getrecursionlimit() + ROOM)
+            try:
+                undo_all(self._undo)
+            finally:
+                sys.setrecursionlimit(sys.getrecursionlimit() - ROOM)
             raise
 
 

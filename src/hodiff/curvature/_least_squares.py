@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _locks, _memory, _reverse, _settings, _tree, _versions
 from hodiff._core._call import call, refuse_transforms
+from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import generic
 from hodiff.calculus._first import tall_jacobian
@@ -211,6 +212,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         try:
             super().__init__(tensors, {})
         except (TypeError, ValueError, RuntimeError) as error:
+            if not is_fault(error):
+                raise
             raise InputError(f"where: {error}; expected leaves, which the steps change.") from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -294,8 +297,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             if not (search or system.in_samples or system.by_products or any(b is not None for b in batches)):
                 norms, before = system.norms, state.get("norms", ())
                 if len(before) == len(norms):  # else some were frozen since
-                    norms = norms.maximum(before.to(norms))
-                state["norms"], system.weights = norms, torch.where(norms > 0, norms**2, state["scale"])
+                    norms = norms.maximum(norms.new_tensor(before))
+                # No tensor: `load_state_dict` makes tensors what the parameters are, float32.
+                state["norms"], system.weights = norms.tolist(), torch.where(norms > 0, norms**2, state["scale"])
             rule = self._by_search if search else self._by_gain
             at = _Trials(graph, system)
             record, trial = rule(system, at, state, self._drift(tensors))

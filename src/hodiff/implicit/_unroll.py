@@ -281,7 +281,7 @@ def run_segment(steps: UnrolledSteps, now: Progress, batches: Sequence[Any]) -> 
     """Some steps, behind one node."""
     met, replay = CaptureInputs(), Replay(steps, now, batches)
     ends = steps.under(met).run(now, batches, record=False)
-    start, thetas = [*now.params, *_tensors(now.state)], [*met.tensors.values(), *_others(steps.where)]
+    start, thetas = [*map(_normal, (*now.params, *_tensors(now.state)))], [*met.tensors.values(), *_others(steps.where)]
     replay.number, replay.thetas = len(start), thetas
     outputs = [*ends.params, *_tensors(ends.state)]
     replay.ends = [(output, output._version) for output in outputs]
@@ -490,7 +490,7 @@ class UnrolledSteps:
         return now
 
     def _begun(self, params: Sequence[Tensor]) -> list[Tensor]:
-        leaves = [p.detach().requires_grad_() for p in params]
+        leaves = [_leaf(p) for p in params]
         if self._met is not None:
             self._met.begin(leaves)
         return leaves
@@ -512,7 +512,17 @@ class UnrolledSteps:
 
 def _tracked(params: Sequence[Tensor]) -> list[Tensor]:
     """Parameters that can be differentiated by, constants (the end of steps that were not recorded) too."""
-    return [p if p.requires_grad else p.detach().requires_grad_() for p in params]
+    return [p if p.requires_grad else _leaf(p) for p in params]
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """A leaf with a tensor's value."""
+    return _normal(tensor).detach().requires_grad_()
+
+
+def _normal(tensor: Tensor) -> Tensor:
+    """A tensor, copied where it was made in inference mode: that can be no leaf, and be saved for no pass."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _with(given: Call, batch: Sequence[Any]) -> Call:

@@ -675,6 +675,40 @@ def test_state_dict_goes_on():
     assert torch.equal(*ways)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, D], ids=str)
+@pytest.mark.parametrize("options", [{}, {"search": False}, {"momentum": 0.5}, {"search": True}], ids=str)
+@pytest.mark.parametrize("batched", [False, True], ids=["no batch", "a batch"])
+def test_what_is_saved_to_a_file_goes_on_bit_for_bit(batched, options, dtype, tmp_path):
+    """What a step leaves is in float64, and `load_state_dict` makes tensors what the parameters are."""
+    t = torch.linspace(0, 2, 30, dtype=dtype)
+    y = 1.3 * torch.exp(-0.7 * t) + 0.2 * torch.sin(5 * t)
+    curve = lambda p, t: p["a"] * torch.exp(-p["b"][0] * t) + p["b"][1] * torch.sin(3 * t)
+    f = (lambda p, b: curve(p, b[0]) - b[1]) if batched else (lambda p: curve(p, t) - y)
+    batches = ((t, y),) if batched else ()
+
+    def run(cut):
+        p = {"a": torch.tensor(0.3, dtype=dtype), "b": torch.tensor([-2.0, 0.1], dtype=dtype)}  # columns shrink
+        make = lambda: hodiff.LevenbergMarquardt(f, p, min_damping=0.05, **options)
+        optimizer = make()
+        for number in range(5):
+            if number == cut:
+                torch.save(optimizer.state_dict(), tmp_path / "state")
+                optimizer = make()
+                optimizer.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+            optimizer.step(*batches)
+        return flat_of(p), optimizer.last
+
+    found, last = run(None)
+    for cut in (1, 3):
+        resumed, then = run(cut)
+        assert torch.equal(resumed, found)
+        assert (then.damping, then.decrease, then.length) == (last.damping, last.decrease, last.length)
+
+
+def flat_of(p):
+    return torch.cat([p["a"].reshape(1), p["b"]])
+
+
 # --- bad input
 
 OPTIONS = {

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -232,6 +233,19 @@ def test_no_graph_is_kept_without_grad_mode(context: type) -> None:
             got = hodiff.unroll(problem.inner, problem.model, problem.rule, 4, segments=segments)
         assert not any(p.requires_grad for p in got.values())
         close(list(got.values()), [p.detach() for p in expected.values()], 1e-15)
+
+
+@pytest.mark.parametrize("options", [{}, {"last": 1}, {"first_order": True}, {"segments": 2}], ids=str)
+def test_a_start_and_batches_made_in_inference_mode(options: dict[str, Any]) -> None:
+    with torch.inference_mode():
+        start, batch = torch.full((2,), 0.5, dtype=D), torch.full((2,), 3.0, dtype=D)
+    lr = torch.tensor(0.1, dtype=D, requires_grad=True)
+    found = []
+    for x, b in ((start, batch), (start.clone(), batch.clone())):
+        p = hodiff.unroll(lambda p, b: (b * p**2).sum(), x, rules.SGD(lr=lr, momentum=0.9), [b, b], **options)
+        found.append((p.detach(), *torch.autograd.grad(p.sum(), lr)))
+    close(found[0], found[1], 1e-15)
+    assert start.is_inference() and start.tolist() == [0.5, 0.5]
 
 
 # --- segments ---------------------------------------------------------------------------------------------------------
