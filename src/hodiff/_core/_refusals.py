@@ -100,7 +100,8 @@ def refuse_third_order(graph: _nodes.Survey) -> None:
 
 def _check_function(function: type, nodes: list[Any], leaves: Sequence[Tensor], allow: Collection[str | type]) -> None:
     """Raise for a Python `autograd.Function` without a second derivative; warn, once a class, of any other."""
-    if function in allow or function.__name__ in allow or not _nodes.reaches(nodes, leaves):
+    mended = function.__module__.startswith(_arguments.LOADED_BY) and _versions.mend_from_local()
+    if mended or function in allow or function.__name__ in allow or not _nodes.reaches(nodes, leaves):
         return
     if function.__name__ in _WITHOUT_SECOND or "CompiledFunction" in function.__name__:
         raise _messages.missing([function.__name__])
@@ -740,15 +741,24 @@ def warn_of_mixing(batch_ndim: int) -> None:
 _warned = weakref.WeakSet[type]()
 
 
+_COMMUNICATES = (
+    "It communicates: the result is the derivative, by this rank's copy of x, of the sum of all "
+    "ranks' results. Of a value that every rank returns, by an x that all share, it is the mean of "
+    "the ranks' derivatives that is right: add them up, and divide by their number. "
+)
+
+
 def _warn_once(function: type) -> None:
     with _locks.lock:
         if function in _warned:
             return
         _warned.add(function)
+    communicates = function.__module__ == "torch.distributed.nn.functional" or "_c10d_functional" in function.__name__
     warnings.warn(
         f"{function.__name__} is a Python autograd.Function: its backward alone determines a "
         f"second derivative through it, which PyTorch cannot verify. Check it once: "
-        f"hodiff.check_derivatives(f, x). (This warning appears once per class.)",
+        f"hodiff.check_derivatives(f, x). {_COMMUNICATES if communicates else ''}(This warning "
+        f"appears once per class.)",
         CustomFunctionWarning,
         stacklevel=outside(),
     )
