@@ -16,6 +16,7 @@ deviation that the kernel returns beside its result, and autograd takes those fo
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, product, repeat
 from typing import Any
@@ -512,8 +513,20 @@ def _instead(theirs: Callable[..., Any], definition: Callable[..., Any], key: An
     return definition(*args, **kwargs)
 
 
+def _refuse_in_place(theirs: Callable[..., None], tensor: Any, name: str) -> None:
+    """What collectives ask of a tensor; one that writes into the graph of a running call, unseen, is refused."""
+    collective = sys._getframe(1).f_code.co_name
+    seen = collective in ("all_reduce", "broadcast", "reduce") and _call.state.running and torch.is_grad_enabled()
+    if seen and isinstance(tensor, Tensor) and tensor.requires_grad:
+        raise _messages.collective(collective)
+    theirs(tensor, name)
+
+
 def install() -> None:
-    """Put the definitions in the operators' way."""
+    """Put the definitions in the operators' way, and the refusal in that of collectives."""
+    if torch.distributed.is_available():
+        collectives: Any = torch.distributed.distributed_c10d
+        collectives._check_single_tensor = functools.partial(_refuse_in_place, collectives._check_single_tensor)
     for name in DEFINITIONS.keys() & _higher_order_ops.keys():  # `switch` is new in 2.15
         operator: Any = _higher_order_ops[name]
         operator.dispatch = functools.partial(_instead, operator.dispatch, DEFINITIONS[name])
