@@ -57,7 +57,7 @@ def product_by_shards(sharded, shell, batches, v):
 
 
 def train(model, x, steps=4):
-    """A loss and a penalty of the squared slope; each rank's part of the data counts alike."""
+    """A loss and a penalty of the squared slope, for some steps."""
     if isinstance(model, FSDPModule):
         # The second pass needs the whole parameters.
         model.set_reshard_after_backward(False)
