@@ -547,6 +547,15 @@ def _is_numbers(value: Any, depth: int = 0) -> bool:
 
 LOADED_BY = "torch.distributed.tensor"
 """The module without which there are no such tensors: who calls the checks asks for it first, which costs nothing."""
+REPLICATED_BY = "torch.distributed._composable.replicate"
+"""The module whose `replicate` makes a module one of DistributedDataParallel without a wrapper, when it first runs."""
+
+
+def may_be_shared() -> bool:
+    """Whether there may be modules that belong to several processes: what makes them has been loaded."""
+    return LOADED_BY in sys.modules or REPLICATED_BY in sys.modules
+
+
 WAY_OUT = (
     "Gather the shards once into a plain copy of the model (p.full_tensor() for each parameter p) "
     "and share the data through an operator's process_group=; or differentiate with respect to the "
@@ -578,13 +587,21 @@ def check_modules(modules: Iterable[nn.Module], name: str) -> None:
     """Raise for a module under `fully_shard`, or one that has DTensors for parameters."""
     for module in modules:
         if module.__class__ not in WHOLE:
-            _check_class(module.__class__, name)
+            _check_class(module, name)
         for path, parameter in module._parameters.items():
             if parameter.__class__ not in WHOLE and _is_dtensor(parameter):
                 raise InputError(f"{name}: the parameter {path!r} is a DTensor, sharded over processes. {WAY_OUT}")
 
 
-def _check_class(kind: type, name: str) -> None:
+def _check_class(module: nn.Module, name: str) -> None:
+    kind = module.__class__
+    replicated = any(base.__module__ == REPLICATED_BY for base in kind.__mro__)  # each such module has its own class
+    if replicated and not sys.modules[REPLICATED_BY].replicate.state(module).has_initialized:
+        raise InputError(
+            f"{name}: a module under torch.distributed's replicate() has not run yet. Its first "
+            f"forward pass registers its parameters and buffers, and writes into them, so it may "
+            f"not see ours: run it once before, model(x)."
+        )
     if "torch.distributed.fsdp" in sys.modules:
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -608,6 +625,15 @@ def freed() -> GraphError:
         "parameters are freed between passes, so it has no second derivative. Compute the tensor "
         "with a plain copy of the model (p.full_tensor() for each parameter p); the documentation "
         "has more, under 'Several processes'."
+    )
+
+
+def freed_in_loop() -> GraphError:
+    """The error for a second pass of the user's own that needs such parameters."""
+    return GraphError.about(
+        "a second pass through a model under fully_shard needs parameters that the first pass has "
+        "freed. Call model.set_reshard_after_backward(False) before the model runs; "
+        "twice_differentiable() shards it again when it closes."
     )
 
 

@@ -11,7 +11,6 @@ Evaluations nested in one thread share a module's loan; the outermost one puts t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -168,7 +167,7 @@ class StateLoan:
         Clones stand in for their buffers, attributes are noted.
         """
         # Of a module that is sharded a first derivative by inputs is right.
-        if root is None and self._call.order >= 2 and _arguments.LOADED_BY in sys.modules:
+        if root is None and self._call.order >= 2 and _arguments.may_be_shared():
             _arguments.check_modules(modules, "f")
         held = [module for module in modules if module._parameters or module._buffers]
         if held:  # also those below a root, claimed with its parameters: a forked child closes what is claimed

@@ -230,6 +230,17 @@ def _say(findings: dict[type, Finding], *, recorded: bool) -> None:
     _warn(wrong, text)
 
 
+_COMMUNICATES = (
+    "It communicates: the result is the derivative, by this rank's copy of x, of the sum of all "
+    "ranks' results. Of a value that every rank returns, by an x that all share, it is the mean of "
+    "the ranks' derivatives that is right: add them up, and divide by their number. "
+)
+
+
+def _communicates(function: type) -> bool:
+    return function.__module__ == "torch.distributed.nn.functional" or "_c10d_functional" in function.__name__
+
+
 def warn_of(functions: Iterable[type]) -> None:
     """Say that nobody has verified a second derivative."""
     for function in functions if not _thread.compares else ():
@@ -237,6 +248,7 @@ def warn_of(functions: Iterable[type]) -> None:
             f"{function.__name__} is a Python autograd.Function: its backward alone determines a "
             f"second derivative through it, which PyTorch cannot verify, and which differences of "
             f"the gradient could not confirm here. Check it once: hodiff.check_derivatives(f, x). "
+            f"{_COMMUNICATES if _communicates(function) else ''}"
             f"(This warning appears once for each place that calls.)"
         )
         _warn([function], text)

@@ -114,7 +114,8 @@ def refuse_third_order(graph: _nodes.Survey) -> None:
 
 def _is_unknown(function: type, nodes: list[Any], leaves: Sequence[Tensor], allow: Collection[str | type]) -> bool:
     """Raise for a Python `autograd.Function` without a second derivative; whether that of another may be wrong."""
-    if _python_functions.is_allowed(function, allow) or not _nodes.reaches(nodes, leaves):
+    mended = function.__module__.startswith(_arguments.LOADED_BY) and _versions.mend_from_local()
+    if mended or _python_functions.is_allowed(function, allow) or not _nodes.reaches(nodes, leaves):
         return False
     if function.__name__ in _WITHOUT_SECOND or "CompiledFunction" in function.__name__:
         raise _messages.missing([function.__name__])

@@ -171,9 +171,12 @@ DISTANCES = ("CdistBackwardBackward0", "PdistBackwardBackward0") if RELEASE < (2
 # From 2.14 on, clamp has slope 0 at a bound, and 1/2 where the bound is a tensor; before, it had slope 1 at either.
 CLAMPED = (1.0, 1.0) if RELEASE < (2, 14) else (0.0, 0.5)
 
+# All: each functional collective has this one behind it, and a batch of vectors is read before it has arrived.
+_COLLECTIVE = "GeneratedBackwardFor__c10d_functional__wrap_tensor_autograd_defaultBackward"
+
 # All: their backward has a batching rule that is wrong silently, so vectors pass them one at a time.
 # (masked_select: where its argument is broadcast to the mask.)
-BATCHED_WRONGLY = ("CdistBackward0", "CdistBackwardBackward0", "MaskedSelectBackward0")
+BATCHED_WRONGLY = ("CdistBackward0", "CdistBackwardBackward0", "MaskedSelectBackward0", _COLLECTIVE)
 
 # Until 2.14: Bessel functions, too, are constants to autograd; see `_messages.CONSTANTS`.
 BESSEL_IS_CONSTANT = RELEASE < (2, 15)
@@ -225,6 +228,33 @@ def where_forward_mode_begins(tell: Callable[[], object]) -> None:
         return theirs()
 
     setattr(levels, _ENTER_LEVEL, enter)
+
+
+def mend_from_local() -> bool:
+    """2.13 to 2.15: give `DTensor.from_local` a backward that can be differentiated also where it redistributes.
+
+    PyTorch's returns a tensor without a graph there, so that second derivatives lack a part. First ones stay PyTorch's.
+
+    Returns:
+        Whether further derivatives through DTensors are right then. Before, `redistribute` cuts the graph as well.
+    """
+    module = sys.modules.get("torch.distributed.tensor._api")
+    if module is None or RELEASE < (2, 13):
+        return False
+    theirs = module._FromTorchTensor.backward
+    if theirs.__module__ != __name__:
+
+        def backward(ctx: Any, gradient: Any) -> Any:
+            if gradient is None or not (torch.is_grad_enabled() and gradient.requires_grad):
+                return theirs(ctx, gradient)
+            placements = ctx.grad_placements or [
+                module.Replicate() if each.is_partial() else each for each in ctx.forward_input_placements
+            ]
+            ours = gradient.redistribute(ctx.forward_input_device_mesh, placements)
+            return ours.to_local(), *[None] * (len(ctx.needs_input_grad) - 1)
+
+        module._FromTorchTensor.backward = staticmethod(backward)
+    return True
 
 
 # --- the key under which kernels of ours stand (see `_kernels`) -----------------------------------
@@ -777,6 +807,7 @@ LOOKED_AT = (
 """Those that `LOOKS` makes for what they tell."""
 
 NOT_TRIED = {
+    _COLLECTIVE: "made in a process group alone",
     "CudnnRnnBackward0": "cuDNN's: without a second derivative in any case, and PyTorch says so",
     "CudnnBatchNormBackward0": "cuDNN's",
     "MiopenBatchNormBackward0": "MIOpen's",

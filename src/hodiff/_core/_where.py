@@ -8,7 +8,6 @@ difference; everything above works on lists of leaves.
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -98,7 +97,7 @@ class Where:
                 f"{path} is a TorchScript module, whose parameters cannot be replaced; pass the eager module."
             )
         assembly = Assembly.of(module)
-        if _arguments.LOADED_BY in sys.modules:
+        if _arguments.may_be_shared():
             _arguments.check_modules(assembly.modules, path)
         pairs = _chosen(item, assembly) if isinstance(item, Selection) else assembly.trainable()
         if not pairs:

@@ -21,6 +21,7 @@ from hodiff.calculus._first import tall_jacobian
 from hodiff.calculus._per_sample import GROUP, Samples, check_not_crossed
 from hodiff.curvature import _data
 from hodiff.curvature._damped_system import DampedStep, DampedSystem, flat
+from hodiff.curvature._process_group import is_wrapped
 from hodiff.curvature._records import LeastSquaresRecord
 from hodiff.errors import HodiffWarning, InputError
 
@@ -208,9 +209,15 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         self._budget = memory_budget
         self._where, self._warned = where, set[int]()
         self.last: LeastSquaresRecord | None = None
-        tensors = call(lambda where: None, where, passes=1, create_graph=False).where.tensors
+        point = call(lambda where: None, where, passes=1, create_graph=False).where
+        if is_wrapped(point):
+            raise InputError(
+                "where: the model is wrapped in DistributedDataParallel. A step is one of this rank's "
+                "residuals alone, so the ranks' parameters would drift apart. Give each rank all "
+                "residuals, and model.module."
+            )
         try:
-            super().__init__(tensors, {})
+            super().__init__(point.tensors, {})
         except (TypeError, ValueError, RuntimeError) as error:
             if not is_fault(error):
                 raise

@@ -260,6 +260,12 @@ class ProcessGroupSum:
             raise _told(InputError(_different(said[0].step, odd, self._threads)))
 
 
+def is_wrapped(where: Where) -> bool:
+    """Whether a module of the point is, or has in it, a DistributedDataParallel."""
+    modules = (module for each in where.module_slices for module in each.module.modules())
+    return any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules)
+
+
 def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: object) -> ProcessGroupSum | None:
     """The processes of `process_group=`, checked; None where there is no group, or no other process in it."""
     if process_group is None:
@@ -276,14 +282,12 @@ def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: 
             "process_group: there are no data to share among processes; give each rank its own "
             "batches: data=[...], which may be empty."
         )
-    for module_slice in where.module_slices:
-        for module in module_slice.module.modules():
-            if isinstance(module, nn.parallel.DistributedDataParallel):
-                raise InputError(
-                    f"{where.name} is wrapped in DistributedDataParallel, whose forward "
-                    f"communicates by itself, so ranks with different numbers of batches would "
-                    f"wait for each other; pass model.module."
-                )
+    if is_wrapped(where):
+        raise InputError(
+            f"{where.name} is wrapped in DistributedDataParallel, whose forward communicates by "
+            f"itself, so ranks with different numbers of batches would wait for each other; pass "
+            f"model.module."
+        )
     if distributed.get_world_size(process_group) == 1:
         return None
     return ProcessGroupSum(process_group, where, owner, chunk_size)
