@@ -154,6 +154,12 @@ def _watchers(theirs: Hook, swap: Hook) -> tuple[Hook, Hook, Callable[[], None]]
             checkpoint._recomputation_hook = _repeats[0]
         if stateless._reparametrize_module is swapped:
             stateless._reparametrize_module = swap
+        for place, name, ours, before in WHILE_CALLS:
+            if name in place and place[name] is ours:
+                if before is None:
+                    del place[name]
+                else:
+                    place[name] = before
         if _settings.stance.holders:
             _settings.as_compiled(WATCH)
 
@@ -177,8 +183,14 @@ def _watch_modules(undo: Undo) -> None:
     if checkpoint._recomputation_hook is not _again:
         _repeats[0], checkpoint._recomputation_hook = checkpoint._recomputation_hook, _again
     stateless._reparametrize_module = swapped
+    for place, name, ours, _ in WHILE_CALLS:
+        place[name] = ours
     if not _settings.eager.needs:
         _settings.force_eager(WATCH)
+
+
+WHILE_CALLS: list[tuple[dict[str, Any], str, Any, Any]] = []
+"""What else stands in PyTorch's place while calls run: in a namespace, under a name, ours for theirs (or a class's)."""
 
 
 _frames = [checkpoint._CheckpointFrame]

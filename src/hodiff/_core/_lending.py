@@ -36,7 +36,7 @@ from hodiff._core import (
     _versions,
 )
 from hodiff._core._call import Call
-from hodiff._core._hooks import WATCH, Hooks, watch_hooks, watch_modules
+from hodiff._core._hooks import WATCH, WHILE_CALLS, Hooks, watch_hooks, watch_modules
 from hodiff._core._loans import (
     LEAF_TAG,
     Kept,
@@ -53,8 +53,10 @@ from hodiff._core._settings import RandomState
 from hodiff._core._where import TRAINABLE, is_trainable
 from hodiff.errors import InputError
 
-_substitutes.install()
-_versions.where_forward_mode_begins(_call.note_forward_mode)
+WHILE_CALLS += [
+    *_substitutes.of_operators(),
+    _versions.telling_where_forward_mode_begins(_call.note_forward_mode),
+]
 
 T = TypeVar("T")
 _version, _is_cuda = attrgetter("_version"), attrgetter("is_cuda")

@@ -467,9 +467,9 @@ def _instead(theirs: Callable[..., Any], definition: Callable[..., Any], key: An
     return definition(*args, **kwargs)
 
 
-def install() -> None:
-    """Put these in the operators' way."""
+def of_operators() -> Iterator[tuple[dict[str, Any], str, Any, None]]:
+    """For `_hooks.WHILE_CALLS`, what stands in the operators' way."""
     for name in DEFINITIONS.keys() & _higher_order_ops.keys():  # `switch` is new in 2.15
         operator: Any = _higher_order_ops[name]
-        operator.dispatch = functools.partial(_instead, operator.dispatch, DEFINITIONS[name])
         _TOLD[operator] = functools.partial(_seen, operator)
+        yield vars(operator), "dispatch", functools.partial(_instead, operator.dispatch, DEFINITIONS[name]), None

@@ -216,10 +216,10 @@ def load_forward_mode() -> None:
             forward_ad.make_dual(torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
 
 
-def where_forward_mode_begins(tell: Callable[[], object]) -> None:
-    """Let `tell` be called where a level of forward mode is entered: under the names that users call, all pass here.
+def telling_where_forward_mode_begins(tell: Callable[[], object]) -> tuple[dict[str, Any], str, Any, Any]:
+    """What calls `tell` where a level of forward mode is entered: where it belongs, its name, it, and what it is for.
 
-    It stands there from import on, and costs nothing elsewhere. Dynamo does not look into what calls this name.
+    Under the names that users call, all pass here. Dynamo does not look into what calls this name.
     """
     theirs = getattr(levels, _ENTER_LEVEL)
 
@@ -227,7 +227,7 @@ def where_forward_mode_begins(tell: Callable[[], object]) -> None:
         tell()
         return theirs()
 
-    setattr(levels, _ENTER_LEVEL, enter)
+    return vars(levels), _ENTER_LEVEL, enter, theirs
 
 
 def mend_from_local() -> bool:
@@ -658,15 +658,14 @@ _WITHOUT = () if DISTANCES else ("PdistBackwardBackward0",)
 
 
 def _levels_are_told() -> bool:
-    """Whether all use of forward mode passes the name that `where_forward_mode_begins` has taken."""
+    """Whether all use of forward mode passes the name that `_hooks` takes while a call runs."""
     way = (
         (eager_transforms._jvp_with_argnums, "dual_level"),
         (forward_ad.dual_level.__enter__, "enter_dual_level"),
         (forward_ad.enter_dual_level, "_enter_dual_level"),
         (forward_ad.enter_dual_level if levels is torch._C else levels._enter_dual_level, _ENTER_LEVEL),
     )
-    taken = getattr(levels, _ENTER_LEVEL).__module__ == __name__
-    return taken and all(name in caller.__code__.co_names for caller, name in way)
+    return _ENTER_LEVEL in vars(levels) and all(name in caller.__code__.co_names for caller, name in way)
 
 
 def _passes_are_told() -> bool:

@@ -248,7 +248,7 @@ def test_compiled_functions_that_enter_levels_are_as_they_were() -> None:
 
 
 def test_a_release_where_levels_are_not_noted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_versions.levels, _versions._ENTER_LEVEL, len)
+    monkeypatch.setattr(_versions, "_ENTER_LEVEL", "_enter_another_level")
     assert not _versions.LOOKS["whether f uses forward mode"](X)
     monkeypatch.undo()
     assert _versions.LOOKS["whether f uses forward mode"](X)
