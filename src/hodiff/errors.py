@@ -34,7 +34,19 @@ __all__ = [
 ]
 
 
-class HodiffError(Exception):
+def printable(text: str) -> str:
+    """Return a text without what steers a terminal: a user's names may hold control characters."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else repr(sign)[1:-1] for sign in text)
+
+
+class _Shown(BaseException):
+    """What is shown in printable signs, whatever names it says."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class HodiffError(_Shown, Exception):
     """Base class of hodiff's errors.
 
     Examples:
@@ -128,7 +140,7 @@ class DerivativeError(HodiffError, AssertionError):
         self.report = report
 
 
-class HodiffWarning(UserWarning):
+class HodiffWarning(_Shown, UserWarning):
     """Base class of hodiff's warnings; filter it to silence all of them.
 
     Examples:

@@ -14,10 +14,12 @@ The state is then put back when the context is forgotten, which is when the inte
 import ast
 import contextlib
 import functools
+import gc
 import importlib
 import itertools
 import linecache
 import re
+import signal
 import sys
 import threading
 import time
@@ -230,6 +232,79 @@ def test_at_more_moments(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ONE_THREAD])
 def test_a_recursion_error_leaves_nothing(name: str) -> None:
     at_the_end_of_the_stack(CALLS[name])
+
+
+def below_autograd(frame: Any) -> bool:
+    """Whether a mode handles an operation: PyTorch records nothing there, whoever asks."""
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextlib.contextmanager
+def handled(call: Callable[[], Any], kind: str) -> Iterator[Callable[[], Any]]:
+    """What lets a handler of a kind run that makes a call."""
+    if kind == "signal":
+        before = signal.signal(signal.SIGUSR1, lambda number, frame: call())
+        try:
+            yield lambda: signal.raise_signal(signal.SIGUSR1)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        return
+
+    def collected(phase: str, info: Any) -> None:
+        if phase == "start":
+            call()
+
+    gc.disable()  # when it comes by itself is another matter
+    gc.callbacks.append(collected)
+    try:
+        yield lambda: gc.collect(0)
+    finally:
+        gc.callbacks.remove(collected)
+        gc.enable()
+
+
+@pytest.mark.table(wide=30)
+@pytest.mark.parametrize("kind", ["signal", "collector"])
+@pytest.mark.parametrize("name", [name for name in CALLS if "module" in name])
+def test_a_handler_that_calls_on_the_model_at_hand(name: str, kind: str) -> None:
+    """The call that it came into is right, and its own is right or refused, whatever the moment."""
+    model = Model()
+    model.table.drop.eval()  # both draw from one generator
+    inner = lambda: CALLS["hvp, module as point"](model)
+    outer = lambda: CALLS[name](model)
+    expected, alone, said = tensors(outer()), tensors(inner()), list[str]()
+
+    def handler() -> None:
+        sys.setprofile(None)
+        try:
+            torch.testing.assert_close(tensors(inner()), alone)
+            said.append("right")
+        except hodiff.GraphError as error:
+            said.append(str(error))
+
+    count = Interrupter()
+    count(outer)
+    with unchanged(model, X), handled(handler, kind) as now:
+        for at in range(1, count.moments, max(1, count.moments // 25)):
+            left = [at]
+
+            def look(frame: Any, event: str, arg: Any, left: list[int] = left) -> None:
+                if event in ("call", "c_return") and "hodiff" in frame.f_code.co_filename:
+                    left[0] -= 1
+                    if left[0] <= 0 and not below_autograd(frame):
+                        now()
+
+            sys.setprofile(look)
+            try:
+                found = outer()
+            finally:
+                sys.setprofile(None)
+            torch.testing.assert_close(tensors(found), expected)
+    refused = [each for each in said if each != "right"]
+    others = {each for each in refused if not each.startswith("this call was made by the handler of a signal, or")}
+    assert said and not others, others
 
 
 # --- each context ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from tests.support.calls import Function, by_place, count
 
 BOUNDS = {
     "hvp of a module": (-84, -71),
-    "hvp of a tensor": (25, 27),
+    "hvp of a tensor": (26, 28),
     "gradient of a module": (53, 62),
     "gradient of a tensor": (34, 36),
     "vjp": (38, 40),

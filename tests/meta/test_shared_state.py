@@ -32,6 +32,7 @@ DISCIPLINE = {
     "_core._hooks._hooked": CACHE,
     "_core._hooks._watchers": CACHE,
     "_core._hooks._repeats": LOCKED,
+    "_core._hooks.WHILE_CALLS": IMPORT,
     "_core._hooks._within": GROWS,
     "_core._nodes.saved": ONE_STEP,
     "_core._python_functions._findings": GROWS,

@@ -7,8 +7,10 @@ would have lost them.
 
 from __future__ import annotations
 
+import gc
 import signal
-from types import CodeType
+import sys
+from types import CodeType, FrameType
 from typing import Any
 
 from hodiff.errors import HodiffError
@@ -39,7 +41,7 @@ def interrupt_behind(error: BaseException | None) -> BaseException | None:
 
     PyTorch's own contexts fail while an interrupt passes them: `vmap` takes down a level that it had not put up.
     """
-    codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()}
+    codes = _handlers()
     while error is not None:
         trace = error.__traceback__
         while trace is not None:
@@ -50,6 +52,21 @@ def interrupt_behind(error: BaseException | None) -> BaseException | None:
             return error
         error = error.__context__
     return None
+
+
+def interrupted() -> bool:
+    """Whether this is called by a signal's handler, or by a callback of the collector, that came inside of a call."""
+    codes = _handlers() | {_code(callback) for callback in gc.callbacks}
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("hodiff."):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _handlers() -> set[CodeType | None]:
+    return {_code(signal.getsignal(number)) for number in signal.valid_signals()}
 
 
 def _code(handler: Any) -> CodeType | None:

@@ -55,12 +55,16 @@ def available() -> bool:
 
 
 def _register() -> None:
-    """Every other operation passes the key by, at no cost."""
+    """Every other operation passes the key by, at no cost.
+
+    Not by `torch.library.Library`: Python's `atexit` takes that away while threads, and functions that were registered
+    there before PyTorch was loaded, still compute.
+    """
     name = _versions.KERNEL_KEY_NAME
-    others, ours = torch.library.Library("_", "IMPL", name), torch.library.Library("aten", "IMPL")
-    others.fallback(torch.library.fallthrough_kernel, name)
+    others, ours = (_torch._dispatch_library("IMPL", of, name, __file__, 0) for of in ("_", "aten"))
+    others.fallback(name, torch.library.fallthrough_kernel, False)
     for operation in OURS:
-        ours.impl(operation, _loaded_late(operation), name)
+        ours.impl(operation, name, _loaded_late(operation), False)
     _versions.let_higher_order_operators_pass()
     registered.extend((others, ours))
 

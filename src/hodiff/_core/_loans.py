@@ -172,7 +172,7 @@ class StateLoan:
         held = [module for module in modules if module._parameters or module._buffers]
         if held:  # also those below a root, claimed with its parameters: a forked child closes what is claimed
             self._claimed += held
-            _locks.claim(held, self)
+            _locks.claim(held, self, first=root is None)
         for module in modules:
             known = module.__class__ in _KEEP_NOTHING and module is not root
             plain = known and not (module._forward_pre_hooks or module._forward_hooks)
@@ -274,7 +274,7 @@ class StateLoan:
                     del clones.users[self]
                 if not clones.users:
                     module._buffers.update(clones.originals)
-                    del _lent[module]
+                    _lent.pop(module, None)  # a handler's call may have been here
         self._cloned = []
         if self._claimed:
             _locks.release(self._claimed, self)
@@ -334,7 +334,7 @@ class ParameterLoan:
 
         What comes back is what stands there now: of a call around, its leaves.
         """
-        _locks.claim(self.modules, self)
+        _locks.claim(self.modules, self, first=True)
         tensors = self._where.tensors
         numbers = dict(zip(map(id, tensors), range(len(tensors)), strict=True))
         for module_slice in self._where.module_slices:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hodiff._core import _versions
+from hodiff._core import _faults, _versions
 from hodiff.errors import GraphError
 
 lock = threading.RLock()  # the only one: the collector may close what was lost at any moment, so two could cross
@@ -53,8 +53,19 @@ def _me() -> int:
     return _known()
 
 
-def claim(modules: Iterable[Any], loan: Any) -> None:
-    """Make `modules` this thread's, for a loan, waiting until no other has any of them."""
+INTERRUPTED = (
+    "this call was made by the handler of a signal, or by a callback of the garbage collector, in the middle of a "
+    "hodiff call that has the same module on loan. Let the handler set a flag, and look at it between two calls; or "
+    "give it a copy of the module."
+)
+
+
+def claim(modules: Iterable[Any], loan: Any, first: bool = False) -> None:
+    """Make `modules` this thread's, for a loan, waiting until no other has any of them.
+
+    Where this evaluation claims them `first`, the other claims of this thread are of calls that are not ended: its `f`
+    is inside of theirs, or a handler has interrupted them.
+    """
     with lock:
         try:
             me = _known()  # instead of asking first: this is on the way of every call
@@ -66,6 +77,9 @@ def claim(modules: Iterable[Any], loan: Any) -> None:
                 break
         for module in modules:
             if module in _claims:
+                if first and _faults.interrupted():
+                    raise GraphError(INTERRUPTED)
+                first = False
                 _claims[module][1][loan] = None
             else:
                 _claims[module] = (me, {loan: None})
@@ -107,7 +121,10 @@ class ThreadClaim:
 def wait_for(root: nn.Module) -> None:
     """Wait until no other thread has the module, or one below it; the lock is held, and keeps it so."""
     if _claims:
-        _wait(list(root.modules()))
+        modules = list(root.modules())
+        _wait(modules)
+        if claimed(modules) and _faults.interrupted():
+            raise GraphError(INTERRUPTED)
 
 
 def claimed(modules: Iterable[nn.Module]) -> bool:

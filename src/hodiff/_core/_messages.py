@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _near_zero, _versions
 from hodiff._core._faults import interrupts
-from hodiff.errors import GraphError
+from hodiff.errors import GraphError, printable
 
 
 class WayOut(NamedTuple):
@@ -493,7 +493,7 @@ class Reported:
 def table(rows: Sequence[Sequence[str]], caption: str = "", heads: int = 0) -> str:
     """Rows as a table of HTML, `heads` of them as its head."""
     body = f"<caption>{html.escape(caption)}</caption>" + "".join(
-        f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in row)}</tr>"
+        f"<tr>{''.join(f'<{tag}>{html.escape(printable(cell))}</{tag}>' for cell in row)}</tr>"
         for tag, part in (("th", rows[:heads]), ("td", rows[heads:]))
         for row in part
     )

@@ -203,6 +203,10 @@ class Counted:
         """Whether anyone is inside."""
         return bool(self._restore)
 
+    def threads(self) -> list[int]:
+        """The threads that are inside."""
+        return [*self._users.values()]
+
     def enter(self, undo: Undo) -> None:
         """Switch it, unless someone has; `undo` is given what leaves it."""
         if self.needs:
@@ -238,7 +242,7 @@ def _leave(switches: Sequence[Counted], user: object) -> None:
                 del users[user]
             while restore and not users:
                 restore[-1]()
-                del restore[-1]
+                del restore[-1:]  # a handler's call may have been here
 
 
 stance = SimpleNamespace(ours=None, theirs=None, holders=dict[object, None]())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _arguments, _messages, _nodes
 from hodiff._core._nodes import Node
-from hodiff.errors import InputError
+from hodiff.errors import InputError, printable
 from hodiff.graph import _saved
 from hodiff.graph._names import TensorNames, user_frames
 from hodiff.graph._saved import ALIVE, FREED, NONE, PACKED, RELEASED, STALE, UNKNOWN
@@ -125,7 +125,7 @@ class Graph:
         return next((state for state in _WORST if state in states), "")
 
     def __str__(self) -> str:
-        table = _rows(self)
+        table = [[*map(printable, row)] for row in _rows(self)]
         widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
@@ -458,7 +458,8 @@ def label(node: Node, names: TensorNames) -> str:
     """A node for a sentence: its variable, its class, its shape."""
     leaf, shape = _saved.leaf(node), _saved.shape(node)
     variable = names.nodes.get(node, "") if leaf is None else names.of(leaf)
-    return f"{f'`{variable}` = ' if variable else ''}{type(node).__name__}{f' {shape}' if shape is not None else ''}"
+    name = printable(type(node).__name__)
+    return f"{f'`{variable}` = ' if variable else ''}{name}{f' {shape}' if shape is not None else ''}"
 
 
 _REASONS = {
