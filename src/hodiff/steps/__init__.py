@@ -328,6 +328,8 @@ class CompiledStep(Unlike):
         finally:
             if random.getstate() != before:
                 raise NotCompiled("it draws from Python's random; draw outside, and pass the number as an argument")
+        self.report.graphs += 1
+        self.report.operations, self.report.order = graph.operations, graph.order
         return graph
 
     def _replay(self, graph: StepGraph, inputs: tuple[Any, ...]) -> Any:
@@ -335,9 +337,6 @@ class CompiledStep(Unlike):
         call = self._call
         if changed := graph.changed(inputs):
             raise Different(changed)
-        if not graph.calls:
-            self.report.graphs += 1
-            self.report.operations, self.report.order = graph.operations, graph.order
         graph.calls += 1
         if graph.calls & (graph.calls - 1) == 0 or graph.calls % 1000 == 0:
             call.before = Before(graph, inputs)
