@@ -266,10 +266,10 @@ def _memory(node: Any) -> Any:
 def _base(node: fx.Node) -> Any:
     """The argument whose memory a result has, by the schema of its operation; the stand-ins of a trace do not tell."""
     made: Any = node.args[0] if node.target is operator.getitem else node
-    schema: Any = getattr(made.target, "_schema", None)
-    alias = schema.returns[0].alias_info if schema is not None and schema.returns else None
-    if alias is None:
+    schema = getattr(made.target, "_schema", None)
+    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
         return None
+    alias = schema.returns[0].alias_info
     for argument, given in zip(schema.arguments, made.args, strict=False):
         named = argument.alias_info.before_set if argument.alias_info is not None else set()
         if named & alias.before_set or (named and not alias.before_set):  # several views have no name
