@@ -238,7 +238,8 @@ class CompiledStep(Unlike):
             except (AttributeError, ImportError) as error:
                 return self._failed(f"this PyTorch lacks what a compilation needs: {error}", args, kwargs)
             _dynamo.check_backend(self._backend)
-            with _dynamo.lock:  # one of each for all threads: by the first Dynamo knows what another has compiled
+            # one of each for all threads: by the compiler Dynamo knows what another has compiled
+            with _dynamo.lock:
                 build, ran = weakref.WeakMethod(self._build), weakref.WeakMethod(self._replay)
                 self._dynamo, self._compiler = _dynamo, self._compiler or _dynamo.compiler(build, ran)
                 follow = _traceable(self._loss, self._where, self._has_aux)
