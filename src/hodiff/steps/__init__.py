@@ -232,17 +232,18 @@ class CompiledStep(Unlike):
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result by a graph that is made for this call."""
         Where(self._where, "where")  # raises where that has been sharded since
-        if self._dynamo is None:
+        if self._traceable is None:
             try:
                 from hodiff.steps import _dynamo
             except (AttributeError, ImportError) as error:
                 return self._failed(f"this PyTorch lacks what a compilation needs: {error}", args, kwargs)
             _dynamo.check_backend(self._backend)
-            self._dynamo = _dynamo
-            # one for all graphs: by that Dynamo knows what another thread has compiled meanwhile
-            self._compiler = _dynamo.compiler(weakref.WeakMethod(self._build), weakref.WeakMethod(self._replay))
-        if self._traceable is None:
-            self._traceable = self._dynamo.fresh(_traceable(self._loss, self._where, self._has_aux))
+            # one of each for all threads: by the compiler Dynamo knows what another has compiled
+            with _dynamo.lock:
+                build, ran = weakref.WeakMethod(self._build), weakref.WeakMethod(self._replay)
+                self._dynamo, self._compiler = _dynamo, self._compiler or _dynamo.compiler(build, ran)
+                follow = _traceable(self._loss, self._where, self._has_aux)
+                self._traceable = self._traceable or _dynamo.fresh(follow)
         try:
             if self._make(args, kwargs):
                 self._settle("it cannot be compiled: it changes a Python object that it reads; return that as aux")
@@ -328,6 +329,8 @@ class CompiledStep(Unlike):
         finally:
             if random.getstate() != before:
                 raise NotCompiled("it draws from Python's random; draw outside, and pass the number as an argument")
+        self.report.graphs += 1
+        self.report.operations, self.report.order = graph.operations, graph.order
         return graph
 
     def _replay(self, graph: StepGraph, inputs: tuple[Any, ...]) -> Any:
@@ -335,9 +338,6 @@ class CompiledStep(Unlike):
         call = self._call
         if changed := graph.changed(inputs):
             raise Different(changed)
-        if not graph.calls:
-            self.report.graphs += 1
-            self.report.operations, self.report.order = graph.operations, graph.order
         graph.calls += 1
         if graph.calls & (graph.calls - 1) == 0 or graph.calls % 1000 == 0:
             call.before = Before(graph, inputs)

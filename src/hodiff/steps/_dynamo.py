@@ -150,21 +150,16 @@ def compiler(build: Any, ran: Any) -> Any:
 
 
 def _made(build: Any, inputs: Any, followed: Followed) -> Any:
-    """The graph; refused where it would need guards of its own."""
-    shapes = followed.context.fake_mode.shape_env
-    known = len(shapes.guards)
+    """The graph, for one size alone where it cannot be for all."""
     try:
         with torch._guards.tracing(followed.context):
-            graph = build(inputs, followed)
-        if len(shapes.guards) > known:
-            raise NotCompiled("what runs depends on a size in a way that PyTorch's tracer has not seen")
+            return build(inputs, followed)
     except Exception as error:
         if followed.varies and not interrupts(error):
             raise SizesVary from error
         raise
     finally:
         followed.forget()
-    return graph
 
 
 class SizesVary(Exception):

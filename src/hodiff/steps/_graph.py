@@ -59,6 +59,7 @@ class StepGraph:
         if first is None:
             raise NotCompiled("the loss depends on nothing that requires grad")
         mode = first.fake_mode
+        known = len(mode.shape_env.guards)
         with Scope(partial(_as_it_was, given)), mode, _settings.recording(), Scope(partial(_open, mode)):
             traced = self._trace(call, given, stand_ins, places)
             _inputs_apart(traced, self.stood_for, places, stand_ins, memories(given))
@@ -79,6 +80,8 @@ class StepGraph:
             if any(self.shared.count(self.shared[i]) > 1 for i in self.written):
                 raise NotCompiled("it writes into a tensor that shares memory with another; backend='replay' can")
             self.run = compiled(traced, stand_ins, given, backend)
+        if len(mode.shape_env.guards) > known:
+            raise NotCompiled("what runs depends on a size in a way that PyTorch's tracer has not seen")
         for node in [*nodes, *self.graph.nodes]:  # a tensor whose stand-in is kept cannot be swapped
             node.meta = {"stack_trace": node.meta.get("stack_trace")}
 
@@ -263,10 +266,10 @@ def _memory(node: Any) -> Any:
 def _base(node: fx.Node) -> Any:
     """The argument whose memory a result has, by the schema of its operation; the stand-ins of a trace do not tell."""
     made: Any = node.args[0] if node.target is operator.getitem else node
-    schema: Any = getattr(made.target, "_schema", None)
-    alias = schema.returns[0].alias_info if schema is not None and schema.returns else None
-    if alias is None:
+    schema = getattr(made.target, "_schema", None)
+    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
         return None
+    alias = schema.returns[0].alias_info
     for argument, given in zip(schema.arguments, made.args, strict=False):
         named = argument.alias_info.before_set if argument.alias_info is not None else set()
         if named & alias.before_set or (named and not alias.before_set):  # several views have no name
