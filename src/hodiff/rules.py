@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hodiff._core import _tree
 from hodiff._core._call import is_wrapped
+from hodiff._core._compiled_callers import uncompiled
 from hodiff.errors import InputError
 
 __all__ = ["SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rule"]
@@ -59,6 +60,7 @@ class Rule(ABC):
                         bound = "at least 0" if most > 1 else "at least 0 and at most 1"
                         raise InputError(f"{name}: got {item!r}, expected a number of {bound}.")
 
+    @uncompiled
     def __call__(self, params: Any, grads: Any, state: Any, step: int) -> tuple[Any, dict[str, dict[str, State]]]:
         """New parameters, and the state that the next step needs.
 

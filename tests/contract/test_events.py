@@ -49,6 +49,7 @@ from tests.support.audit import differences, process, taken_locks, unchanged
 from tests.support.callers import CALLERS, SCALE, D, direction, generator, tensors
 from tests.support.everything import ALONE, WITH_MODULES, of_module, with_a_module
 from tests.support.interrupts import Interrupter, Kind, Seen, Stack
+from tests.support.modules import Cube
 from tests.support.processes import group_of_one
 from tests.support.releases import CHECKPOINTS, STEPS
 from tests.support.scene import Model, X
@@ -399,6 +400,12 @@ def _entered(context: Callable[[], Any]) -> Call:
     return run
 
 
+def _compared(_: Model) -> torch.Tensor:
+    """A Function that nobody has met before."""
+    fresh = type("Fresh", (Cube,), {})
+    return hodiff.hvp(lambda z: fresh.apply(z).sum(), X, direction(X))
+
+
 def _bfloat16() -> Any:
     return torch.autocast("cpu", torch.bfloat16)
 
@@ -495,7 +502,9 @@ ENTERED: dict[str, Call] = {
     "_core/_kernels.py: Scope(include)": _repeated,
     "_core/_lazy.py: Scope(_without_collections)": _entered(_lazy.uncollected),
     "memory/_attention.py: Scope(_by_products)": _plain,
-    "memory/__init__.py: Scope(_enter)": _entered(hodiff.twice_differentiable),
+    "_core/_settings.py: Offered": _entered(hodiff.twice_differentiable),
+    "_core/_python_functions.py: Scope(_comparing)": _compared,
+    "_core/_hooks.py: Scope(enter)": _checkpointed,
     "memory/_blocks.py: Counted(_watch)": _in_blocks,
     "memory/_blocks.py: Scope(_level)": _in_blocks,
     "memory/_blocks.py: Scope(partial(_within, None))": _in_blocks,

@@ -87,7 +87,7 @@ def _joined(value: Any) -> Tensor:
     return torch.cat([t.reshape(-1).to(D) for t in found]) if found else X.sum()
 
 
-OWN = ("select", "Selection", "NewtonCG", "derivatives_of", "twice_differentiable", "compile_step")
+OWN = ("select", "Selection", "derivatives_of", "twice_differentiable", "compile_step")
 """Calls in which the test's own lines, or the user's, meet the transform."""
 DRAWN = "called random operation while in randomness error mode"
 """PyTorch's own words, which name its own way out."""

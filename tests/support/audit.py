@@ -34,7 +34,7 @@ REMEMBERED = {
     "MIXING", "WRONG_AT_ONCE", "WRITTEN", "BIASED", "_STATISTICS", "UNREMARKABLE", "_cleared", "_without_functions",
     "_RAW_SAVED", "_LAYOUTS",  # classes of nodes
     "WHOLE",  # classes of tensors and modules
-    "_warned", "_state",  # what was said
+    "_state",  # what was said
     "registered",  # kernels, which PyTorch keeps
     "_lost", "absent",  # guards of modes that were not undone in time, and modes
     "USERS", "RULES", "_higher_order_ops",  # code, files and operations, PyTorch's among them

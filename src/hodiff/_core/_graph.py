@@ -37,13 +37,14 @@ class OutputGraph:
         kinds: The classes of the nodes in the outputs' graph.
         higher: Whether results are derivatives of an order above the first, those that `f` takes itself counted.
         recorded: Whether passes must be recorded to be right, though their results are detached.
+        surrogates: Whether a second derivative that is none may be meant, as of a loss.
         last: What else is done when the evaluation is over and has succeeded.
     """
 
     outputs: Any = None
     aux: Any = None
     kinds: Set[type] = frozenset()
-    higher = recorded = _mixes = _common = False
+    higher = recorded = surrogates = _mixes = _common = False
     last: Callable[[], object] | None = None
     _first: Sequence[Tensor] = ()  # where there are several evaluations, the leaves of the first
     _starts: Collection[_nodes.Node] = ()  # of leaves that stand for the caller's own

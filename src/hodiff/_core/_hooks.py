@@ -89,7 +89,7 @@ def _node(output: Any) -> Any:
 
 Hook = Callable[..., Any]
 checkpoint: Any = _checkpoint
-_autograd: Any = torch._C._autograd
+_autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 stateless: Any = _stateless
 
 

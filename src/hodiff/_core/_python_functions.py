@@ -88,7 +88,8 @@ def hold(graph: Any, chain: Chain) -> None:
             finding = comparison.finding(graph)
             for function in unknown:
                 _findings[function][key] = finding
-        _say({function: _findings[function][key] for function in functions}, recorded=graph.create_graph)
+        known = {function: _findings[function][key] for function in functions}
+        _say(known, loss=graph.create_graph or graph.surrogates)
 
     if comparison is not None and graph.context.undo:
         graph.last = finish
@@ -208,8 +209,8 @@ def _signed(like: Tensor) -> Tensor:
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def _say(findings: dict[type, Finding], *, recorded: bool) -> None:
-    """Raise where numbers contradict; a loss (`recorded`), for which a surrogate may be meant, warns."""
+def _say(findings: dict[type, Finding], *, loss: bool) -> None:
+    """Raise where numbers contradict; a loss, for which a surrogate may be meant, warns."""
     wrong = {function: words for function, words in findings.items() if words}
     if not wrong:
         warn_of(function for function, words in findings.items() if words is None)
@@ -225,7 +226,7 @@ def _say(findings: dict[type, Finding], *, recorded: bool) -> None:
         f"reversed gradient, accept it with allow={names[0]!r}"
         + ("." if len(names) == 1 else f", or all of them: allow={names!r}.")
     )
-    if not recorded:
+    if not loss:
         raise GraphError.about(text, functions=names)
     _warn(wrong, text)
 

@@ -126,7 +126,7 @@ ShapeOf = Callable[[Any], tuple[int, ...]]
 def is_sample(batch: Any, shape_of: ShapeOf) -> bool:
     """Whether a batch is a single sample: the first row of its first tensor is no batch of one."""
     first = next((leaf for leaf in _tree.flatten(batch)[0] if isinstance(leaf, Tensor)), None)
-    if first is None:
+    if first is None or not first.ndim:
         return False
 
     def row(leaf: Any) -> Any:

@@ -120,7 +120,9 @@ class FieldCall(NamedTuple):
             args=self.args,
             kwargs=self.kwargs,
         )
-        return Watched(request, self.watched)
+        graph = Watched(request, self.watched)
+        graph.surrogates = True
+        return graph
 
     def watched(self) -> Any:
         """The context of an evaluation by nested reverse mode: no automatic choice passes what Taylor mode refuses."""

@@ -44,7 +44,7 @@ def _parameters(value: Any) -> Any:
 
 
 def test_every_name_that_takes_damping_has_a_row() -> None:
-    assert damped() - {"NewtonCG"} == {name.partition(",")[0] for name in DAMPED}
+    assert damped() == {name.partition(",")[0] for name in DAMPED}
 
 
 def test_a_negative_shift_of_logdet_is_refused() -> None:

@@ -609,7 +609,7 @@ ALL: dict[str, tuple[Given, int]] = {
 ELSEWHERE = (
     "slogdet logdet solve solve_ex tensorsolve orgqr householder_product weight_norm batch_norm layer_norm group_norm "
 )
-ELSEWHERE += "instance_norm cond switch while_loop map_impl scan associative_scan flex_attention rpow"
+ELSEWHERE += "instance_norm cond switch while_loop map_impl scan associative_scan flex_attention rpow hardsigmoid"
 """Right near 0, and written out for another reason."""
 
 

@@ -181,7 +181,9 @@ def test_the_picture_can_be_read():
         assert all(left < right <= width for left, right in row)
         assert all(end <= start + 0.2 for (_, end), (start, _) in itertools.pairwise(sorted(row)))  # none hides another
     assert all(0 < float(text.get("y")) < height for text in root if text.tag.endswith("text"))
-    assert "no backward pass" in lifetime().svg()
+    with lifetime() as picture:
+        pass
+    assert "no backward pass" in picture.svg()
 
 
 def test_lifetime_keeps_no_graph_alive():

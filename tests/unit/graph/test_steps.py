@@ -1,6 +1,7 @@
 """Under a watch, a step of PyTorch's own optimizers is seen as one change; all else is seen call by call."""
 
 import collections
+import functools
 from contextlib import nullcontext, suppress
 
 import pytest
@@ -35,8 +36,11 @@ class Program:
         self.model = nn.Linear(3, 2)
         self.optimizer = kind([*self.model.parameters(), torch.ones(2, requires_grad=True)], lr=0.1, **options)
         self.listener = Counting()
-        self.watch = Watch(self.listener)
         self.model(torch.ones(1, 3)).sum().backward()
+
+    @functools.cached_property
+    def watch(self):
+        return Watch(self.listener)
 
     def sees(self, call):
         """Which arithmetic is seen of a call."""
