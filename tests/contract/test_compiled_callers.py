@@ -118,6 +118,7 @@ for shadows in (False, True):
 SHADOWED = ["grad", "hvp", "per_sample_grad", "nth_derivative", "laplacian", "partials", "jet", "gradient_penalty"]
 
 
+@pytest.mark.wide
 @since((2, 13), "compiled steps ask for it")
 def test_a_step_that_was_compiled_before_changes_nothing_for_other_callers() -> None:
     """What Dynamo follows in a step it follows in the whole process."""

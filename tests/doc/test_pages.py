@@ -17,7 +17,14 @@ FENCES = {page: len(re.findall(r"^```python\b", (ROOT / page).read_text("utf-8")
 
 
 @pytest.mark.table(plain=None)
-@pytest.mark.parametrize("page", [page for page, count in FENCES.items() if count and "/recipes/" in page])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.wide] * page.endswith("several-processes.md"))  # it starts processes
+        for page, count in FENCES.items()
+        if count and "/recipes/" in page
+    ],
+)
 def test_first_block_of_a_recipe_runs(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert run_page(ROOT / page, fences=1) == 1

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import importlib, pkgutil, sys, types
 import torch, torch._dynamo, torch.utils.checkpoint, torch._inductor.compile_fx
@@ -45,6 +47,7 @@ print(changed(before))
 """
 
 
+@pytest.mark.wide
 def test_nothing_of_pytorch_is_replaced() -> None:
     command = [sys.executable, "-c", PROGRAM]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)

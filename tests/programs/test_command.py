@@ -21,6 +21,7 @@ def command(*arguments: str, stdin: str = "", cwd: Path | None = None) -> subpro
     return subprocess.run(command, input=stdin, cwd=cwd, env=environment, check=False, timeout=240, **how)
 
 
+@pytest.mark.wide
 def test_the_process_is_the_programs(tmp_path):
     explained = command("-m", "hodiff", "explain", path("exits"), "--flag", "-m", "x", stdin="input", cwd=tmp_path)
     plain = command(path("exits"), "--flag", "-m", "x", stdin="input", cwd=tmp_path)
@@ -30,6 +31,7 @@ def test_the_process_is_the_programs(tmp_path):
     assert explained.returncode == plain.returncode == 7
 
 
+@pytest.mark.wide
 def test_a_crash_looks_as_without_us():
     explained = command("-m", "hodiff", "explain", path("crashes"), "a", "b")
     plain = command(path("crashes"), "a", "b")
@@ -38,6 +40,7 @@ def test_a_crash_looks_as_without_us():
     assert explained.returncode == plain.returncode == 1
 
 
+@pytest.mark.wide
 def test_a_module_and_a_picture(tmp_path):
     package = tmp_path / "pkg"
     package.mkdir()

@@ -220,6 +220,7 @@ atexit.register(lambda: print(len(vars(__main__)) > 5, "at the end"))
 """
 
 
+@pytest.mark.wide
 def test_warnings_name_their_lines_and_main_is_the_programs(tmp_path):
     (tmp_path / "said.py").write_text(SAID, "utf-8")
     plain, explained = both("said.py", "--flag", cwd=tmp_path)
@@ -230,6 +231,7 @@ def test_warnings_name_their_lines_and_main_is_the_programs(tmp_path):
     assert explained.returncode == plain.returncode == 0
 
 
+@pytest.mark.wide
 def test_an_interrupted_module(tmp_path):
     (tmp_path / "stopped.py").write_text("import torch\n\nprint(__name__)\nraise KeyboardInterrupt\n", "utf-8")
     plain, explained = both("-m", "stopped", cwd=tmp_path)

@@ -289,7 +289,7 @@ PRODUCTS = ("hvp", "cross_hvp", "HessianOperator", "GaussNewtonOperator", "Fishe
 
 
 @CHECKPOINTS
-@pytest.mark.table(wide=2)
+@pytest.mark.table(plain=2, wide=2)
 @pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
 @pytest.mark.parametrize("kind", [Perceptron, Convolution, Attention])
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -103,6 +103,7 @@ def fused(x: Tensor) -> Tensor:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[0].reshape(-1)
 
 
+@pytest.mark.table(plain=1)
 @pytest.mark.parametrize(
     ("call", "f", "passes"),
     [  # and one pass for all rows, after what was tried

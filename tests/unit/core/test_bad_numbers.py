@@ -118,6 +118,7 @@ def test_one_that_is_entered_says_nothing(name: str) -> None:
         gc.collect()
 
 
+@pytest.mark.wide
 @contexts
 def test_nothing_at_the_end_of_python(name: str) -> None:
     program = f"import hodiff\ncontext = {name}()\nheld = [context]\nheld.append(held)\nprint('done')"

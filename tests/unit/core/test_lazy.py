@@ -53,6 +53,7 @@ def test_importing_loads_none_of_it(run):
     assert run(f"print({LOADED})") == "[]"
 
 
+@pytest.mark.wide
 def test_importing_is_no_collection_of_what_pytorch_made(run):
     """It took half of the time of an import."""
     program = (
@@ -66,6 +67,7 @@ def test_importing_is_no_collection_of_what_pytorch_made(run):
     assert ran.stdout == "False True\n"
 
 
+@pytest.mark.wide
 def test_importing_takes_a_twentieth_of_the_calls_that_pytorch_takes(run):
     """Python and builtin ones, which are the same on every run."""
     program = (
@@ -157,6 +159,7 @@ def test_importing_loads_nothing_of_sparse_either(run):
     assert run(f"print({loaded})") == "['hodiff.sparse._matrices']"
 
 
+@pytest.mark.wide
 def test_operators_and_patterns_load_no_compiler(run):
     """PyTorch's class of modes imports Dynamo, for two seconds, when one of its modes sees the first operation."""
     program = (

@@ -63,6 +63,7 @@ def test_a_table_does_not_repeat_its_headings():
 SUBMODULES = "graph", "implicit", "jets", "plotting", "rules", "sparse"
 
 
+@pytest.mark.wide
 def test_submodules_are_there_after_the_import():
     code = f"import hodiff; print(*[getattr(hodiff, name).__name__ for name in {SUBMODULES}])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
@@ -104,12 +105,14 @@ def test_a_file_is_written_no_bar(monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_a_reader_who_has_read_enough_ends_a_command():
     command = f"{sys.executable} -u -m hodiff info | true"
     result = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False, timeout=120)
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.wide
 def test_a_program_without_output_is_explained(tmp_path):
     script = tmp_path / "program.py"
     script.write_text("import torch\nx = torch.ones(2, requires_grad=True)\n(x * 2).backward()\n", "utf-8")
@@ -118,6 +121,7 @@ def test_a_program_without_output_is_explained(tmp_path):
     assert "hodiff: why this Tensor.backward failed" in result.stderr
 
 
+@pytest.mark.wide
 def test_a_script_s_name_is_legible_where_the_locale_has_no_letters_for_it(tmp_path):
     script = tmp_path / "\xf6k script.py"
     script.write_text("import torch\nx = torch.ones(2, requires_grad=True)\n(x * 2).backward()\n", "utf-8")

@@ -33,6 +33,7 @@ def python(program: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
 
 
+@pytest.mark.wide
 def test_older_releases_are_refused_in_one_sentence() -> None:
     """Before anything is imported that such a release lacks."""
     ran = python(
@@ -46,6 +47,7 @@ def test_older_releases_are_refused_in_one_sentence() -> None:
     assert imported == "hodiff._core._versions hodiff.errors"
 
 
+@pytest.mark.wide
 def test_newer_releases_are_warned_of_once() -> None:
     ran = python(
         "import torch\ntorch.__version__ = '2.16.0.dev20270101+cpu'\n"
@@ -60,6 +62,7 @@ def test_newer_releases_are_warned_of_once() -> None:
     ]
 
 
+@pytest.mark.wide
 def test_known_releases_are_not() -> None:
     assert _versions.OLDEST <= _versions.RELEASE <= _versions.NEWEST and not _versions.newer()
     ran = python("import hodiff", "-Werror::UserWarning")
@@ -192,6 +195,7 @@ def test_functions_of_torch_are_still_called_so() -> None:
     assert hasattr(torch.nn.modules._functions, "BackwardHookFunction")
 
 
+@pytest.mark.wide
 def test_no_user_sees_what_torch_deprecates() -> None:
     """In a process of its own: such warnings come once, when forward mode is first used. The tour shows some of it."""
     shown = [f"-Werror::{category}" for category in ("FutureWarning", "UserWarning")]
@@ -299,6 +303,7 @@ def test_the_program_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.split() == ["tensor(4.)", "tensor(48.)"]
 
 
+@pytest.mark.wide
 def test_what_a_thread_remembers_outlives_its_maker() -> None:
     """Until 2.11 PyTorch gives back a reference that it never took: the process ended by a segmentation fault."""
     ran = python(

@@ -82,6 +82,7 @@ def grown(tmp_path, start, step, rounds=300):
     return growth.growing()
 
 
+@pytest.mark.wide
 @pytest.mark.table(plain=1)
 @pytest.mark.parametrize("name", STATES)
 def test_iterations_are_counted_and_not_operations(tmp_path, name):

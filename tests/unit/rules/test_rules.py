@@ -250,6 +250,7 @@ def test_one_number_for_each_leaf() -> None:
     assert torch.autograd.grad(new["b"].sum(), lr["b"])[0] == 3
 
 
+@pytest.mark.table(plain=1)
 @pytest.mark.parametrize("name", ["Adam", "RMSprop", "Adagrad", "Adadelta"])
 def test_a_rule_is_a_pure_function_also_in_transforms(name: str) -> None:
     """Where values cannot be looked at; one row of gradients holds a zero."""

@@ -255,6 +255,7 @@ def test_a_plain_name_gives_the_bits_of_its_operation() -> None:
             assert torch.equal(ours, theirs) or ours.isnan().equal(theirs.isnan()), name
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["forces", "samples", "dense_hessian", "pair"])
 def test_the_text_and_the_list_give_the_same_bits(kind: str) -> None:
     """Of one size of batch, and of sizes that vary; by names, and by the operations as they are listed."""

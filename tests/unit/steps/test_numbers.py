@@ -127,6 +127,7 @@ OF_SIZES = {
 }
 
 
+@pytest.mark.table(plain=1)
 @pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
 @pytest.mark.parametrize("kind", OF_SIZES)
 def test_arithmetic_of_sizes_is_pythons(kind: str) -> None:

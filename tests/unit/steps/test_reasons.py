@@ -384,6 +384,7 @@ assert len(before) > 3000 and not changed, changed
 """
 
 
+@pytest.mark.wide
 def test_no_method_of_pytorch_is_replaced() -> None:
     done = subprocess.run(
         [sys.executable, "-c", NOTHING_REPLACED], capture_output=True, text=True, check=False, timeout=300
