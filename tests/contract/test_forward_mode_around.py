@@ -95,7 +95,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     **{c.name: lambda x, c=c: _joined(c(g, x)) for c in CALLERS},
     **{n: lambda x, p=p: _joined(p(x)) for n, p in PLAIN.items() if n not in OWN and not n.startswith("graph.")},
 }
-NOT_TRACED = ("sample_norm", "second_order_operator", "sparse.color")
+NOT_TRACED = ("sample_norm", "second_order_operator", "sparse.color", "implicit.argmin", "spectral_density")
 """Values are read there, of which PyTorch's own error says so."""
 AROUND: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
     "vmap": lambda h: torch.vmap(h)(torch.stack([X, X + 0.1])),

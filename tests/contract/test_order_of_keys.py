@@ -11,6 +11,9 @@ import hodiff
 from hodiff import rules
 from tests.support.operators import draw
 
+# Batches of vectors without a dimension for samples.
+pytestmark = pytest.mark.filterwarnings("ignore:data. a batch gives outputs of one dimension")
+
 D = torch.float64
 A, B = torch.tensor([0.3, -1.2], dtype=D), torch.tensor([0.7, 1.9], dtype=D)
 POINT = {"a": A, "b": {"c": B, "d": A + 1}}

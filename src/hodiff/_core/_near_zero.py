@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _settings
+from hodiff._core import _settings, _versions
 from hodiff._core._arguments import outside
 from hodiff.errors import HodiffWarning
 
@@ -32,7 +32,7 @@ def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
     root's power 2 - order, and cancel. With `at_zero`, entries that are 0 count: PyTorch has zeros there.
     """
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    if functorch.maybe_current_level() is not None or _settings.tracing():
+    if functorch.maybe_current_level() is not None or _settings.tracing() or not _versions.has_numbers(size):
         return False
     near = size.detach() < (torch.finfo(size.dtype).eps ** (0.75 / (order - 2)) if order > 2 else 0)
     return bool(((near & (size != 0)) | ((size == 0) & at_zero)).any())

@@ -507,10 +507,15 @@ def power(node: Node) -> tuple[Tensor, Tensor, bool] | None:
     return node._saved_self, node._saved_exponent, node.next_functions[0][0] is not None
 
 
-def _has_numbers(kept: Any) -> bool:
-    """Whether what a node has saved is there and has numbers, as a parameter has; a tracer's has none."""
+def has_numbers(x: Any) -> bool:
+    """Whether a tensor is there and has numbers, as a parameter has; a tracer's has none."""
     plain: Any = Tensor
-    return getattr(kept.data.__class__, "__torch_dispatch__", None) is plain.__torch_dispatch__
+    return getattr(x.__class__, "__torch_dispatch__", None) is plain.__torch_dispatch__
+
+
+def _has_numbers(kept: Any) -> bool:
+    """Whether what a node has saved is there and has numbers."""
+    return has_numbers(kept.data)
 
 
 def determinant(node: Node) -> tuple[Tensor, Tensor, Tensor]:

@@ -232,7 +232,7 @@ def _shadow(name: str, order: Any, form: Callable[..., Any], records: bool) -> C
             result = form(at, *others, **options)
         value = (at.value, at.aux) if has_aux else at.value
         if valued:
-            result = (value, *result) if isinstance(result, tuple) else (value, result)
+            result = (value, *result) if name.startswith("value_grad_and_") else (value, result)
         elif has_aux or return_outputs:
             result = result, at.aux if has_aux else at.value
         default = (records or nested) and torch.is_grad_enabled()
