@@ -45,7 +45,7 @@ class OutputGraph:
     aux: Any = None
     kinds: Set[type] = frozenset()
     higher = recorded = surrogates = _mixes = _common = False
-    last: Callable[[], object] | None = None
+    last: Callable[[OutputGraph], object] | None = None
     _first: Sequence[Tensor] = ()  # where there are several evaluations, the leaves of the first
     _starts: Collection[_nodes.Node] = ()  # of leaves that stand for the caller's own
 
@@ -100,7 +100,7 @@ class OutputGraph:
         if context.hooks.changed and self.call.order >= 2 and error is None:
             _refusals.warn_of_hooks()
         if last is not None and error is None:
-            last()
+            last(self)
         if self.create_graph and self.call.builds_graph:
             for leaf in self.leaves:
                 # A leaf of ours stays in the result's graph. It must not collect a `.grad` nobody can see; but it

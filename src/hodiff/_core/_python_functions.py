@@ -83,7 +83,7 @@ def hold(graph: Any, chain: Chain) -> None:
     unknown = [function for function in functions if key not in _findings.setdefault(function, {})]
     comparison = _Comparison(graph, chain) if unknown else None
 
-    def finish() -> None:
+    def finish(graph: Any) -> None:  # not ours: the graph must go with its last reference, which an interrupt drops
         if comparison is not None:
             finding = comparison.finding(graph)
             for function in unknown:
@@ -94,7 +94,7 @@ def hold(graph: Any, chain: Chain) -> None:
     if comparison is not None and graph.context.undo:
         graph.last = finish
     else:
-        finish()
+        finish(graph)
 
 
 def _can_compare(graph: Any) -> bool:

@@ -182,6 +182,7 @@ def test_a_rule_differentiates_by_every_number(name: str, options: dict) -> None
         before = getattr(rule, "betas", (0, 0))[int(hyper[-1]) - 1] if hyper[:4] == "beta" else getattr(rule, hyper)
         if before == 0 and hyper != "weight_decay":
             continue  # without a momentum, its buffer is another rule's
+        before = before or 0.01  # a weight decay below 0 is refused
         value = torch.tensor(float(before), dtype=D, requires_grad=True)
         (got,) = torch.autograd.grad(after(with_value(rule, hyper, value), ones, start()), value)
         step = min(0.02 * before, 0.05 * (1 - before)) if 0 < before < 1 else 1e-3
