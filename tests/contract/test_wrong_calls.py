@@ -240,7 +240,10 @@ WRONG = {
     },
     "LinearOperator": {
         "H + 'x'": (lambda: H + "0.1", r"operator \+ a str: expected a number or an operator"),
-        "H[0, 0]": (lambda: H[0, 0], r"HessianOperator\(3 x 3, float64, double backward, not evaluated\) cannot be in"),
+        "H[0, 0]": (
+            lambda: hodiff.HessianOperator(f, x)[0, 0],
+            r"HessianOperator\(3 x 3, float64, double backward, not evaluated\) cannot be in",
+        ),
         "an operator for a function": (lambda: H(v), r"not a function or a number: write H @ v for a product"),
         "a power of an operator": (lambda: H**2, r"H @ H for a power"),
         "an inverse of an operator": (lambda: 1 / H, r"hodiff\.solve\(H, b\) for its inverse times b"),
