@@ -421,8 +421,8 @@ _NUMPYS = {"axis": "dim", "keepdims": "keepdim"}
 # silently; and where it is right, its derivative has none. So control flow is refused, and attention is computed by
 # its definition.
 #
-# Both stand in the operators' way from import on, which costs no call anything, and are passed by unless a call of
-# hodiff runs, in whatever thread: its switch for compiled functions is everybody's.
+# Both stand in the operators' way while a call of hodiff runs, in whatever thread: its switch for compiled functions
+# is everybody's.
 
 
 def _refused(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -132,7 +132,7 @@ def is_sample(batch: Any, shape_of: ShapeOf) -> bool:
     def row(leaf: Any) -> Any:
         return leaf[:1] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(first) else leaf
 
-    return not first.ndim or shape_of(_tree.tree_map(row, batch))[:1] != (1,)
+    return shape_of(_tree.tree_map(row, batch))[:1] != (1,)
 
 
 def _twice(leaf: Any) -> Any:
