@@ -864,7 +864,6 @@ def test_threads_that_wait_for_each_other_are_told() -> None:
     def f(model: nn.Module) -> Tensor:
         loss = squares(model, BATCHES[0])[0]
         if not inside.is_set():
-            begun.wait(30)
             inside.set()
             with torch.no_grad():
                 H.__matmul__(v)
@@ -880,8 +879,9 @@ def test_threads_that_wait_for_each_other_are_told() -> None:
 
     calls = [lambda: H @ v, lambda: hodiff.grad(f, model)]
     threads = [threading.Thread(target=work, args=item, daemon=True) for item in enumerate(calls)]
-    for thread in threads:
-        thread.start()
+    threads[0].start()
+    assert begun.wait(30)  # in its data, where no module is needed: the other takes the module now
+    threads[1].start()
     for thread in threads:
         thread.join(30)
     assert not any(thread.is_alive() for thread in threads)
