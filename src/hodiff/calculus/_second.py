@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _independence, _kernels, _nodes, _reverse
+from hodiff import memory
+from hodiff._core import _arguments, _independence, _nodes, _reverse
 from hodiff._core._arguments import (
     Allowed,
     Checkpoint,
@@ -122,7 +123,7 @@ def hvp(
     if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
     if checkpoint is not False:
-        f = _kernels.in_blocks(f, where, checkpoint)
+        f = memory.in_blocks(f, where, checkpoint)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
@@ -313,7 +314,7 @@ def cross_hvp(
     if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True)
     if checkpoint is not False:
-        f = _kernels.in_blocks(f, where, checkpoint)
+        f = memory.in_blocks(f, where, checkpoint)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)
     ) as graph:

@@ -10,7 +10,8 @@ from typing import Any, Generic, Literal, Self
 
 import torch
 
-from hodiff._core import _arguments, _kernels, _memory, _messages
+from hodiff import memory
+from hodiff._core import _arguments, _memory, _messages
 from hodiff._core._arguments import Checkpoint, DataReduction
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
@@ -283,7 +284,7 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
 
     def _check_blocks(self, f: Any, checkpoint: Checkpoint) -> None:
         """Raise unless `checkpoint=` says which blocks of `f` there are."""
-        _kernels.in_blocks(f, self._graphs.where, checkpoint)
+        memory.in_blocks(f, self._graphs.where, checkpoint)
 
     def _try(self) -> Callable[[G], object]:
         zeros = [torch.zeros_like(self._graphs.where.tensors[index]) for index in self._chosen]
