@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _kernels
-from hodiff.memory import _attention, _cross_entropy
+from hodiff.memory import _attention, _chunked, _cross_entropy
 from tests.support.laws import law
 from tests.support.releases import CHECKPOINTS
 from tests.unit.jets.oracle import lean, twice

@@ -22,6 +22,8 @@ from torch import Tensor
 from hodiff._core import _locks, _settings, _versions
 from hodiff._core._settings import Counted, Scope, Undo
 
+__all__ = ["OURS", "include", "plain_attention", "repeatable", "without"]
+
 _torch: Any = torch._C
 
 # --- the key --------------------------------------------------------------------------------------

@@ -14,19 +14,12 @@ from torch import Tensor, nn
 
 from hodiff import memory
 from hodiff._core import _arguments, _independence, _nodes, _reverse
-from hodiff._core._arguments import (
-    Allowed,
-    Checkpoint,
-    ChunkedBatchedOptions,
-    ChunkSize,
-    ProductOptions,
-    ProductWithoutExtra,
-    WithoutExtra,
-    is_set,
-)
+from hodiff._core._arguments import Allowed, Checkpoint, ChunkSize, is_set
 from hodiff._core._call import call, cut
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Selection, Where
+from hodiff.calculus import _first
+from hodiff.calculus._options import ChunkedBatchedOptions, ProductOptions, ProductWithoutExtra, WithoutExtra
 
 V = TypeVar("V")
 What = Callable[..., Any] | Tensor
@@ -609,7 +602,7 @@ def _dense(
         table = _reverse.blocks(graph, gradient, chunk_size=chunk)
         gradient = _reverse.unaliased(gradient if graph.create_graph else [cut(part) for part in gradient])
     if is_set(matrix, "matrix"):
-        second = _reverse.matrix(table, where.tensors, where.tensors, batch_ndim)
+        second = _first.joined(table, where.tensors, where.tensors, batch_ndim)
     else:
         second = where.result([where.result(row) for row in table])
     return graph, gradient, second

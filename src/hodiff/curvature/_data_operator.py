@@ -11,11 +11,12 @@ from typing import Any, Generic, Literal, Self
 import torch
 
 from hodiff import memory
-from hodiff._core import _arguments, _memory, _messages
-from hodiff._core._arguments import Checkpoint, DataReduction
+from hodiff._core import _arguments, _messages
+from hodiff._core._arguments import Checkpoint
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
-from hodiff.curvature._data import Batches, check_total
+from hodiff.curvature import _memory
+from hodiff.curvature._data import Batches, DataReduction, check_total
 from hodiff.curvature._graph_cache import Builder, G, GraphCache, accumulate
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, say_detached
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, shared

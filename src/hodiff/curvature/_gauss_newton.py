@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from hodiff import memory
 from hodiff._core import _arguments, _nodes, _reverse
-from hodiff._core._arguments import Checkpoint, DataReduction
-from hodiff._core._call import Allowed, call
+from hodiff._core._arguments import Allowed, Checkpoint
+from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, check_generator, sum_dtype
 from hodiff._core._where import Where
-from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted, check_predict
+from hodiff.curvature._data import NONE, Batches, BatchWeight, DataReduction, Weighted, check_predict
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._losses import (

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from hodiff import memory
 from hodiff._core import _arguments, _nodes, _reverse
-from hodiff._core._arguments import Checkpoint, DataReduction
-from hodiff._core._call import Allowed, call, in_place_of
+from hodiff._core._arguments import Allowed, Checkpoint
+from hodiff._core._call import call, in_place_of
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
-from hodiff.curvature._data import NONE, BatchWeight, Weighted, check_signature
+from hodiff.curvature._data import NONE, BatchWeight, DataReduction, Weighted, check_signature
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._process_group import ProcessGroup

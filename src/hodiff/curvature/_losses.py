@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _nodes, _reverse, _tree
-from hodiff._core._call import Allowed, call, in_place_of
+from hodiff._core._arguments import Allowed
+from hodiff._core._call import call, in_place_of
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, draw, sum_dtype
 from hodiff.curvature._data import NONE, Weighted, check_signature, told_what_it_got

@@ -573,7 +573,7 @@ class Tangents:
             try:
                 return self._pushed(vectors, outputs)
             except RuntimeError as error:
-                if not _messages.lacks_forward_mode(error):
+                if not lacks_forward_mode(error):
                     raise
                 self._forward = False
         at = [n for n, v in enumerate(vectors) if v is not None]
@@ -613,3 +613,8 @@ class Tangents:
 def _level(undo: Undo) -> None:
     undo += [partial(forward_ad.exit_dual_level, level=forward_ad._current_level + 1)]
     forward_ad.enter_dual_level()
+
+
+def lacks_forward_mode(error: Exception) -> bool:
+    """Whether an operation or a Function has no derivative in PyTorch's forward mode."""
+    return "forward AD" in str(error) or "forward mode AD" in str(error)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hodiff
 from hodiff._core import _kernels, _versions
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 from hodiff.memory import _attention, _chunked, _cross_entropy
 from tests.support.differences import relative_error
 

@@ -449,7 +449,8 @@ def attention_along(
     given = zip(*map(value_and_tangent, (query, key, value, attn_mask)), strict=True)
     from hodiff.memory import _attention
 
-    return _attention.attention_along(*given, *args, **kwargs)
+    along: Any = _attention.attention_along
+    return along(*given, *args, **kwargs)
 
 
 @composite("cross_entropy_loss")
