@@ -18,7 +18,7 @@ from torch.func import functional_call
 import hodiff
 from benchmarks.table import Row
 from benchmarks.timing import race, ratios, spread
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 from hodiff.implicit import argmin
 
 D = torch.float64

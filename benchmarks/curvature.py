@@ -24,7 +24,7 @@ import hodiff
 from benchmarks.models import Problem, networks
 from benchmarks.table import Row
 from benchmarks.timing import Times, race, ratios, spread
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 
 CURVLINOPS = "curvlinops-for-pytorch"
 EIGENTHINGS = "hessian-eigenthings"

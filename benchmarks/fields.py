@@ -13,7 +13,7 @@ from torch.func import grad, hessian, jvp, vmap
 import hodiff
 from benchmarks.table import Row
 from benchmarks.timing import best, race, ratios, spread
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 
 Route = Callable[[nn.Module, Tensor, bool], Tensor]
 LOOP = "loop"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hodiff
 from benchmarks.table import Row
 from benchmarks.timing import race, ratios, spread
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 
 WATCH = 1.15
 PER_NODE = 10e-6

@@ -20,7 +20,7 @@ from benchmarks.curvature import check, curvlinops, eigenthings, module
 from benchmarks.memory import Decoder, mib, peak
 from benchmarks.models import Problem
 from benchmarks.table import Row
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 
 PEERS = {"curvlinops": "curvlinops", "hessian-eigenthings": "hessian_eigenthings"}
 BLOCKS = {"checkpoint": "layers.*", "memory_budget": 0}

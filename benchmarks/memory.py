@@ -17,8 +17,8 @@ import hodiff
 from benchmarks.models import Problem, deep, dense, network_of_input
 from benchmarks.table import Row
 from benchmarks.timing import race, ratios
-from hodiff._core._memory import LiveBytes
 from hodiff._core._reverse import CHUNK_BYTES
+from hodiff.curvature._memory import LiveBytes
 from hodiff.jets._jet import RULES
 from hodiff.memory import _attention
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import hodiff
 from benchmarks.table import Row
 from benchmarks.timing import best, race, ratios, spread
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 
 RATIO = 1.05
 AGAINST_RETAINED = 0.6

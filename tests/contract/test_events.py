@@ -38,9 +38,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hodiff
 from hodiff._core import _kernels, _lazy, _locks, _settings
-from hodiff._core._memory import LiveBytes
 from hodiff._core._where import Where
 from hodiff.cli._explain import Warnings
+from hodiff.curvature._memory import LiveBytes
 from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.graph import _source
 from hodiff.sparse import plan_hessian

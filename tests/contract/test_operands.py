@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hodiff
-from hodiff._core import _memory
 from hodiff._core._lending import NormalTensors
 from hodiff._core._settings import DispatchMode, on
 from hodiff._core._substitutes import ExactNorms
+from hodiff.curvature import _memory
 from hodiff.sparse import _tracer, rules
 from hodiff.steps import _alarm
 from tests.support.callers import CALLERS, SCALE, D, tensors

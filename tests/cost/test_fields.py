@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 from hodiff.fields import _expansions
 
 SAMPLES, COORDINATES, WIDTH = 96, 32, 64

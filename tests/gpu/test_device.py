@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hodiff
-from hodiff._core import _memory, _reverse
+from hodiff._core import _reverse
+from hodiff.curvature import _memory
 from tests.support.callers import CALLERS, PLAIN, SCALE, Caller, tensors
 from tests.support.properties import agree
 from tests.support.releases import CHECKPOINTS

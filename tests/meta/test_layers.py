@@ -25,9 +25,10 @@ MAY_IMPORT = {
         "_core._lazy",
     ),
     "memory": FOUNDATION,  # kernels that a function of the user's meets
-    "jets": FOUNDATION,  # an engine below the calculus, which takes its high orders from it
-    "calculus": (*FOUNDATION, "jets"),
+    "jets": (*FOUNDATION, "memory"),  # an engine below the calculus, which takes its high orders from it
+    "calculus": (*FOUNDATION, "memory", "jets"),
     **dict.fromkeys(FEATURES, (*FOUNDATION, "calculus")),
+    "curvature": (*FOUNDATION, "memory", "calculus"),
     "fields": (*FOUNDATION, "calculus", "jets"),
     "rules": ("errors", "_core"),
     "steps": FOUNDATION,
@@ -62,18 +63,10 @@ def below(name: str, place: str) -> bool:
 LIBRARY = {module_name(path): path for path in library_files()}
 
 
-TUNNEL = {
-    ("hodiff._core._kernels", "hodiff.memory._attention"),
-    ("hodiff._core._kernels", "hodiff.memory._blocks"),
-    ("hodiff._core._kernels", "hodiff.memory._cross_entropy"),
-}
-"""The modules above it that the foundation loads by a string: they stand until memory registers its kernels there."""
-
-
 def library_imports(path):
     """Line and name of what a file imports of the library, by a statement or by a string."""
     for line, name in (*imports(path), *modules_in_strings(path, LIBRARY)):
-        if name.split(".")[0] == "hodiff" and (module_name(path), name) not in TUNNEL:
+        if name.split(".")[0] == "hodiff":
             yield line, name
 
 
@@ -110,18 +103,6 @@ def test_no_import_cycles():
         pytest.fail(f"{' <- '.join(error.args[1])} is a circle of imports: {DOWNWARDS}")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="_core/_kernels.py loads modules of hodiff.memory by a string; when it does no longer, take the row out of "
-    "TUNNEL, and this test out with the last",
-)
-@pytest.mark.parametrize(("module", "name"), sorted(TUNNEL))
-def test_the_foundation_loads_nothing_above_it_by_a_string(module, name):
-    named = {name for _, name in modules_in_strings(LIBRARY[module], LIBRARY)}
-    assert name not in named
-
-
 def allowed_top(module):
     """The top level collects the public names, and who uses only those may import it lazily."""
     return MAY_IMPORT[part(module)] is None
@@ -146,7 +127,7 @@ ONLY_IN = {
     "torch.func.jacfwd": (),
     "torch.func.jacrev": ("cli._tour",),
     "torch.func.hessian": (),
-    "torch.func.vjp": ("_core._kernels",),
+    "torch.func.vjp": ("memory._chunked",),
     "torch.func.grad": ("cli._tour",),
     "torch.func.grad_and_value": ("penalties._critic",),
     "torch.autograd.functional": (),

@@ -26,6 +26,7 @@ DISCIPLINE = {
     "steps._dynamo.lock": "a lock, held while a step is compiled",
     "steps._dynamo._names": ONE_STEP,
     "steps._shadows.inside": OWN,
+    "_core._kernels.OURS": IMPORT,
     "_core._kernels.registered": LOCKED,
     "_core._kernels.plain_attention": LOCKED,
     "_core._hooks._frames": LOCKED,

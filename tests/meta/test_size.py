@@ -29,14 +29,14 @@ from tests.meta.source import (
 
 # 122 before least squares came, 125 before the closed forms, 129 before blocks, 130 before steps, 135 before what
 # runs the list of a step left the file that makes it
-MODULES = 135
+MODULES = 137
 # Of strings that stand alone none is counted: a docstring costs nothing.
-STATEMENTS = 23296
+STATEMENTS = 23355
 # What `grad`, `jacobian`, `hessian`, `hvp` and `laplacian` import.
-MODULES_OF_FIVE_CALLS = 68
+MODULES_OF_FIVE_CALLS = 69
 STATEMENTS_OF_FIVE_CALLS = 9747
 LONGEST_BODY = 45
-LONG_LINES = 3138
+LONG_LINES = 3141
 IMPORTED_ONCE = 7
 PRIVATE_NAMES = {
     "_core._arguments": 1,
@@ -44,7 +44,7 @@ PRIVATE_NAMES = {
     "_core._compiled_callers": 3,
     "_core._graph": 1,
     "_core._hooks": 9,
-    "_core._kernels": 17,
+    "_core._kernels": 13,
     "_core._lending": 6,
     "_core._loans": 1,
     "_core._locks": 2,
@@ -68,6 +68,7 @@ PRIVATE_NAMES = {
     "jets.rules.fallback": 1,
     "memory._attention": 3,
     "memory._blocks": 2,
+    "memory._chunked": 4,
     "sparse._tracer": 9,
     "steps": 9,
     "steps._alarm": 3,
@@ -178,9 +179,10 @@ def test_the_foundation_has_no_list_of_what_stands_on_it() -> None:
     upper = {name for name in hodiff.__all__ if defined_above(getattr(hodiff, name))}
     assert {"hvp", "laplacian", "LevenbergMarquardt"} <= upper and "InputError" not in upper
     for path in [*(PACKAGE / "_core").rglob("*.py"), PACKAGE / "errors.py"]:
+        offered = [node.value for node in tree(path).body if ast.unparse(node).startswith("__all__ = ")]
         for node in ast.walk(tree(path)):
             keys = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
-            listed = upper & {key.value for key in keys if isinstance(key, ast.Constant)}
+            listed = set() if node in offered else upper & {key.value for key in keys if isinstance(key, ast.Constant)}
             assert len(listed) < 2, (
                 f"{where(path, node.lineno)} lists {sorted(listed)}: mark each where it is defined instead"
             )

@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _kernels
-from hodiff.memory import _attention, _cross_entropy
+from hodiff.memory import _attention, _chunked, _cross_entropy
 from tests.support.laws import law
 from tests.support.releases import CHECKPOINTS
 from tests.unit.jets.oracle import lean, twice
@@ -100,7 +99,7 @@ def test_attention(form: tuple[list[Tensor], Any, dict[str, Any]], piece: int) -
         return derivatives(value, by if bias is None or bias.dtype == torch.bool else [*by, bias])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_kernels, "SIZE", piece)
+        patch.setattr(_chunked, "SIZE", piece)
         found = run(hodiff.twice_differentiable())
     close(found, run(sdpa_kernel(SDPBackend.MATH)))
 
@@ -117,7 +116,7 @@ def test_attention_of_first_order(form: tuple[list[Tensor], Any, dict[str, Any]]
         return value.sin().sum()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_kernels, "SIZE", piece)
+        patch.setattr(_chunked, "SIZE", piece)
         slope, gradients = lean(loss, by, v)
     expected, others = twice(loss, by, v)
     close([slope, *gradients], [expected, *others])
@@ -152,7 +151,7 @@ def test_cross_entropy(form: tuple[Tensor, Tensor, dict[str, Any]], piece: int) 
         return derivatives(F.cross_entropy(z, target, **options), [z])
 
     with pytest.MonkeyPatch.context() as patch, hodiff.twice_differentiable():
-        patch.setattr(_kernels, "SIZE", piece)
+        patch.setattr(_chunked, "SIZE", piece)
         found = run()
     close(found, run())
 
@@ -163,7 +162,7 @@ def test_cross_entropy_of_first_order(form: tuple[Tensor, Tensor, dict[str, Any]
     logits, target, options = form
     loss = lambda z: F.cross_entropy(z, target, **options).sin().sum()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_kernels, "SIZE", piece)
+        patch.setattr(_chunked, "SIZE", piece)
         slope, gradients = lean(loss, [logits], [logits.cos()])
     expected, others = twice(loss, [logits], [logits.cos()])
     close([slope, *gradients], [expected, *others])

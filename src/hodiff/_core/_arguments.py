@@ -9,7 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypedDict, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,36 @@ from torch import Tensor, nn
 from hodiff._core import _tree
 from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError, HodiffError, InputError
+
+__all__ = [
+    "MISSING",
+    "TENSORS",
+    "Allowed",
+    "Checkpoint",
+    "ChunkSize",
+    "NoNumber",
+    "Probes",
+    "SparseOutput",
+    "SupportsArray",
+    "Unlike",
+    "allowed",
+    "check_arguments",
+    "check_batch",
+    "check_chunk_size",
+    "check_container",
+    "check_integer",
+    "check_number",
+    "check_option",
+    "check_output",
+    "check_real_tensor",
+    "check_rows",
+    "is_number",
+    "is_set",
+    "kind",
+    "outside",
+    "plural",
+    "shown",
+]
 
 Allowed = Sequence[str | type] | str | type
 """`allow=`: the `autograd.Function` classes, or their names, whose second derivative is accepted as it is."""
@@ -27,79 +57,11 @@ ChunkSize = int | Literal["auto"]
 Checkpoint = bool | str
 """What of `f` runs again in each pass: nothing, its own checkpoints, the modules so named."""
 
-Probes = Literal["rademacher", "gaussian"]
-"""The law of random vectors v; E[v vᵀ] = I under both."""
-
-Reduction = Literal["mean", "sum", "none"]
-"""From one value for each sample to a loss."""
-
-ExtremeReduction = Literal["max", "mean", "sum", "none"]
-"""From values of which the largest may be what counts."""
-
-DataReduction = Literal["mean", "sum"]
-"""What a sum over batches is divided by: by their weights, or by nothing."""
-PatchReduction = Literal["sum", "mean"]
-"""From several outputs of one sample to one."""
-
-SecondMethod = Literal["exact", "differences"]
-"""How a second directional derivative is computed."""
-
-
 SparseOutput = Literal["torch", "csr", "scipy", "auto"]
 """In which form a sparse matrix is wanted."""
 
-
-class CallOptions(TypedDict, total=False):
-    """The options of every function that takes a function.
-
-    For overloads alone: at run time signatures are spelled out.
-    """
-
-    create_graph: bool | None
-    allow: Allowed
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any] | None
-
-
-class CommonOptions(CallOptions, total=False):
-    """The options of every function of the calculus."""
-
-    strict: bool | None
-
-
-class ChunkedOptions(CommonOptions, total=False):
-    """The options of functions that take many vectors."""
-
-    chunk_size: ChunkSize
-
-
-class BatchedOptions(CommonOptions, total=False):
-    """The options of functions that know independent samples."""
-
-    batch_ndim: int
-    check_independence: bool
-
-
-class ChunkedBatchedOptions(ChunkedOptions, BatchedOptions, total=False):
-    """The options of functions of many vectors at independent samples."""
-
-
-class ProductOptions(ChunkedBatchedOptions, total=False):
-    """The options of products, in which parts of `f` may run again."""
-
-    checkpoint: Checkpoint
-
-
-class ProductWithoutExtra(ProductOptions, total=False):
-    """The options of such a product where `f` returns the loss alone."""
-
-    has_aux: Literal[False]
-
-
-class WithoutExtra(ChunkedBatchedOptions, total=False):
-    """The options of such a function where `f` returns the loss alone."""
-
-    has_aux: Literal[False]
+Probes = Literal["rademacher", "gaussian"]
+"""The law of random vectors v; E[v vᵀ] = I under both."""
 
 
 def check_option(value: Any, vocabulary: Any, name: str) -> None:
@@ -328,12 +290,6 @@ def check_number(value: Any, name: str, *, least: float = -math.inf, below: floa
         bound = "" if least == -math.inf else f" of at least {least}"
         bound += "" if below == math.inf else f", below {below:g}"
         raise InputError(f"{name}: got {shown(value)}, expected a number{bound}.")
-
-
-def check_positive(value: Any, name: str, more: str = "") -> None:
-    """Raise unless `value` is a finite number above 0."""
-    if not is_number(value) or value <= 0:
-        raise InputError(f"{name}: got {shown(value)}, expected a positive number{more}.")
 
 
 def check_chunk_size(value: int | str) -> int | None:
@@ -625,15 +581,6 @@ def freed() -> GraphError:
         "parameters are freed between passes, so it has no second derivative. Compute the tensor "
         "with a plain copy of the model (p.full_tensor() for each parameter p); the documentation "
         "has more, under 'Several processes'."
-    )
-
-
-def freed_in_loop() -> GraphError:
-    """The error for a second pass of the user's own that needs such parameters."""
-    return GraphError.about(
-        "a second pass through a model under fully_shard needs parameters that the first pass has "
-        "freed. Call model.set_reshard_after_backward(False) before the model runs; "
-        "twice_differentiable() shards it again when it closes."
     )
 
 

@@ -18,6 +18,27 @@ from hodiff._core._arguments import Allowed, allowed, is_set
 from hodiff._core._where import Where, plain
 from hodiff.errors import InputError
 
+__all__ = [
+    "COMPUTED",
+    "Call",
+    "call",
+    "carries_tangent",
+    "cut",
+    "in_place_of",
+    "inside",
+    "inside_vmap",
+    "is_followed",
+    "is_wrapped",
+    "loss_recorded",
+    "nested",
+    "outer_order",
+    "recorded",
+    "refuse_tangent",
+    "refuse_transforms",
+    "state",
+    "tangents",
+]
+
 
 class Call(NamedTuple):
     """What one call of the library evaluates.

@@ -13,6 +13,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+__all__ = ["REASON", "break_graphs", "mark", "uncompiled"]
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 REASON = (

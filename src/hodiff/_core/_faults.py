@@ -15,6 +15,8 @@ from typing import Any
 
 from hodiff.errors import HodiffError
 
+__all__ = ["interrupt_behind", "interrupts", "is_fault"]
+
 _FAULTS = frozenset({
     ArithmeticError, AssertionError, AttributeError, FileNotFoundError, FloatingPointError, IndexError, KeyError,
     LookupError, NotImplementedError, OSError, OverflowError, PermissionError, RuntimeError, TypeError, ValueError,

@@ -22,6 +22,8 @@ from hodiff._core._loans import LEAF_TAG, LeafTag, memory_of, tag_of
 from hodiff._core._substitutes import ExactNorms
 from hodiff.errors import GraphError, InputError
 
+__all__ = ["OutputGraph", "Watched", "detached", "split"]
+
 
 class OutputGraph:
     """The outputs of `f` at a point, ready to be differentiated.

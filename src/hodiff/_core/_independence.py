@@ -17,6 +17,8 @@ from hodiff._core._settings import RandomState
 from hodiff._core._where import Where
 from hodiff.errors import BatchMixingWarning, InputError
 
+__all__ = ["check"]
+
 
 def check(
     f: Any,

@@ -10,6 +10,8 @@ from typing import Any
 from hodiff._core import _compiled_callers
 from hodiff._core._settings import Scope, Undo
 
+__all__ = ["names", "uncollected"]
+
 
 def uncollected() -> Scope:
     """No collection meanwhile: modules make objects that stay, and a full one goes through all of PyTorch's."""

@@ -55,6 +55,8 @@ from hodiff._core._settings import RandomState
 from hodiff._core._where import TRAINABLE, is_trainable
 from hodiff.errors import InputError
 
+__all__ = ["EvaluationContext"]
+
 WHILE_CALLS += [
     *_substitutes.of_operators(),
     _versions.telling_where_forward_mode_begins(_call.note_forward_mode),

@@ -24,6 +24,8 @@ from hodiff._core._call import Call
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 
+__all__ = ["memory_of", "tag_of"]
+
 # --- leaves in place of tensors -----------------------------------------------------------------------------------
 
 LEAF_TAG = "_leaf_of_hodiff"

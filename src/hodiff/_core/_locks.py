@@ -26,6 +26,8 @@ from torch import nn
 from hodiff._core import _faults, _versions
 from hodiff.errors import GraphError
 
+__all__ = ["ThreadClaim", "claimed", "here", "lock"]
+
 lock = threading.RLock()  # the only one: the collector may close what was lost at any moment, so two could cross
 _changed = threading.Condition(lock)  # notified when a claim is released
 _claims: dict[Any, tuple[int, dict[Any, None]]] = {}  # a module, or what else -> (owning thread, the loans that claim)

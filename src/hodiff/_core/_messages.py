@@ -16,6 +16,20 @@ from hodiff._core import _arguments, _near_zero, _versions
 from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError, printable
 
+__all__ = [
+    "CONSTANTS",
+    "DIGITS",
+    "WRITTEN_AT_SOME",
+    "Failure",
+    "Reported",
+    "explainer",
+    "kind_of",
+    "note_memory",
+    "table",
+    "way_out",
+    "without_derivative",
+]
+
 
 class WayOut(NamedTuple):
     """An operation without a second derivative, in words, and what to do instead."""
@@ -360,11 +374,6 @@ def engine_error(error: Exception) -> GraphError | None:
         return GraphError.about(f"PyTorch has no derivative of {name}.", operations=[_key(name)])
     ours = _OURS.get(kind_of(error))
     return ours() if ours is not None else None
-
-
-def lacks_forward_mode(error: Exception) -> bool:
-    """Whether an operation or a Function has no derivative in PyTorch's forward mode."""
-    return "forward AD" in str(error) or "forward mode AD" in str(error)
 
 
 def about_inference(error: Exception) -> bool:

@@ -24,6 +24,8 @@ from hodiff._core import _settings, _versions
 from hodiff._core._arguments import outside
 from hodiff.errors import HodiffWarning
 
+__all__ = ["BESSEL", "cumprod", "det", "is_even", "is_near", "prod", "sinc", "warn_of_near"]
+
 
 def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
     """Whether a norm or a root has entries so small that few digits of such a derivative are left.

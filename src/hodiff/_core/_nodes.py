@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -19,6 +19,29 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from hodiff._core import _settings, _versions
+
+__all__ = [
+    "ACCUMULATE",
+    "HIDING",
+    "Node",
+    "Survey",
+    "age",
+    "below",
+    "coarsest",
+    "function_of",
+    "is_once_differentiable",
+    "largest_output",
+    "leaves_below",
+    "made_since",
+    "mark_results",
+    "node_of",
+    "reaches",
+    "runs_hooks",
+    "saved",
+    "survey",
+    "walk",
+    "without_values",
+]
 
 Node = Any
 """An autograd node. (`torch.autograd.graph.Node` is abstract and has no attributes to type-check.)"""
@@ -368,24 +391,3 @@ def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node
     if reached[MANY:]:
         free_one_by_one(roots, reached)
     return met
-
-
-def leading_to(graph: Mapping[Node, Collection[Node]], chosen: Iterable[Node]) -> set[Node]:
-    """The nodes of a graph, given with the nodes that each leads to, that lead to one of `chosen`, and those."""
-    above: dict[Node, list[Node]] = {}
-    for node, below in graph.items():
-        for child in below:
-            above.setdefault(child, []).append(node)
-    nodes = set(chosen)
-    stack = list(nodes)
-    while stack:
-        fresh = [node for node in above.get(stack.pop(), ()) if node not in nodes]
-        nodes.update(fresh)
-        stack += fresh
-    return nodes
-
-
-def topmost(roots: Iterable[Node | None], chosen: Iterable[Node]) -> list[Node]:
-    """The nodes of `chosen` that a walk from `roots` meets first."""
-    chosen = set(chosen)
-    return [node for node in walk(roots, chosen) if node in chosen]

@@ -16,6 +16,8 @@ from hodiff._core import _arguments, _messages, _near_zero, _nodes, _python_func
 from hodiff._core._arguments import outside
 from hodiff.errors import BatchMixingWarning, GraphError, HodiffWarning
 
+__all__ = ["MIXING", "bypass", "judge", "listed", "loses_digits", "said", "warn_of_mixing", "warn_of_non_finite"]
+
 
 def independent(module_slice: bool, unused: list[str], has_graph: bool) -> GraphError:
     """The error for a result that depends on nothing it could be differentiated by."""

@@ -24,6 +24,32 @@ from hodiff._core._faults import interrupt_behind, is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff.errors import GraphError, InputError
 
+__all__ = [
+    "CHUNK_BYTES",
+    "agree",
+    "auto_chunk",
+    "basis",
+    "batched",
+    "blocks",
+    "check_fits",
+    "densified",
+    "derivative",
+    "fitting",
+    "gradient",
+    "has_second_derivatives",
+    "jvp",
+    "largest",
+    "products",
+    "search_block",
+    "transposed_product",
+    "unaliased",
+    "vjp",
+    "vjp_between",
+    "vjps",
+    "warned_if_not_finite",
+    "writable",
+]
+
 Cotangents = Callable[[int, int], list[Tensor]]
 """Makes the cotangents of the vectors from `start` to `stop`, stacked along a new first dimension."""
 
@@ -77,13 +103,6 @@ def vjp(
         gradients = joined_to_leaves(graph, gradients)
         _nodes.mark_results(gradients)
     return gradients
-
-
-def vjp_ahead(graph: OutputGraph, output: Tensor, cotangent: Tensor) -> Tensor:
-    """One detached pass to a single leaf, ahead of others that need the same graph."""
-    return densified(
-        vjp_between([output], graph.leaves, [cotangent], keep=True, recorded=graph.recorded), graph.leaves
-    )[0]
 
 
 def gradient(graph: OutputGraph, *, differentiated: bool = False, missed: set[int] | None = None) -> list[Tensor]:
@@ -662,17 +681,3 @@ def _ordered(stacked: Tensor, output: Tensor, leaf: Tensor, batch_ndim: int) -> 
     if batch_ndim:
         stacked = stacked.movedim(0, batch_ndim)
     return stacked.reshape((*batch, *output.shape[batch_ndim:], *event))
-
-
-def matrix(table: list[list[Tensor]], outputs: Sequence[Tensor], leaves: Sequence[Tensor], batch_ndim: int) -> Tensor:
-    """The blocks as one matrix, `(M, D)` or `(*batch, M, D)`, rows and columns in the order of the tensors."""
-    batch = leaves[0].shape[:batch_ndim]
-    heights = [output.shape[batch_ndim:].numel() for output in outputs]
-    widths = [leaf.shape[batch_ndim:].numel() for leaf in leaves]
-    rows = [
-        torch.cat([block.reshape((*batch, height, width)) for block, width in zip(line, widths, strict=True)], dim=-1)
-        if len(widths) > 1
-        else line[0].reshape((*batch, height, widths[0]))
-        for line, height in zip(table, heights, strict=True)
-    ]
-    return torch.cat(rows, dim=-2) if len(rows) > 1 else rows[0]

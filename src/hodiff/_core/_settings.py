@@ -30,6 +30,29 @@ from hodiff._core import _locks
 from hodiff._core._compiled_callers import uncompiled
 from hodiff.errors import HodiffWarning
 
+__all__ = [
+    "Context",
+    "Counted",
+    "DispatchMode",
+    "InTime",
+    "Offered",
+    "RandomState",
+    "Scope",
+    "Undo",
+    "assign",
+    "autocast",
+    "eager",
+    "grad_mode",
+    "on",
+    "record",
+    "recording",
+    "records",
+    "take_off",
+    "those_on",
+    "tracing",
+    "undo_all",
+]
+
 T = TypeVar("T")
 Undo = list[Callable[[], object]]
 """What is to be undone, the last step first."""

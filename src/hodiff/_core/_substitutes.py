@@ -31,6 +31,17 @@ from hodiff._core._hooks import watch_modules
 from hodiff._core._settings import tracing
 from hodiff.errors import GraphError
 
+__all__ = [
+    "TAKEN_FOR_CONSTANTS",
+    "ExactNorms",
+    "batch_norm",
+    "instance_norm",
+    "layer_norm",
+    "named_by_torch",
+    "power",
+    "weight_norm",
+]
+
 
 def layer_norm(
     input: Tensor,

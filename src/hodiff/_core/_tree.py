@@ -12,6 +12,20 @@ from typing import Any, NamedTuple
 
 from hodiff.errors import InputError
 
+__all__ = [
+    "LEAF",
+    "Tree",
+    "describe",
+    "difference",
+    "flatten",
+    "is_container",
+    "leaves_like",
+    "paths",
+    "rebuild",
+    "reordered",
+    "tree_map",
+]
+
 
 class Branch(NamedTuple):
     """How one container is put together: its kind, the keys of its children, and their shapes."""

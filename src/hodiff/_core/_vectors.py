@@ -23,6 +23,19 @@ from hodiff._core import _arguments, _settings, _tree
 from hodiff._core._arguments import Probes, as_tensors, check_dense, tree_of_listed_leaves
 from hodiff.errors import InputError
 
+__all__ = [
+    "SOME",
+    "Leaves",
+    "Space",
+    "Vectors",
+    "check_generator",
+    "draw",
+    "generic",
+    "near",
+    "standard_error",
+    "sum_dtype",
+]
+
 Leaves = list[Tensor]
 """A vector inside: one tensor for each leaf of the point; of `K` vectors, with one more dimension in front."""
 NO_BATCH = torch.Size()
@@ -474,14 +487,14 @@ def draw(shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Ge
 
 def generic(count: int) -> Tensor:
     """Numbers in [1, 2), always the same ones, that touch nobody's random state. Each caller has its own."""
-    return 1 + (_SOME[:count] if count <= 2**12 else _uniform(count))
+    return 1 + (SOME[:count] if count <= 2**12 else _uniform(count))
 
 
 def _uniform(count: int) -> Tensor:
     return torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
 
 
-_SOME = _uniform(2**12)  # to seed a generator takes as long as a pass over a small graph
+SOME = _uniform(2**12)  # to seed a generator takes as long as a pass over a small graph
 
 
 def standard_error(estimates: Tensor) -> Tensor | None:

@@ -34,6 +34,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hodiff.errors import HodiffError, HodiffWarning
 
+__all__ = [
+    "BATCHED_KEY",
+    "CLAMPED",
+    "GROUPS_HEADS",
+    "LARGEST",
+    "RELEASE",
+    "dense",
+    "load_forward_mode",
+    "mend_from_local",
+    "newer",
+    "received",
+    "reduction",
+]
+
 levels: Any = getattr(sys.modules["torch._functorch"], "predispatch", torch._C)
 levels = levels if hasattr(levels, "_enter_dual_level") else torch._C
 """Where all use of forward mode looks up `_enter_dual_level`: from 2.13 on a module, which has another name below."""

@@ -18,6 +18,8 @@ from hodiff._core import _arguments, _locks, _tree
 from hodiff._core._vectors import Space, matches
 from hodiff.errors import InputError
 
+__all__ = ["Selection", "Where", "modules_below", "plain", "select"]
+
 
 class ModuleSlice(NamedTuple):
     """Some leaves that are parameters of one module: where they start, under which names, and how it is made."""

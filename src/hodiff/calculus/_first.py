@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _independence, _reverse, _settings, _tree
-from hodiff._core._arguments import Allowed, BatchedOptions, ChunkedBatchedOptions, ChunkedOptions, ChunkSize, is_set
+from hodiff._core._arguments import Allowed, ChunkSize, is_set
 from hodiff._core._call import call
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Space, generic
 from hodiff._core._where import Selection, Where
+from hodiff.calculus._options import BatchedOptions, ChunkedBatchedOptions, ChunkedOptions
 
 T = TypeVar("T")
 What = Callable[..., Any] | Tensor
@@ -332,7 +333,7 @@ def jacobian(
         _reverse.check_fits(outputs, graph.leaves, batch_ndim, JACOBIAN_WAY_OUT)
         table = tall_jacobian(graph, outputs, chunk_size=chunk) or _reverse.blocks(graph, outputs, chunk_size=chunk)
     if is_set(matrix, "matrix"):
-        return _reverse.matrix(table, outputs, graph.leaves, batch_ndim)
+        return joined(table, outputs, graph.leaves, batch_ndim)
     _, _, tree = _tree.flatten(graph.outputs)
     return _tree.rebuild(tree, iter([graph.call.where.result(row) for row in table]))
 
@@ -523,3 +524,17 @@ def _add_up(sums: list[Tensor], sizes: list[Tensor], expected: Tensor) -> bool:
 
 def _coarsest(tensors: list[Tensor]) -> torch.dtype:
     return max((tensor.dtype for tensor in tensors), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def joined(table: list[list[Tensor]], outputs: Sequence[Tensor], leaves: Sequence[Tensor], batch_ndim: int) -> Tensor:
+    """The blocks as one matrix, `(M, D)` or `(*batch, M, D)`, rows and columns in the order of the tensors."""
+    batch = leaves[0].shape[:batch_ndim]
+    heights = [output.shape[batch_ndim:].numel() for output in outputs]
+    widths = [leaf.shape[batch_ndim:].numel() for leaf in leaves]
+    rows = [
+        torch.cat([block.reshape((*batch, height, width)) for block, width in zip(line, widths, strict=True)], dim=-1)
+        if len(widths) > 1
+        else line[0].reshape((*batch, height, widths[0]))
+        for line, height in zip(table, heights, strict=True)
+    ]
+    return torch.cat(rows, dim=-2) if len(rows) > 1 else rows[0]

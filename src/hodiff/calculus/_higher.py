@@ -169,7 +169,7 @@ def _along(graph: OutputGraph, below: Tensor, weights: Tensor, *, last: bool) ->
     """The order above `below` with weights for ones; the last one is only looked at."""
     if not last:
         return _reverse.vjp(graph, [below], [weights], differentiated=True)[0]
-    return _reverse.vjp_ahead(graph, below, weights) if below.requires_grad else torch.zeros_like(below)
+    return vjp_ahead(graph, below, weights) if below.requires_grad else torch.zeros_like(below)
 
 
 def _check_elementwise(
@@ -263,3 +263,10 @@ def _orders(series: Series, n: int, lines: int) -> list[list[Any]]:
     """The coefficients up to n along each line."""
     rows = [entry(series, k, lines) for k in range(1, n + 1)]
     return [[series[0], *(row[line] for row in rows)] for line in range(lines)]
+
+
+def vjp_ahead(graph: OutputGraph, output: Tensor, cotangent: Tensor) -> Tensor:
+    """One detached pass to a single leaf, ahead of others that need the same graph."""
+    return _reverse.densified(
+        _reverse.vjp_between([output], graph.leaves, [cotangent], keep=True, recorded=graph.recorded), graph.leaves
+    )[0]

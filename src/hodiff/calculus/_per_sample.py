@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _call, _nodes, _reverse, _settings, _tree, _vectors
-from hodiff._core._arguments import Allowed, ChunkedOptions, ChunkSize
+from hodiff._core._arguments import Allowed, ChunkSize
 from hodiff._core._call import call
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Selection
+from hodiff.calculus._options import ChunkedOptions
 from hodiff.errors import InputError
 
 T = TypeVar("T")

@@ -12,20 +12,14 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _independence, _kernels, _nodes, _reverse
-from hodiff._core._arguments import (
-    Allowed,
-    Checkpoint,
-    ChunkedBatchedOptions,
-    ChunkSize,
-    ProductOptions,
-    ProductWithoutExtra,
-    WithoutExtra,
-    is_set,
-)
+from hodiff import memory
+from hodiff._core import _arguments, _independence, _nodes, _reverse
+from hodiff._core._arguments import Allowed, Checkpoint, ChunkSize, is_set
 from hodiff._core._call import call, cut
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Selection, Where
+from hodiff.calculus import _first
+from hodiff.calculus._options import ChunkedBatchedOptions, ProductOptions, ProductWithoutExtra, WithoutExtra
 
 V = TypeVar("V")
 What = Callable[..., Any] | Tensor
@@ -122,7 +116,7 @@ def hvp(
     if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
     if checkpoint is not False:
-        f = _kernels.in_blocks(f, where, checkpoint)
+        f = memory.in_blocks(f, where, checkpoint)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
@@ -313,7 +307,7 @@ def cross_hvp(
     if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True)
     if checkpoint is not False:
-        f = _kernels.in_blocks(f, where, checkpoint)
+        f = memory.in_blocks(f, where, checkpoint)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)
     ) as graph:
@@ -608,7 +602,7 @@ def _dense(
         table = _reverse.blocks(graph, gradient, chunk_size=chunk)
         gradient = _reverse.unaliased(gradient if graph.create_graph else [cut(part) for part in gradient])
     if is_set(matrix, "matrix"):
-        second = _reverse.matrix(table, where.tensors, where.tensors, batch_ndim)
+        second = _first.joined(table, where.tensors, where.tensors, batch_ndim)
     else:
         second = where.result([where.result(row) for row in table])
     return graph, gradient, second

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hodiff
 from hodiff._core import _settings, _versions
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 
 HELP = "show what hodiff is for, on one screen; exit with 1 if a number is wrong"
 

@@ -19,8 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from hodiff._core import _arguments, _tree, _versions
-from hodiff._core._arguments import DataReduction
 from hodiff.errors import GraphError, HodiffWarning, InputError
+
+DataReduction = Literal["mean", "sum"]
+"""What a sum over batches is divided by: by their weights, or by nothing."""
+
 
 BatchWeight = Callable[[Any], Any] | Literal["equal"] | None
 

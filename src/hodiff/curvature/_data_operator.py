@@ -10,11 +10,13 @@ from typing import Any, Generic, Literal, Self
 
 import torch
 
-from hodiff._core import _arguments, _kernels, _memory, _messages
-from hodiff._core._arguments import Checkpoint, DataReduction
+from hodiff import memory
+from hodiff._core import _arguments, _messages
+from hodiff._core._arguments import Checkpoint
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
-from hodiff.curvature._data import Batches, check_total
+from hodiff.curvature import _memory
+from hodiff.curvature._data import Batches, DataReduction, check_total
 from hodiff.curvature._graph_cache import Builder, G, GraphCache, accumulate
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, say_detached
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, shared
@@ -283,7 +285,7 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
 
     def _check_blocks(self, f: Any, checkpoint: Checkpoint) -> None:
         """Raise unless `checkpoint=` says which blocks of `f` there are."""
-        _kernels.in_blocks(f, self._graphs.where, checkpoint)
+        memory.in_blocks(f, self._graphs.where, checkpoint)
 
     def _try(self) -> Callable[[G], object]:
         zeros = [torch.zeros_like(self._graphs.where.tensors[index]) for index in self._chosen]

@@ -14,6 +14,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Probes
 from hodiff._core._vectors import near, standard_error, sum_dtype
+from hodiff.curvature import _probes
 from hodiff.curvature._krylov import orthogonalized
 from hodiff.curvature._links import told
 from hodiff.curvature._operator import LinearOperator, as_given, normal
@@ -122,7 +123,7 @@ def spectral_density(
     _arguments.check_integer(steps, "steps", least=1)
     _arguments.check_integer(points, "points", least=2)
     if width is not None:
-        _arguments.check_positive(width, "width", ", or None")
+        _probes.check_positive(width, "width", ", or None")
 
     def record(quadrature: GaussRules, spent: int) -> DensityRecord:
         low, high = extent(quadrature)

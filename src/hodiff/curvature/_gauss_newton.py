@@ -9,13 +9,14 @@ from typing import Any, Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _kernels, _nodes, _reverse
-from hodiff._core._arguments import Checkpoint, DataReduction
-from hodiff._core._call import Allowed, call
+from hodiff import memory
+from hodiff._core import _arguments, _nodes, _reverse
+from hodiff._core._arguments import Allowed, Checkpoint
+from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, check_generator, sum_dtype
 from hodiff._core._where import Where
-from hodiff.curvature._data import NONE, Batches, BatchWeight, Weighted, check_predict
+from hodiff.curvature._data import NONE, Batches, BatchWeight, DataReduction, Weighted, check_predict
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._losses import (
@@ -165,7 +166,7 @@ class PullbackBuilder(Builder[CurvedOutputs]):
         """Evaluate one batch and linearize it."""
         predict: Any = self.predict
         if self.checkpoint is not False:
-            predict = _kernels.in_blocks(predict, where, self.checkpoint)
+            predict = memory.in_blocks(predict, where, self.checkpoint)
         keep = self.keep or self.checkpoint is False
         with predicted(predict, where, batch, self.allow, keep=keep) as graph:
             random, outputs = graph.context.random.moved(), graph.tensors()

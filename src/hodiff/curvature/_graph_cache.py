@@ -13,10 +13,11 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from hodiff._core import _call, _locks, _memory, _nodes, _reverse, _settings, _versions
+from hodiff._core import _call, _locks, _nodes, _reverse, _settings, _versions
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, sum_dtype
 from hodiff._core._where import Where
+from hodiff.curvature import _memory
 from hodiff.curvature._data import NONE, Batches, check_total
 from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.curvature._staleness import Modules, Values, buffers_of, culprits, warn_buffers, warn_random

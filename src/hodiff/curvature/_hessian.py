@@ -9,13 +9,14 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hodiff._core import _arguments, _kernels, _nodes, _reverse
-from hodiff._core._arguments import Checkpoint, DataReduction
-from hodiff._core._call import Allowed, call, in_place_of
+from hodiff import memory
+from hodiff._core import _arguments, _nodes, _reverse
+from hodiff._core._arguments import Allowed, Checkpoint
+from hodiff._core._call import call, in_place_of
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
-from hodiff.curvature._data import NONE, BatchWeight, Weighted, check_signature
+from hodiff.curvature._data import NONE, BatchWeight, DataReduction, Weighted, check_signature
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._process_group import ProcessGroup
@@ -82,7 +83,7 @@ class HessianBuilder(Builder[BatchGraph]):
 
         what = f if computed else in_place_of(f, weighed)
         if self.checkpoint is not False:
-            what = _kernels.in_blocks(what, where, self.checkpoint)
+            what = memory.in_blocks(what, where, self.checkpoint)
         return OutputGraph(call(
             what, where, passes=2, create_graph=create_graph, has_aux=not computed,
             keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args, kwargs=self.kwargs,

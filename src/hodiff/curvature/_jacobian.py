@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _nodes, _reverse, _tree
-from hodiff._core._call import Allowed
+from hodiff._core._arguments import Allowed
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff._core._where import Where

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _locks, _memory, _reverse, _settings, _tree, _versions
+from hodiff._core import _arguments, _locks, _reverse, _settings, _tree, _versions
 from hodiff._core._call import call, refuse_transforms
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import generic
 from hodiff.calculus._first import tall_jacobian
 from hodiff.calculus._per_sample import GROUP, Samples, check_not_crossed
-from hodiff.curvature import _data
+from hodiff.curvature import _data, _memory, _probes
 from hodiff.curvature._damped_system import DampedStep, DampedSystem, flat
 from hodiff.curvature._process_group import is_wrapped
 from hodiff.curvature._records import LeastSquaresRecord
@@ -198,7 +198,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         good = [callable(f) and not isinstance(f, Tensor) for f in self._functions]
         if not good or not all(good):
             raise InputError("residuals: expected a function of where and a batch, or a list of such functions.")
-        _arguments.check_positive(FIRST if damping is None else damping, "damping")
+        _probes.check_positive(FIRST if damping is None else damping, "damping")
         _arguments.check_number(0 if min_damping is None else min_damping, "min_damping", least=0)
         _arguments.check_number(momentum, "momentum", least=0, below=1.0)
         self._damping, self._momentum = damping, float(momentum)

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _kernels, _nodes, _reverse, _tree
-from hodiff._core._call import Allowed, call, in_place_of
+from hodiff._core import _arguments, _nodes, _reverse, _tree
+from hodiff._core._arguments import Allowed
+from hodiff._core._call import call, in_place_of
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, draw, sum_dtype
 from hodiff.curvature._data import NONE, Weighted, check_signature, told_what_it_got
@@ -300,7 +301,8 @@ def cross_entropy(loss: nn.CrossEntropyLoss, outputs: Leaves, target: Tensor) ->
     At each position it is \(-\sum_c t_c \log p_c\) with weights \(t\) that do not depend on *z*, so its
     gradient is \(s p - t\) and its Hessian \(s (\operatorname{diag} p - p p^\top)\), with \(s = \sum_c t_c\).
     """
-    closed = _kernels.module_of("cross_entropy_loss")
+    from hodiff.memory import _cross_entropy as closed
+
     z = _single(loss, outputs)
     classes = 0 if z.ndim == 1 else 1
     weight = _counted(loss, z, target, classes)

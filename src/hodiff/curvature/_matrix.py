@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _call, _reverse, _settings, _vectors
-from hodiff._core._arguments import check_integer, check_positive, check_real_tensor, is_set
+from hodiff._core._arguments import check_integer, check_real_tensor, is_set
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given
-from hodiff.curvature._probes import check_square, flat_product, power_of_two, source
+from hodiff.curvature._probes import check_positive, check_square, flat_product, power_of_two, source
 from hodiff.errors import InputError
 
 LARGEST_VIEW = 2**36

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _call, _locks, _messages, _settings
 from hodiff._core._arguments import SupportsArray
-from hodiff._core._memory import free_bytes, readable
 from hodiff._core._vectors import Leaves, Space, sum_dtype
+from hodiff.curvature._memory import free_bytes, readable
 from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.curvature._staleness import one_look
 from hodiff.errors import GraphError, HodiffWarning, InputError

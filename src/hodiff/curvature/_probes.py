@@ -196,7 +196,7 @@ def check_rtol(rtol: object, number: int | None = None) -> None:
     """Raise unless the tolerance is a positive number, or None; and where so many vectors cannot tell the error."""
     if rtol is None:
         return
-    _arguments.check_positive(rtol, "rtol", ", or None")
+    check_positive(rtol, "rtol", ", or None")
     if number == 1:
         raise InputError("rtol: the error of one random vector is unknown; give several, or no rtol.")
 
@@ -348,3 +348,9 @@ class EstimatorProgress:
         if self._bar is not None:
             self._bar.close()
         self._raise_on_all_ranks.__exit__(kind, error, at)
+
+
+def check_positive(value: Any, name: str, more: str = "") -> None:
+    """Raise unless `value` is a finite number above 0."""
+    if not _arguments.is_number(value) or value <= 0:
+        raise InputError(f"{name}: got {_arguments.shown(value)}, expected a positive number{more}.")

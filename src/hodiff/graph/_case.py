@@ -347,8 +347,8 @@ class Evidence:
         parameters = [node for node in under if (leaf := _saved.leaf(node)) is not None and id(leaf) not in moved]
         if not moved or not parameters:
             return []
-        others = _nodes.leading_to(under, parameters)
-        tops = _nodes.topmost(self.case.roots, [node for node in under if node not in others])
+        others = _inspect.leading_to(under, parameters)
+        tops = _inspect.topmost(self.case.roots, [node for node in under if node not in others])
         computed = all(any(map(_saved.slots, self.case.below([node]))) for node in tops)  # no parameters, as they are
         return tops if computed else []
 

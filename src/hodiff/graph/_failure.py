@@ -214,7 +214,7 @@ def _from_engine(
 
 def _freed_part(case: FailedPass) -> list[Node]:
     """Where the freed part begins. That is exact: a pass of hodiff's over tensors retains what it runs."""
-    return _nodes.topmost(case.roots, case.having(case.nodes, "freed"))
+    return _inspect.topmost(case.roots, case.having(case.nodes, "freed"))
 
 
 def _freed(case: FailedPass) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -413,7 +413,7 @@ def _judged(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: Te
             certain = certain or not (_saved.is_function(node) or reason in ("unknown", "missing"))
     verdict = "maybe" if troubles else "ok"
     findings = [_finding(node, reason, names) for node, reason in troubles.items()]
-    edge = _nodes.topmost(roots, troubles) if troubles else []
+    edge = topmost(roots, troubles) if troubles else []
     return Prediction("fail" if certain else verdict, tuple(findings), tuple(label(node, names) for node in edge))
 
 
@@ -450,7 +450,7 @@ def executed(roots: Iterable[Node | None], inputs: Sequence[Any] | None) -> list
     if inputs is None:
         return list(graph)
     targets = {_nodes.node_of(item) if isinstance(item, Tensor) else item.node for item in inputs}  # or GradientEdges
-    leading = _nodes.leading_to(graph, targets)
+    leading = leading_to(graph, targets)
     return [node for node, children in graph.items() if not leading.isdisjoint(children)]
 
 
@@ -565,7 +565,7 @@ def shared(*losses: Tensor) -> Shared:
         roots = tensors(losses, "losses")
         common, private = split(roots)
         names = TensorNames(list(user_frames(sys._getframe(1)))[:1])
-        edge = _nodes.topmost([_nodes.node_of(loss) for loss in roots], common)
+        edge = topmost([_nodes.node_of(loss) for loss in roots], common)
         sizes = [saved_bytes(nodes) for nodes in private]
         labels = tuple(label(node, names) for node in edge)
         return Shared(len(common), saved_bytes(common), tuple(map(len, private)), tuple(sizes), labels)
@@ -583,3 +583,24 @@ def saved_bytes(nodes: Iterable[Node]) -> int:
     """Bytes of what the nodes saved, as far as it can be seen, each storage once."""
     slots = (slot for node in nodes for slot in _saved.slots(node))
     return sum(dict(_saved.storage(slot.value) for slot in slots if slot.value is not None).values())
+
+
+def leading_to(graph: Mapping[Node, Collection[Node]], chosen: Iterable[Node]) -> set[Node]:
+    """The nodes of a graph, given with the nodes that each leads to, that lead to one of `chosen`, and those."""
+    above: dict[Node, list[Node]] = {}
+    for node, below in graph.items():
+        for child in below:
+            above.setdefault(child, []).append(node)
+    nodes = set(chosen)
+    stack = list(nodes)
+    while stack:
+        fresh = [node for node in above.get(stack.pop(), ()) if node not in nodes]
+        nodes.update(fresh)
+        stack += fresh
+    return nodes
+
+
+def topmost(roots: Iterable[Node | None], chosen: Iterable[Node]) -> list[Node]:
+    """The nodes of `chosen` that a walk from `roots` meets first."""
+    chosen = set(chosen)
+    return [node for node in _nodes.walk(roots, chosen) if node in chosen]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _causes, _names, _saved, _source
+from hodiff.graph import _causes, _inspect, _names, _saved, _source
 from hodiff.graph._case import PARAMETRIZED, Evidence, Explanation, FailedPass, SharedValue, memoised, said
 from hodiff.graph._names import NamedVariable, local_variables
 from hodiff.graph._record import Pass
@@ -338,7 +338,7 @@ def _writers(case: FailedPass, name: str) -> set[str]:
 
 def _infer(case: FailedPass, line: Line) -> Likely | None:
     """Judge by the variables in sight and the source."""
-    needing = _nodes.leading_to(case.graph, case.having(case.graph, "freed"))
+    needing = _inspect.leading_to(case.graph, case.having(case.graph, "freed"))
     twice = _same_twice(case, line)
     if twice is not None:
         return twice
@@ -347,7 +347,7 @@ def _infer(case: FailedPass, line: Line) -> Likely | None:
     for cause in ("cached", "hoisted"):
         chosen = {node: name for node, name, named in judged if named == cause}
         if chosen:
-            first = set(_nodes.topmost(case.roots, chosen))
+            first = set(_inspect.topmost(case.roots, chosen))
             node = next(node for node in chosen if node in first)
             return _shared(line, node, chosen[node], cause)
     other = _other_loss(case, line, needing)
@@ -423,7 +423,7 @@ def _other_loss(case: FailedPass, line: Line, needing: set[Node]) -> Likely | No
         common = [each for each in _nodes.walk([node]) if each in needing and _saved.leaf(each) is None]
         passes = [each.lineno for each in _source.statements(line) if _source.frees(each, name)]
         if common and passes:
-            edge = _nodes.topmost(case.roots, common)
+            edge = _inspect.topmost(case.roots, common)
             chosen = next((each for each in edge if each in case.names.nodes), edge[0])
             shared = _shared(line, chosen, case.names.nodes.get(chosen, ""), "two losses")
             return shared._replace(freed=Line(line.file, passes[0]), earlier="")

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _nodes, _settings
+from hodiff._core import _settings
 from hodiff._core._settings import Undo, undo_all
 from hodiff.errors import GraphError
 from hodiff.graph import _explain, _inspect, _record, _saved
@@ -273,7 +273,7 @@ class WatchMode(Record, TorchFunctionMode):
         """Explain, and then tag the nodes that the failing pass ran: what it freed, and all above, which come first."""
         _explain.note(case.error, partial(_explain.of_pass, case))
         fresh = {node: case.graph[node] for node in case.nodes if self.tags.tag(node) is None}
-        self.tags.freed(call, list(_nodes.leading_to(fresh, case.having(fresh, "freed"))))
+        self.tags.freed(call, list(_inspect.leading_to(fresh, case.having(fresh, "freed"))))
         for listener in self._listeners:
             listener.after(self, call, failed=True)
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hodiff._core import _arguments, _hooks, _kernels, _messages, _settings, _versions
 from hodiff._core._compiled_callers import uncompiled
@@ -90,6 +91,28 @@ def twice_differentiable() -> AbstractContextManager[None]:
     return Offered(_enter, "hodiff.twice_differentiable")
 
 
+def in_blocks(f: Any, where: Any, checkpoint: Any) -> Any:
+    """`f` whose blocks run again in each pass, as `checkpoint=` says."""
+    from hodiff.memory import _blocks
+
+    return _blocks.in_blocks(f, where, checkpoint)
+
+
+def _attend(*args: Any, **kwargs: Any) -> Any:
+    from hodiff.memory import _attention
+
+    return _attention.attention(*args, **kwargs)
+
+
+def _score(*args: Any, **kwargs: Any) -> Any:
+    from hodiff.memory import _cross_entropy
+
+    return _cross_entropy.cross_entropy(*args, **kwargs)
+
+
+_kernels.OURS.update(scaled_dot_product_attention=_attend, cross_entropy_loss=_score)
+
+
 @uncompiled  # until 2.11 the tracer follows what is entered behind a break
 def _enter(undo: Undo) -> None:
     _versions.mend_from_local()
@@ -99,7 +122,7 @@ def _enter(undo: Undo) -> None:
         met: dict[Any, Any] = {}
         meet = partial(_meet, met, threading.get_ident())
         undo += [partial(_shard_again, met, sys.exc_info()[1])]
-        undo += [_hooks.modules.register_module_forward_pre_hook(meet).remove]
+        undo += [register_module_forward_pre_hook(meet).remove]
 
 
 def _meet(met: dict[Any, Any], thread: int, module: Any, args: Any) -> None:
@@ -121,7 +144,7 @@ def _shard_again(met: dict[Any, Any], before: BaseException | None) -> None:
     """
     error = sys.exc_info()[1]
     if met and error is not before and error is not None and _messages.kind_of(error) == "storage freed":
-        raise _arguments.freed_in_loop() from error
+        raise freed_in_loop() from error
     named = {p: name for model in reversed(met) for name, p in model.named_parameters()}
     left = [(name, p) for p, name in named.items() if p.__class__ in _arguments.TENSORS]
     parts = [part for model in met for part in model.modules() if hasattr(part, "reshard")]
@@ -139,3 +162,12 @@ def _shard_again(met: dict[Any, Any], before: BaseException | None) -> None:
             f"ended its watch before. Compute the loss, and whatever else runs the model, before the "
             f"penalty, and call backward() once, on their sum."
         )
+
+
+def freed_in_loop() -> GraphError:
+    """The error for a second pass of the user's own that needs such parameters."""
+    return GraphError.about(
+        "a second pass through a model under fully_shard needs parameters that the first pass has "
+        "freed. Call model.set_reshard_after_backward(False) before the model runs; "
+        "twice_differentiable() shards it again when it closes."
+    )

@@ -33,8 +33,9 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 from hodiff._core import _call, _kernels, _settings, _versions
-from hodiff._core._kernels import Chunked, Tensors
 from hodiff._core._settings import Scope, Undo
+from hodiff.memory import _chunked
+from hodiff.memory._chunked import Chunked, Tensors
 
 CPU = "cpu"
 """Where PyTorch's kernel gives the logarithms of its sums; elsewhere its best kernel is taken."""
@@ -103,7 +104,7 @@ class Piece:
         """Whole heads where some fit, rows of one otherwise, up to the last key that is seen."""
         (batches, heads, rows), (shared, keys) = q.shape[:3], k.shape[1:3]
         row = heads // shared * keys
-        fit = max(1, _kernels.size(q) // row)
+        fit = max(1, _chunked.size(q) // row)
         at_once = max(1, fit // rows)
         b, h = max(1, at_once // shared), min(at_once, shared)
         starts = range(0, batches, b), range(0, shared, h), range(0, rows, min(fit, rows))
@@ -367,7 +368,7 @@ class AttentionGradient(Chunked):
         made = AttentionCurvature.apply(q, k, v, mask, g, out, *tangents[:4], ctx.form)[:4]
         if tangents[4] is not None:
             moved = AttentionGradient.apply(q, k, v, mask, tangents[4], out, rows, ctx.form)
-            made = _kernels.plus(made, moved)
+            made = _chunked.plus(made, moved)
         return made
 
 
@@ -385,13 +386,13 @@ class AttentionCurvature(Chunked):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """By plain operations, so that every further derivative is right."""
         with _settings.autocast(ctx.saved_tensors[0].device.type):
-            return (*_kernels.pulled_back(_whole(ctx.form), ctx.saved_tensors, cotangents), None)
+            return (*_chunked.pulled_back(_whole(ctx.form), ctx.saved_tensors, cotangents), None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """By plain operations, too."""
         with _settings.autocast(ctx.saved_tensors[0].device.type):
-            return _kernels.pushed(_whole(ctx.form), ctx.saved_tensors, tangents)
+            return _chunked.pushed(_whole(ctx.form), ctx.saved_tensors, tangents)
 
 
 def _whole(form: AttentionForm) -> Callable[..., Tensors]:
@@ -485,15 +486,15 @@ def attention(
         given = (query, key, value, attn_mask)
         traced = TracingContext.try_get() is not None  # compiled code has first derivatives alone
         wrong = attn_mask is not None and attn_mask.ndim < 2  # PyTorch's matrix products take it
-        if not any(map(_kernels.varies, given)) or traced or wrong or _first_is_enough(query):
+        if not any(map(_chunked.varies, given)) or traced or wrong or _first_is_enough(query):
             return F.scaled_dot_product_attention(*given, dropout_p, is_causal, **rest)
         prepared = None
-        if _kernels.served(*given) and not dropout_p and not (is_causal and attn_mask is not None):
+        if _chunked.served(*given) and not dropout_p and not (is_causal and attn_mask is not None):
             prepared = _prepared(_cast(given), enable_gqa)
         if prepared is None:
             return _plainly(*given, dropout_p, is_causal, **rest)
         *arguments, lead = prepared
-        form = AttentionForm.of(arguments, is_causal, scale, _kernels.varies(attn_mask))
+        form = AttentionForm.of(arguments, is_causal, scale, _chunked.varies(attn_mask))
         out = Attention.apply(*arguments, form)[0]
         return out.reshape(*lead, *out.shape[2:]) if len(lead) != 2 else out
 
@@ -507,7 +508,7 @@ def attention_along(
     enable_gqa: bool = False,
 ) -> Any:
     """The result and its tangent; NotImplemented where plain operations are as good."""
-    if dropout_p or (is_causal and given[3] is not None) or not _kernels.served(*given, *tangents):
+    if dropout_p or (is_causal and given[3] is not None) or not _chunked.served(*given, *tangents):
         return NotImplemented
     prepared = _prepared(given, enable_gqa)
     if prepared is None:

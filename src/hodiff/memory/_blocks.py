@@ -37,14 +37,16 @@ from hodiff._core import (
     _reverse,
     _settings,
     _tree,
+    _versions,
 )
 from hodiff._core._arguments import kind, outside
 from hodiff._core._graph import OutputGraph
-from hodiff._core._kernels import Chunked
 from hodiff._core._loans import memory_of
 from hodiff._core._settings import Counted, RandomState, Scope, Undo
 from hodiff._core._where import Where, plain
 from hodiff.errors import GraphError, HodiffWarning, InputError
+from hodiff.memory import _chunked
+from hodiff.memory._chunked import Chunked
 
 Tensors = Sequence[Tensor]
 Values = Sequence[Tensor | None]
@@ -478,7 +480,7 @@ class Blocks:
 
 def _records_plainly(tensors: Tensors) -> bool:
     """Whether reverse mode alone records plain tensors: no forward mode, `torch.func`, tracer."""
-    return not _call.is_followed() and all(type(x) in _kernels.PLAIN for x in tensors)
+    return not _call.is_followed() and all(type(x) in _chunked.PLAIN for x in tensors)
 
 
 def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
@@ -488,6 +490,8 @@ def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
     """
     if checkpoint is False:
         return f
+    if _versions.RELEASE < (2, 13):  # blocks that run again lose their graphs there
+        raise InputError(f"checkpoint= needs PyTorch 2.13 or newer; this is {torch.__version__}. Leave it out.")
     if isinstance(f, Tensor):
         raise InputError("checkpoint: f is a tensor, whose graph already exists. Give the function.")
     if checkpoint is True:
@@ -569,7 +573,7 @@ class Tangents:
             try:
                 return self._pushed(vectors, outputs)
             except RuntimeError as error:
-                if not _messages.lacks_forward_mode(error):
+                if not lacks_forward_mode(error):
                     raise
                 self._forward = False
         at = [n for n, v in enumerate(vectors) if v is not None]
@@ -609,3 +613,8 @@ class Tangents:
 def _level(undo: Undo) -> None:
     undo += [partial(forward_ad.exit_dual_level, level=forward_ad._current_level + 1)]
     forward_ad.enter_dual_level()
+
+
+def lacks_forward_mode(error: Exception) -> bool:
+    """Whether an operation or a Function has no derivative in PyTorch's forward mode."""
+    return "forward AD" in str(error) or "forward mode AD" in str(error)

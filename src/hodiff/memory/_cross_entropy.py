@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _call, _kernels
-from hodiff._core._kernels import Chunked, Tensors
+from hodiff.memory import _chunked
+from hodiff.memory._chunked import Chunked, Tensors
 
 LEAST = 2**17
 """The elements of logits below which PyTorch's plain operations are as good."""
@@ -113,7 +114,7 @@ _Piece = tuple[slice, slice, slice]
 
 def _pieces(z: Tensor) -> Iterator[_Piece]:
     """Parts of logits `(N, C, L)` of whole rows, which are along the second dimension."""
-    fit = max(1, _kernels.size(z) // max(1, z.shape[1]))
+    fit = max(1, _chunked.size(z) // max(1, z.shape[1]))
     n, length = max(1, fit // max(1, z.shape[2])), min(fit, z.shape[2])
     for first in range(0, z.shape[0], n):
         for start in range(0, z.shape[2], length):
@@ -219,7 +220,7 @@ class CrossEntropyTangent(Chunked):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """The tangents of this one, by plain operations."""
-        return _kernels.pushed(_along_whole(ctx.form), ctx.saved_tensors, tangents)[0]
+        return _chunked.pushed(_along_whole(ctx.form), ctx.saved_tensors, tangents)[0]
 
 
 @final
@@ -282,12 +283,12 @@ class CrossEntropyCurvature(Chunked):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """By plain operations, so that every further derivative is right."""
-        return (*_kernels.pulled_back(_whole(ctx.form), ctx.saved_tensors, cotangents), None)
+        return (*_chunked.pulled_back(_whole(ctx.form), ctx.saved_tensors, cotangents), None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """By plain operations, too."""
-        return _kernels.pushed(_whole(ctx.form), ctx.saved_tensors, tangents)
+        return _chunked.pushed(_whole(ctx.form), ctx.saved_tensors, tangents)
 
 
 def _along_whole(form: CrossEntropyForm) -> Callable[..., Tensors]:
@@ -377,7 +378,7 @@ def cross_entropy(
     """`F.cross_entropy`, in a thread that has our kernels."""
     with _kernels.without():
         rest = (weight, reduction, ignore_index, label_smoothing)
-        if not _kernels.varies(logits) or not _is_ours(logits, target, weight, ignore_index):
+        if not _chunked.varies(logits) or not _is_ours(logits, target, weight, ignore_index):
             return torch.ops.aten.cross_entropy_loss(logits, target, *rest)
         z, t = _three(logits, target)
         form = CrossEntropyForm(label_smoothing, ignore_index)
@@ -445,9 +446,9 @@ def cross_entropy_along(
 
 def _is_ours(z: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> bool:
     """Whether cross-entropy is computed by us; where an argument is wrong, PyTorch says so."""
-    if _kernels.varies(target) or _kernels.varies(weight):
+    if _chunked.varies(target) or _chunked.varies(weight):
         return False
-    if z.numel() < LEAST or not z.is_floating_point() or not _kernels.served(z, target, weight):
+    if z.numel() < LEAST or not z.is_floating_point() or not _chunked.served(z, target, weight):
         return False
     devices = {x.device for x in (z, target, weight) if x is not None}
     if torch.is_autocast_enabled(z.device.type) or len(devices) > 1:

@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,28 @@ from hodiff._core import (
     _settings,
     _tree,
 )
-from hodiff._core._arguments import (
-    Allowed,
-    AllowedNames,
-    CallOptions,
-    ExtremeReduction,
-    PatchReduction,
-    Probes,
-    allowed,
-    check_option,
-    check_real_tensor,
-    is_set,
-)
+from hodiff._core._arguments import Allowed, Probes, allowed, check_option, check_real_tensor, is_set
 from hodiff._core._graph import OutputGraph, detached
 from hodiff._core._loans import tag_of
 from hodiff._core._vectors import check_generator, draw
 from hodiff._core._where import Where, plain
+from hodiff.calculus._options import CallOptions
 from hodiff.errors import GraphError, HodiffWarning, InputError
+
+Reduction = Literal["mean", "sum", "none"]
+"""From one value for each sample to a loss."""
+
+
+ExtremeReduction = Literal["max", "mean", "sum", "none"]
+"""From values of which the largest may be what counts."""
+
+
+PatchReduction = Literal["sum", "mean"]
+"""From several outputs of one sample to one."""
+
+
+SecondMethod = Literal["exact", "differences"]
+"""How a second directional derivative is computed."""
 
 
 class LossOptions(CallOptions, total=False):
@@ -385,12 +390,12 @@ def recording(on: bool) -> AbstractContextManager[Any]:
 _AS_IT_IS = nullcontext()
 
 
-def accepted(allow: Allowed) -> AllowedNames:
+def accepted(allow: Allowed) -> Sequence[str | type]:
     """`allow`, and the Function that DistributedDataParallel puts behind its outputs, which passes gradients on."""
-    return AllowedNames((*names, "_DDPSink")) if (names := allowed(allow)) else _PASSES_ON
+    return allowed((*names, "_DDPSink")) if (names := allowed(allow)) else _PASSES_ON
 
 
-_PASSES_ON = AllowedNames(("_DDPSink",))
+_PASSES_ON = allowed(("_DDPSink",))
 
 
 def check_critic(f: Any) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _call, _tree
-from hodiff._core._arguments import Allowed, PatchReduction, Reduction
+from hodiff._core._arguments import Allowed
 from hodiff._core._vectors import check_generator
-from hodiff.penalties._critic import between, detached_samples
+from hodiff.penalties._critic import PatchReduction, Reduction, between, detached_samples
 from hodiff.penalties._gradient import Function, Recipe, gradient_penalty
 
 

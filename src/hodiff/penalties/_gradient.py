@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _call, _independence, _reverse, _settings
-from hodiff._core._arguments import Allowed, CallOptions, PatchReduction, Reduction, check_option, is_set
+from hodiff._core._arguments import Allowed, check_option, is_set
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
+from hodiff.calculus._options import CallOptions
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
+from hodiff.penalties._critic import PatchReduction, Reduction
 
 Function = Callable[..., Any]
 What = Function | Tensor

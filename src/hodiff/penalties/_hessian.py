@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _call, _settings
-from hodiff._core._arguments import Allowed, ExtremeReduction, Reduction, SecondMethod, check_option, is_set
+from hodiff._core._arguments import Allowed, check_option, is_set
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
 from hodiff.calculus._directional import by_lines
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
+from hodiff.penalties._critic import ExtremeReduction, Reduction, SecondMethod
 from hodiff.penalties._gradient import Function, outputs_and_gradient
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _call, _locks, _reverse, _settings
-from hodiff._core._arguments import Allowed, Reduction, check_option, is_set
+from hodiff._core._arguments import Allowed, check_option, is_set
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
+from hodiff.penalties._critic import Reduction
 from hodiff.penalties._gradient import Function
 
 

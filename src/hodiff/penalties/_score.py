@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _nodes, _reverse
-from hodiff._core._arguments import Allowed, Probes, Reduction, check_option, is_set
+from hodiff._core._arguments import Allowed, Probes, check_option, is_set
 from hodiff._core._call import cut
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
+from hodiff.penalties._critic import Reduction
 from hodiff.penalties._gradient import What
 
 

@@ -234,7 +234,7 @@ def _inputs_apart(
                 met[node] = place
             elif (
                 isinstance(constant, Tensor)
-                and constant is not _vectors._SOME
+                and constant is not _vectors.SOME
                 and any(user.target not in _COPIES for user in node.users)
             ):
                 raise NotCompiled("it reads a tensor that PyTorch's tracer has not seen")

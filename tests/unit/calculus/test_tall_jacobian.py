@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hodiff
 from hodiff._core import _call
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 from tests.support.differences import first_difference, relative_error
 from tests.support.inputs import Expression, expressions, points
 from tests.support.modules import Cube

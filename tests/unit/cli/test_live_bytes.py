@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 
 
 def test_new_storages_count_once_and_go_at_once():

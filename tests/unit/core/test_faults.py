@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import hodiff
-from hodiff._core import _memory, _messages, _reverse, _versions
+from hodiff._core import _messages, _reverse, _versions
 from hodiff._core._arguments import is_set
 from hodiff._core._faults import interrupts, is_fault
 from hodiff.calculus import _first, _per_sample
+from hodiff.curvature import _memory
 from hodiff.fields import _expansions
 from hodiff.sparse import _tracer
 from tests.support.modules import Cube

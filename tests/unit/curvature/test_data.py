@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hodiff
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 from tests.support.ledger import Ledger, flags, snapshot, without_collector
 from tests.support.limits import in_threads
 from tests.support.operators import (

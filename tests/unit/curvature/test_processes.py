@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
-from hodiff._core import _memory
+from hodiff.curvature import _memory
 from hodiff.curvature._process_group import Digest
 from tests.support.limits import in_threads
 from tests.support.operators import LABELS, D, X, draw, network, predict, squares, sum_of_cross_entropy

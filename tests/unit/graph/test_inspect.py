@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hodiff
 from hodiff._core import _nodes, _versions
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 from hodiff.graph import _saved, inspect, predict
 from tests.meta.source import PACKAGE
 from tests.support.releases import SEVERAL

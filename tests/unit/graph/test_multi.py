@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 from tests.support.ledger import Ledger, without_collector
 from tests.support.properties import right_or_refused
 from tests.unit.graph.random_graphs import Graphs

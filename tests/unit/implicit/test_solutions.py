@@ -13,9 +13,9 @@ from torch.func import functional_call
 
 import hodiff
 from hodiff import ConvergenceWarning, GraphError, InputError
-from hodiff._core._memory import LiveBytes
 from hodiff.curvature import _krylov
 from hodiff.curvature._links import ImplicitSystem
+from hodiff.curvature._memory import LiveBytes
 from hodiff.implicit import _solution, _unroll, argmin, fixed_point, root
 from tests.support.differences import first_difference, relative_error
 

@@ -15,7 +15,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 from hodiff.memory import _blocks
 from tests.support.architectures import ARCHITECTURES
 from tests.support.differences import relative_error

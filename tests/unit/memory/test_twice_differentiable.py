@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hodiff
 from hodiff._core import _kernels, _versions
-from hodiff._core._memory import LiveBytes
-from hodiff.memory import _attention, _cross_entropy
+from hodiff.curvature._memory import LiveBytes
+from hodiff.memory import _attention, _chunked, _cross_entropy
 from tests.support.differences import relative_error
 
 D = torch.float64
@@ -36,7 +36,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The closed form at any size, in small pieces."""
     monkeypatch.setattr(_attention, "LEAST", 0)
     monkeypatch.setattr(_cross_entropy, "LEAST", 0)
-    monkeypatch.setattr(_kernels, "SIZE", 40)
+    monkeypatch.setattr(_chunked, "SIZE", 40)
 
 
 def given(*shape: int, dtype: torch.dtype = D, seed: int = 0) -> Tensor:
@@ -606,7 +606,7 @@ def peak(call: Callable[[], object]) -> int:
 
 
 def test_the_peak_grows_with_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_kernels, "SIZE", 2**14)
+    monkeypatch.setattr(_chunked, "SIZE", 2**14)
     sizes = []
     for tokens in (256, 512, 1024):
         x = given(1, 1, tokens, 8, dtype=torch.float32)
@@ -615,7 +615,7 @@ def test_the_peak_grows_with_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_peak_of_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_kernels, "SIZE", 2**12)
+    monkeypatch.setattr(_chunked, "SIZE", 2**12)
     head, x = given(8, 2000, dtype=torch.float32), given(64, 8, dtype=torch.float32)
     f = lambda w: F.cross_entropy(x @ w, torch.arange(64))
     logits = 64 * 2000 * 4
@@ -625,7 +625,7 @@ def test_the_peak_of_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_peak_of_a_gauss_newton_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_kernels, "SIZE", 2**12)
+    monkeypatch.setattr(_chunked, "SIZE", 2**12)
     head, inputs, labels = nn.Linear(8, 2000, bias=False), given(64, 8, dtype=torch.float32), torch.arange(64)
     v = {"weight": torch.ones_like(head.weight)}
     data = [(inputs, labels)]

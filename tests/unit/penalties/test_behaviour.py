@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff._core._memory import LiveBytes
+from hodiff.curvature._memory import LiveBytes
 from hodiff.penalties import _critic
 from tests.support.differences import directional_derivative
 from tests.support.ledger import flags, snapshot

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hodiff._core import _kernels, _near_zero, _substitutes
-from hodiff._core._kernels import Chunked
+from hodiff._core import _near_zero, _substitutes
 from hodiff.jets import _jet
 from hodiff.jets._jet import (
     OF_NO_EFFECT,
@@ -27,6 +26,7 @@ from hodiff.jets._jet import (
 from hodiff.jets._series import Expansion, aligned, scaled, total
 from hodiff.jets.rules.elementwise import looked
 from hodiff.jets.rules.fallback import fallback
+from hodiff.memory import _chunked
 
 Definition = Callable[..., Any]
 
@@ -193,7 +193,7 @@ class Norm(NamedTuple):
 
 
 @final
-class Standardized(Chunked):
+class Standardized(_chunked.Chunked):
     r"""A norm without weights, and its tangent.
 
     With the scale r, the norm n and its Jacobian J, a mean being \(\langle\cdot\rangle\), the
@@ -234,7 +234,7 @@ class Standardized(Chunked):
             norm = ctx.form[0].plain(x)
             return norm.value, norm.times(t)
 
-        return _kernels.pushed(pair, ctx.saved_tensors, tangents)
+        return _chunked.pushed(pair, ctx.saved_tensors, tangents)
 
 
 @rule("fused", "batch_norm")
@@ -447,14 +447,18 @@ def attention_along(
 ) -> Any:
     """In closed form where that is leaner, as outside of Taylor mode."""
     given = zip(*map(value_and_tangent, (query, key, value, attn_mask)), strict=True)
-    module = _kernels.module_of("scaled_dot_product_attention")
-    return module.attention_along(*given, *args, **kwargs)
+    from hodiff.memory import _attention
+
+    along: Any = _attention.attention_along
+    return along(*given, *args, **kwargs)
 
 
 @composite("cross_entropy_loss")
 def cross_entropy(*args: Any, **kwargs: Any) -> Any:
     """The targets' mean of the logarithm of `softmax`."""
-    return _kernels.module_of("cross_entropy_loss").written_out(*args, **kwargs)
+    from hodiff.memory import _cross_entropy
+
+    return _cross_entropy.written_out(*args, **kwargs)
 
 
 @first_order("cross_entropy_loss")
@@ -462,8 +466,9 @@ def cross_entropy_along(logits: Any, *args: Any, **kwargs: Any) -> Any:
     """Row by row where that is leaner, as outside of Taylor mode."""
     if _jet.jets_among((*args, *kwargs.values())):
         return NotImplemented
-    module = _kernels.module_of("cross_entropy_loss")
-    return module.cross_entropy_along(*value_and_tangent(logits), *args, **kwargs)
+    from hodiff.memory import _cross_entropy
+
+    return _cross_entropy.cross_entropy_along(*value_and_tangent(logits), *args, **kwargs)
 
 
 def _safe_softmax(scores: Any) -> Any:
