@@ -86,10 +86,8 @@ if typing.TYPE_CHECKING:
     from hodiff.penalties._gan import dragan_penalty, r1_penalty, r2_penalty, wgan_gp_penalty
     from hodiff.penalties._gradient import eikonal_penalty, gradient_norm_penalty, gradient_penalty
     from hodiff.penalties._hessian import curvature_penalty, hessian_penalty
-    from hodiff.penalties._jacobian import jacobian_penalty
-    from hodiff.penalties._path_length import PathLengthPenalty
-    from hodiff.penalties._score import sliced_score_matching_loss
-    from hodiff.sparse._matrices import sparse_hessian, sparse_jacobian
+    from hodiff.penalties._jacobian import PathLengthPenalty, jacobian_penalty, sliced_score_matching_loss
+    from hodiff.sparse._plan import sparse_hessian, sparse_jacobian
     from hodiff.steps import compile_step
     from hodiff.verify._check import check_derivatives
 
@@ -185,13 +183,11 @@ _HOMES = {
     "penalties._gan": ("dragan_penalty", "r1_penalty", "r2_penalty", "wgan_gp_penalty"),
     "penalties._gradient": ("eikonal_penalty", "gradient_norm_penalty", "gradient_penalty"),
     "penalties._hessian": ("curvature_penalty", "hessian_penalty"),
-    "penalties._jacobian": ("jacobian_penalty",),
-    "penalties._path_length": ("PathLengthPenalty",),
-    "penalties._score": ("sliced_score_matching_loss",),
+    "penalties._jacobian": ("PathLengthPenalty", "jacobian_penalty", "sliced_score_matching_loss"),
     "plotting": (),
     "rules": (),
     "sparse": (),
-    "sparse._matrices": ("sparse_hessian", "sparse_jacobian"),
+    "sparse._plan": ("sparse_hessian", "sparse_jacobian"),
     "steps": ("compile_step",),
     "verify._check": ("check_derivatives",),
 }
