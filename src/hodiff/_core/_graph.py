@@ -196,7 +196,8 @@ class OutputGraph:
         if by_hand is not None:
             names = names | by_hand.names
         order = self.call.order + (by_hand.count if by_hand is not None else 0)
-        wrong = _refusals.wrong_at_once(survey) if survey is not None and self.call.order < 2 else set()
+        at_once = _refusals.WRONG_AT_ONCE.among(survey) if survey is not None and self.call.order < 2 else ()
+        wrong = {type(node).__name__ for node in at_once}
         inexact = context.forward_mode or names & _messages.WRITTEN_OUT or _messages.DIGITS in names
         inexact = inexact or (wrong and wrong & _versions.PRODUCTS.keys())
         some = names & _messages.WRITTEN_AT_SOME

@@ -385,13 +385,13 @@ class EvaluationContext:
         try:
             value = self.at(arguments)
         except RuntimeError as error:
-            if not self._normal and _messages.about_inference(error):
+            kind = _messages.kind_of(error)
+            if not self._normal and kind.startswith("inference"):
                 self._normal = True  # tensors of inference mode that f brings along are copied, in another run of it
                 self.random.restore()
                 return self.run(arguments, watched)
-            note = _messages.advice_for_f(error)
-            if note:
-                error.add_note(note)
+            if kind in _messages.ADVICE_FOR_F:
+                error.add_note(_messages.ADVICE_FOR_F[kind])
             raise
         except (TypeError, AttributeError) as error:
             call = self.call

@@ -318,6 +318,8 @@ _KINDS = {
     "does not require grad": "no graph",
     "appears to not have been used": "not used",
     "implicitly created only for scalar outputs": "not scalar",
+    "forward AD": "no forward mode",
+    "forward mode AD": "no forward mode",
 }
 _OURS: dict[str, Callable[[], GraphError]] = {
     "freed": lambda: GraphError.about(_FREED, kind="freed", advice=_FREED_WAY_OUT),
@@ -362,16 +364,6 @@ def engine_error(error: Exception) -> GraphError | None:
     return ours() if ours is not None else None
 
 
-def lacks_forward_mode(error: Exception) -> bool:
-    """Whether an operation or a Function has no derivative in PyTorch's forward mode."""
-    return "forward AD" in str(error) or "forward mode AD" in str(error)
-
-
-def about_inference(error: Exception) -> bool:
-    """Whether an operation refused a tensor that was made in inference mode."""
-    return kind_of(error).startswith("inference")
-
-
 def note_memory(error: BaseException) -> None:
     """Add to an error of a second derivative that memory has run out for what takes less."""
     ran_out = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
@@ -387,7 +379,7 @@ LESS_MEMORY = (
 )
 
 
-_ADVICE_FOR_F = {
+ADVICE_FOR_F = {
     **dict.fromkeys(
         ("leaf changed", "leaf's view changed", "hooked view changed", "view changed"),
         "hodiff: f changes its argument in place; begin it with x = x.clone(), or pass lambda x: f(x.clone()).",
@@ -397,11 +389,7 @@ _ADVICE_FOR_F = {
     "derivatives by torch.func. Use hodiff.grad or torch.autograd.grad in f, or leave out the checkpoint.",
     "array": "hodiff: NumPy has no derivatives; use PyTorch's functions in f. After detach() x would be a constant.",
 }
-
-
-def advice_for_f(error: Exception) -> str | None:
-    """A note for an exception from the user's function that our leaves provoked."""
-    return _ADVICE_FOR_F.get(kind_of(error))
+"""Notes for exceptions from the user's function that our leaves provoked, by the kind of PyTorch's error."""
 
 
 # --- which line, which variable: asked of whoever can say -------------------------------------------------------------

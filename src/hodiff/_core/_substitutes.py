@@ -27,7 +27,6 @@ from torch._ops import HigherOrderOperator, _higher_order_ops
 from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _call, _messages, _near_zero, _settings
-from hodiff._core._hooks import watch_modules
 from hodiff._core._settings import tracing
 from hodiff.errors import GraphError
 
@@ -446,14 +445,9 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
 """What is done in the place of each operator, by its name."""
 
 
-def _as_they_are() -> bool:
-    """Whether operators run so: no call of hodiff does, or all is traced."""
-    return not watch_modules.on or tracing()
-
-
 def _seen(operator: HigherOrderOperator, mode: ExactNorms, *args: Any, **kwargs: Any) -> Any:
     """An operator under a mode that sees what its functions call as well."""
-    if _as_they_are():
+    if tracing():
         return operator(*args, **kwargs)
     with _settings.on(mode):
         return operator.dispatch(None, *args, **kwargs)  # type: ignore[arg-type]
@@ -462,7 +456,7 @@ def _seen(operator: HigherOrderOperator, mode: ExactNorms, *args: Any, **kwargs:
 def _instead(theirs: Callable[..., Any], definition: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
     """An operator's own way, or what stands for it where a call of hodiff runs and nothing is traced."""
     node = torch._C._current_autograd_node()
-    if _as_they_are() or (node is not None and "AutogradOp" in node.name()):
+    if tracing() or (node is not None and "AutogradOp" in node.name()):
         return theirs(key, *args, **kwargs)  # in the backward pass of such an operator nothing is captured
     return definition(*args, **kwargs)
 

@@ -250,7 +250,8 @@ class GraphCache(Generic[G, B]):
             counts = self.batches.given and keeping
             graph, size = _memory.measured(build, self.device) if counts else (build(), 0)
             if self.batches.given and not number:
-                self._check_first(graph, batch)
+                shape, by_samples = _shape_of(graph.evaluation), self.builder.by_samples
+                self.batches.check_first(batch, graph.weight, shape, self._shape, by_samples=by_samples)
             terms = [graph.value, *graph.gradient]
             dtype = dtype or graph.value.dtype
             sums = accumulate(sums, terms) if sums else [part.clone() for part in terms]
@@ -279,10 +280,6 @@ class GraphCache(Generic[G, B]):
         own = RankFacts(float(value.sum()), weight, undivided, largest, complete, dtype)
         autocast = partial(_settings.autocast, kind, precision, enabled=enabled)
         return FirstPass(value, gradient, own, own, point, autocast, random)
-
-    def _check_first(self, graph: G, batch: Any) -> None:
-        shape = _shape_of(graph.evaluation)
-        self.batches.check_first(batch, graph.weight, shape, self._shape, by_samples=self.builder.by_samples)
 
     def _shape(self, batch: Any) -> tuple[int, ...]:
         """The shape of what a batch gives; `()` where it is not taken. Draws of the function leave no trace."""

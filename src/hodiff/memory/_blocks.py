@@ -569,7 +569,7 @@ class Tangents:
             try:
                 return self._pushed(vectors, outputs)
             except RuntimeError as error:
-                if not _messages.lacks_forward_mode(error):
+                if _messages.kind_of(error) != "no forward mode":
                     raise
                 self._forward = False
         at = [n for n, v in enumerate(vectors) if v is not None]
