@@ -238,7 +238,8 @@ def test_a_recursion_error_leaves_nothing(name: str) -> None:
 
 def below_autograd(frame: Any) -> bool:
     """Whether a mode handles an operation: PyTorch records nothing there, whoever asks."""
-    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+    handlers = "__torch_dispatch__", "dispatch"  # the second is what `DispatchMode` puts around that of our own modes
+    while frame is not None and frame.f_code.co_name not in handlers:
         frame = frame.f_back
     return frame is not None
 

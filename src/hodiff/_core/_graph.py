@@ -287,8 +287,8 @@ class OutputGraph:
             if call.order >= 2:
                 if _refusals.BIASED.among(survey):
                     _refusals.refuse_biased(survey, self.leaves)
-                remarkable = survey.is_remarkable(call.order)
-                self.recorded = remarkable and _refusals.judge(
+                known = survey.kinds <= _nodes.UNREMARKABLE[call.order]  # of which nothing need be said
+                self.recorded = not known and _refusals.judge(
                     survey, self.leaves, call.order, call.allow, context.unheld
                 )
             else:  # of which nothing rare was found before, mostly
