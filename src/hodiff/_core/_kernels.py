@@ -246,7 +246,7 @@ def plus(a: Tensors, b: Tensors) -> Tensors:
 Plain = Callable[..., Tensors]
 
 
-def _placed(places: Sequence[int], values: Sequence[Any], among: Sequence[Any]) -> list[Any]:
+def placed(places: Sequence[int], values: Sequence[Any], among: Sequence[Any]) -> list[Any]:
     """A list with these values at some places."""
     at = dict(zip(places, values, strict=True))
     return [at.get(place, other) for place, other in enumerate(among)]
@@ -262,12 +262,12 @@ def pulled_back(function: Plain, arguments: Sequence[Any], cotangents: Sequence[
     given = [at for at, cotangent in enumerate(cotangents) if cotangent is not None]
 
     def chosen(*tensors: Tensor) -> tuple[Any, ...]:
-        made = function(*_placed(varying, tensors, arguments))
+        made = function(*placed(varying, tensors, arguments))
         return tuple(made[at] for at in given)
 
     pull: Any = torch.func.vjp(chosen, *(arguments[at] for at in varying))[1]
     gradients = pull(tuple(cotangents[at] for at in given))
-    return tuple(_placed(varying, gradients, [None] * len(arguments)))
+    return tuple(placed(varying, gradients, [None] * len(arguments)))
 
 
 def size(x: Tensor) -> int:
@@ -286,13 +286,13 @@ def pushed(function: Plain, arguments: Sequence[Any], tangents: Sequence[Any]) -
     given = [at for at, x in enumerate(made) if x is not None]
 
     def pull(*cotangents: Tensor) -> tuple[Any, ...]:
-        gradients = pulled_back(function, arguments, _placed(given, cotangents, nothing))
+        gradients = pulled_back(function, arguments, placed(given, cotangents, nothing))
         return tuple(gradients[at] for at in varying)
 
     pairs = [(arguments[at], tangents[at]) for at in varying]
     along = tuple(torch.zeros_like(x) if t is None else t for x, t in pairs)
     push: Any = torch.func.vjp(pull, *(torch.zeros_like(made[at]) for at in given))[1]
-    return tuple(_placed(given, push(along), nothing))
+    return tuple(placed(given, push(along), nothing))
 
 
 def nests_forward_mode() -> bool:

@@ -283,14 +283,12 @@ class GraphCache(Generic[G, B]):
 
     def _shape(self, batch: Any) -> tuple[int, ...]:
         """The shape of what a batch gives; `()` where it is not taken. Draws of the function leave no trace."""
-        before = _settings.RandomState(self.device)
+        now = _settings.RandomState(self.device)
         try:
-            with self.builder.fresh().evaluation(self.where, batch) as graph:
+            with now.replayed(), self.builder.fresh().evaluation(self.where, batch) as graph:
                 return _shape_of(graph)
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
             return ()
-        finally:
-            before.restore()
 
     def _with_others(self, first: FirstPass, group_sum: ProcessGroupSum) -> FirstPass:
         """The sums over all processes in place of this one's own."""
@@ -445,17 +443,14 @@ class GraphCache(Generic[G, B]):
                 return 0, 0
             builder = self.builder.fresh()  # later another batch may come first
             take, now = prepare(), _settings.RandomState(self.device)
-            try:
-                with _settings.on(_memory.LiveBytes()) as live:
-                    graph = builder.build(self.where, batch, 0)
-                    size = live.now
-                    self._probed = _nodes.largest_output(_nodes.survey(graph.roots))
-                    # Which a first pass holds.
-                    _sums = [part.clone() for part in (graph.value, *graph.gradient)]
-                    with graph.ready():
-                        take(graph)
-            finally:
-                now.restore()
+            with now.replayed(), _settings.on(_memory.LiveBytes()) as live:
+                graph = builder.build(self.where, batch, 0)
+                size = live.now
+                self._probed = _nodes.largest_output(_nodes.survey(graph.roots))
+                # Which a first pass holds.
+                _sums = [part.clone() for part in (graph.value, *graph.gradient)]
+                with graph.ready():
+                    take(graph)
             self._one_batch = size, live.peak
         return self._one_batch
 
