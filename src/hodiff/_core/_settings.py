@@ -350,6 +350,12 @@ def autocast(device: str, dtype: torch.dtype | None = None, *, enabled: bool = F
     return Scope(enter)
 
 
+def autocast_now(device: str) -> Callable[[], Context]:
+    """What sets autocast later as it is now."""
+    dtype = torch.get_autocast_dtype(device)
+    return partial(autocast, device, dtype, enabled=torch.is_autocast_enabled(device))
+
+
 def _set_autocast(device: str, dtype: torch.dtype, enabled: bool) -> None:
     torch.set_autocast_dtype(device, dtype)
     torch.set_autocast_enabled(device, enabled)

@@ -234,8 +234,7 @@ class GraphCache(Generic[G, B]):
         self, builder: B, graphs: dict[int, G], take: Callable[[G, int], object] | None = None
     ) -> FirstPass:
         """The sums over this process's own batches; graphs to keep are put into `graphs`."""
-        point, kind = Values(self.where, builder.functions), self.device.type
-        precision, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        point, autocast = Values(self.where, builder.functions), _settings.autocast_now(self.device.type)
         keeping = self._budget > 0
         limit = _memory.budget(self._budget, self.device) if self.batches.given and keeping else 0
         sums: Leaves = []
@@ -278,7 +277,6 @@ class GraphCache(Generic[G, B]):
         value, *gradient = sums or [torch.zeros((), device="cpu"), *map(torch.zeros_like, self.where.tensors)]
         complete = len(graphs) == self.batches.count
         own = RankFacts(float(value.sum()), weight, undivided, largest, complete, dtype)
-        autocast = partial(_settings.autocast, kind, precision, enabled=enabled)
         return FirstPass(value, gradient, own, own, point, autocast, random)
 
     def _shape(self, batch: Any) -> tuple[int, ...]:

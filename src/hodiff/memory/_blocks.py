@@ -199,9 +199,7 @@ class BlockRun:
         self._shapes: list[torch.Size] = []
         self._prints: list[Tensor] = []
         device = _call.state.running[-1].random.device
-        kind, self._random = device.type, RandomState(device)
-        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self._autocast = partial(_settings.autocast, kind, dtype, enabled=enabled)
+        self._random, self._autocast = RandomState(device), _settings.autocast_now(device.type)
         plain = [x for x in self._items if isinstance(x, Tensor) and not x.is_inference()]
         self._constants = [(x, x._version) for x in plain]
         self._begun = _nodes.age()
@@ -550,10 +548,9 @@ class Tangents:
     """
 
     def __init__(self, graph: OutputGraph) -> None:
-        context, kind = graph.context, graph.leaves[0].device.type
+        context = graph.context
         self._graph, self._random = graph.kept(), context.random
-        precision, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self._autocast = partial(_settings.autocast, kind, precision, enabled=enabled)
+        self._autocast = _settings.autocast_now(graph.leaves[0].device.type)
         # What f differentiates itself, forward mode takes for something else.
         self._forward = context.by_hand is None and not (context.nests or context.forward_mode)
 
