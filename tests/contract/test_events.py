@@ -546,7 +546,7 @@ ENTERED: dict[str, Call] = {
     "steps/__init__.py: Scope(self._freeze)": _frozen,
     "sparse/_tracer.py: Counted(_watch)": CALLS["sparse_hessian, module in f"],
     "sparse/_tracer.py: Scope(enter)": CALLS["sparse_hessian, module in f"],
-    "verify/_blame.py: altered": _checked(_hooked),
+    "verify/_trace.py: altered": _checked(_hooked),
     "verify/_blame.py: _watched": _checked(lambda z: _Wrong.apply(z).sum()),
     "verify/_trace.py: _Counting": _checked(_cube),
 }  # fmt: skip

@@ -240,7 +240,13 @@ def _by_sample(derivative: Callable[..., Any]) -> Callable[..., Any]:
 
 def plus(a: Tensors, b: Tensors) -> Tensors:
     """The sum of two lists of gradients, in which None is 0."""
-    return tuple(x if y is None else y if x is None else x + y for x, y in zip(a, b, strict=True))
+    return tuple(map(_sum, a, b))
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    if x is None or y is None:
+        return y if x is None else x
+    return x + y
 
 
 Plain = Callable[..., Tensors]

@@ -445,9 +445,14 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
 """What is done in the place of each operator, by its name."""
 
 
+def _as_they_are() -> bool:
+    """Whether operators run so: a tracer follows them."""
+    return tracing()
+
+
 def _seen(operator: HigherOrderOperator, mode: ExactNorms, *args: Any, **kwargs: Any) -> Any:
     """An operator under a mode that sees what its functions call as well."""
-    if tracing():
+    if _as_they_are():
         return operator(*args, **kwargs)
     with _settings.on(mode):
         return operator.dispatch(None, *args, **kwargs)  # type: ignore[arg-type]
@@ -456,7 +461,7 @@ def _seen(operator: HigherOrderOperator, mode: ExactNorms, *args: Any, **kwargs:
 def _instead(theirs: Callable[..., Any], definition: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
     """An operator's own way, or what stands for it where a call of hodiff runs and nothing is traced."""
     node = torch._C._current_autograd_node()
-    if tracing() or (node is not None and "AutogradOp" in node.name()):
+    if _as_they_are() or (node is not None and "AutogradOp" in node.name()):
         return theirs(key, *args, **kwargs)  # in the backward pass of such an operator nothing is captured
     return definition(*args, **kwargs)
 
