@@ -622,7 +622,7 @@ class SymmetricOperator(LinearOperator):
         return True
 
 
-# --- what is made of operators: sums, multiples, products, transposes, blocks, each an operator itself ----------------
+# --- what is made of operators: sums, multiples, products, transposes, blocks, each an operator itself ---
 # The transpose of a sum is the sum of the transposes; so is the block of one the sum of the blocks.
 
 

@@ -1,4 +1,4 @@
-"""Penalties of a Jacobian by its products with random vectors: its norm, its trace, the length of paths."""
+"""Penalties of a Jacobian by products with random vectors: its norm, its trace, paths' lengths."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def jacobian_penalty(
     return (loss, graph.value()) if return_outputs else loss
 
 
-# --- score matching: the trace of a Jacobian without the Jacobian -----------------------------------------------------
+# --- score matching: the trace of a Jacobian without the Jacobian ---------------------------------
 
 
 class ScoreMatchingOptions(_critic.VectorOptions, total=False):
@@ -278,7 +278,7 @@ def _score(graph: OutputGraph, where: Where) -> list[Tensor]:
     return score
 
 
-# --- StyleGAN2's path length regularization: the one penalty with a state ---------------------------------------------
+# --- StyleGAN2's path length regularization: the one penalty with a state -------------------------
 
 
 class PathLengthPenalty(nn.Module):

@@ -1,4 +1,4 @@
-"""Sparse matrices by plans: pattern, colors and recovery, prepared once for many points, or for one."""
+"""Sparse matrices by plans: pattern, colors and recovery, prepared for many points, or for one."""
 
 from __future__ import annotations
 
@@ -647,7 +647,9 @@ def _plan(f: Any, x: Any, order: int, pattern: Any, options: dict[str, Any], *, 
     return plan
 
 
-def _at_once(f: Any, x: Any, order: int, pattern: Any, options: dict[str, Any], check: bool, **later: Any) -> Any:
+def _at_once(
+    f: Any, x: Any, order: int, pattern: Any, options: dict[str, Any], check: bool, **later: Any
+) -> Any:  # fmt: skip
     """The matrix at one point: of few variables as a dense one, else by a plan."""
     check_option(options["output"], SparseOutput, "output")
     check = is_set(check, "check")

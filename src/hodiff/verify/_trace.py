@@ -358,7 +358,7 @@ KINKS: dict[str, Sides] = {
 """How each piecewise function's pieces are told apart, by the function's name."""
 
 
-# --- `f` at one point, evaluated again and again: its random numbers, its memory of calls, values held ---------------
+# --- `f` at one point, evaluated again and again: its random numbers, its memory of calls ---------
 
 
 class Attributes:
