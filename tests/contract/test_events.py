@@ -563,8 +563,10 @@ def contexts() -> dict[str, tuple[str, list[str]]]:
         file = str(path.relative_to(ROOT / "src" / "hodiff"))
         for node in ast.walk(tree(path)):
             match node:
-                case ast.ClassDef(name=name, body=body) if any(getattr(n, "name", "") == "__enter__" for n in body):
-                    found[f"{file}: {name}"] = file, [f"{name}.__enter__"]
+                case ast.ClassDef(name=name, body=body) if ways := [
+                    n.name for n in body if getattr(n, "name", "") in ("__enter__", "_enter")
+                ]:  # by the second a class says what its `Scope` enters
+                    found[f"{file}: {name}"] = file, [f"{name}.{way}" for way in ways]
                 case ast.FunctionDef(name=name, decorator_list=marks) if any(
                     "contextmanager" in ast.unparse(mark) for mark in marks
                 ):

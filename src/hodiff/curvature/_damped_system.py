@@ -14,7 +14,6 @@ from hodiff._core import _reverse
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import draw
 from hodiff.calculus._per_sample import Samples, each_sample, even_weights
-from hodiff.curvature._krylov import ConjugateGradients, Systems
 from hodiff.curvature._matrix import nystrom_eigenpairs
 from hodiff.errors import InputError
 
@@ -299,17 +298,20 @@ def _by_gradients(
     multiply: Callable[[Tensor], Tensor], vectors: Tensor, values: Tensor, damping: Tensor | float, b: Tensor
 ) -> Tensor:
     """The solution of (J'J + damping) x = b by conjugate gradients, preconditioned."""
-    if not b.any():
-        return b
     beyond = (values[-1] + damping) / (values + damping) - 1
-    systems = Systems(
-        lambda d, _: multiply(d) + damping * d,
-        lambda rest, _: rest + vectors @ (beyond * (vectors.T @ rest)),
-        torch.finfo(b.dtype).eps,
-        scale=1.0,
-        room=0,
-    )
-    return ConjugateGradients(systems, b, [0], [RTOL * float(b.norm())], [ITERATIONS]).run(None).x
+    x, rest = torch.zeros_like(b), b
+    direction, size = x, math.inf
+    for _ in range(ITERATIONS):
+        if float(rest.norm()) <= RTOL * float(b.norm()):
+            break
+        z = rest + vectors @ (beyond * (vectors.T @ rest))
+        last, size = size, float(rest @ z)
+        direction = z + size / last * direction
+        image = multiply(direction) + damping * direction
+        length = size / float(direction @ image)
+        x = x + length * direction
+        rest = rest - length * image
+    return x
 
 
 def _by_factor(factor: Tensor, d: Tensor, b: Tensor) -> Tensor:
