@@ -563,10 +563,12 @@ def contexts() -> dict[str, tuple[str, list[str]]]:
         file = str(path.relative_to(ROOT / "src" / "hodiff"))
         for node in ast.walk(tree(path)):
             match node:
-                case ast.ClassDef(name=name, body=body) if ways := [
-                    n.name for n in body if getattr(n, "name", "") in ("__enter__", "_enter")
-                ]:  # by the second a class says what its `Scope` enters
-                    found[f"{file}: {name}"] = file, [f"{name}.{way}" for way in ways]
+                case ast.ClassDef(name=name, bases=bases, body=body):
+                    # A class that is a `Scope` may say what that enters.
+                    ways = ["__enter__", *["_enter"] * any("Scope" in ast.unparse(base) for base in bases)]
+                    ways = [way for way in ways if any(getattr(each, "name", "") == way for each in body)]
+                    if ways:
+                        found[f"{file}: {name}"] = file, [f"{name}.{way}" for way in ways]
                 case ast.FunctionDef(name=name, decorator_list=marks) if any(
                     "contextmanager" in ast.unparse(mark) for mark in marks
                 ):
