@@ -29,6 +29,7 @@ Every function takes *what* (a function, or a tensor already computed) and *wher
 function, hodiff builds the graph and frees it; given a tensor, the graph is yours and stays.
 """
 
+import itertools
 import typing
 
 from hodiff._core import _compiled_callers, _lazy
@@ -36,9 +37,6 @@ from hodiff._core import _compiled_callers, _lazy
 with _lazy.uncollected():
     from hodiff._core._where import Selection, select
     from hodiff.calculus._first import grad, jacobian, jvp, value_and_grad, vjp
-    from hodiff.calculus._higher import derivatives, nth_derivative
-    from hodiff.calculus._multi import multi_grad
-    from hodiff.calculus._per_sample import per_sample_grad
     from hodiff.calculus._second import cross_hessian, cross_hvp, hessian, hessian_diagonal, hvp, value_grad_and_hessian
     from hodiff.errors import (
         BatchMixingWarning,
@@ -51,19 +49,7 @@ with _lazy.uncollected():
         InputError,
         RandomnessWarning,
     )
-    from hodiff.fields._partial import derivatives_of, jet, partial, partials
     from hodiff.fields._second_order import biharmonic, laplacian, second_order_operator, value_grad_and_laplacian
-    from hodiff.fields._vector import curl, divergence, value_and_divergence
-    from hodiff.memory import twice_differentiable
-    from hodiff.penalties._critic import interpolate, sample_norm
-    from hodiff.penalties._gan import dragan_penalty, r1_penalty, r2_penalty, wgan_gp_penalty
-    from hodiff.penalties._gradient import eikonal_penalty, gradient_norm_penalty, gradient_penalty
-    from hodiff.penalties._hessian import curvature_penalty, hessian_penalty
-    from hodiff.penalties._jacobian import jacobian_penalty
-    from hodiff.penalties._path_length import PathLengthPenalty
-    from hodiff.penalties._score import sliced_score_matching_loss
-    from hodiff.sparse._matrices import sparse_hessian, sparse_jacobian
-    from hodiff.verify._check import check_derivatives
 
     from hodiff import graph as graph  # isort: skip  # words the errors of the calculus
 
@@ -73,6 +59,9 @@ if typing.TYPE_CHECKING:
     from hodiff import plotting as plotting
     from hodiff import rules as rules
     from hodiff import sparse as sparse
+    from hodiff.calculus._higher import derivatives, nth_derivative
+    from hodiff.calculus._multi import multi_grad
+    from hodiff.calculus._per_sample import per_sample_grad
     from hodiff.curvature import (
         FisherOperator,
         GaussNewtonOperator,
@@ -89,8 +78,18 @@ if typing.TYPE_CHECKING:
         spectral_density,
         trace,
     )
+    from hodiff.fields._partial import derivatives_of, jet, partial, partials
+    from hodiff.fields._vector import curl, divergence, value_and_divergence
     from hodiff.implicit._unroll import unroll
+    from hodiff.memory import twice_differentiable
+    from hodiff.penalties._critic import interpolate, sample_norm
+    from hodiff.penalties._gan import dragan_penalty, r1_penalty, r2_penalty, wgan_gp_penalty
+    from hodiff.penalties._gradient import eikonal_penalty, gradient_norm_penalty, gradient_penalty
+    from hodiff.penalties._hessian import curvature_penalty, hessian_penalty
+    from hodiff.penalties._jacobian import PathLengthPenalty, jacobian_penalty, sliced_score_matching_loss
+    from hodiff.sparse._plan import sparse_hessian, sparse_jacobian
     from hodiff.steps import compile_step
+    from hodiff.verify._check import check_derivatives
 
 __version__ = "0.1.0"
 
@@ -170,16 +169,30 @@ __all__ = [
 
 _compiled_callers.break_graphs(vars())
 
-# Half of the time of an import, and not what most programs need.
+# What most programs need none of, or a little.
+_HOMES = {
+    "calculus._higher": ("derivatives", "nth_derivative"),
+    "calculus._multi": ("multi_grad",),
+    "calculus._per_sample": ("per_sample_grad",),
+    "fields._partial": ("derivatives_of", "jet", "partial", "partials"),
+    "fields._vector": ("curl", "divergence", "value_and_divergence"),
+    "implicit": (),
+    "implicit._unroll": ("unroll",),
+    "memory": ("twice_differentiable",),
+    "penalties._critic": ("interpolate", "sample_norm"),
+    "penalties._gan": ("dragan_penalty", "r1_penalty", "r2_penalty", "wgan_gp_penalty"),
+    "penalties._gradient": ("eikonal_penalty", "gradient_norm_penalty", "gradient_penalty"),
+    "penalties._hessian": ("curvature_penalty", "hessian_penalty"),
+    "penalties._jacobian": ("PathLengthPenalty", "jacobian_penalty", "sliced_score_matching_loss"),
+    "plotting": (),
+    "rules": (),
+    "sparse": (),
+    "sparse._plan": ("sparse_hessian", "sparse_jacobian"),
+    "steps": ("compile_step",),
+    "verify._check": ("check_derivatives",),
+}
 __getattr__, __dir__ = _lazy.names(
     globals(),
-    {
-        "curvature": [name for name in __all__ if name not in {*globals(), "compile_step", "unroll"}],
-        "implicit": (),
-        "implicit._unroll": ("unroll",),
-        "plotting": (),
-        "rules": (),
-        "steps": ("compile_step",),
-    },
+    _HOMES | {"curvature": [name for name in __all__ if name not in {*globals(), *itertools.chain(*_HOMES.values())}]},
     beside=("implicit", "graph", "sparse", "rules", "jets", "plotting"),
 )

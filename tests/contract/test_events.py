@@ -238,7 +238,8 @@ def test_a_recursion_error_leaves_nothing(name: str) -> None:
 
 def below_autograd(frame: Any) -> bool:
     """Whether a mode handles an operation: PyTorch records nothing there, whoever asks."""
-    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+    handlers = "__torch_dispatch__", "dispatch"  # the second is what `DispatchMode` puts around that of our own modes
+    while frame is not None and frame.f_code.co_name not in handlers:
         frame = frame.f_back
     return frame is not None
 
@@ -545,7 +546,7 @@ ENTERED: dict[str, Call] = {
     "steps/__init__.py: Scope(self._freeze)": _frozen,
     "sparse/_tracer.py: Counted(_watch)": CALLS["sparse_hessian, module in f"],
     "sparse/_tracer.py: Scope(enter)": CALLS["sparse_hessian, module in f"],
-    "verify/_evaluation.py: altered": _checked(_hooked),
+    "verify/_trace.py: altered": _checked(_hooked),
     "verify/_blame.py: _watched": _checked(lambda z: _Wrong.apply(z).sum()),
     "verify/_trace.py: _Counting": _checked(_cube),
 }  # fmt: skip
@@ -562,8 +563,12 @@ def contexts() -> dict[str, tuple[str, list[str]]]:
         file = str(path.relative_to(ROOT / "src" / "hodiff"))
         for node in ast.walk(tree(path)):
             match node:
-                case ast.ClassDef(name=name, body=body) if any(getattr(n, "name", "") == "__enter__" for n in body):
-                    found[f"{file}: {name}"] = file, [f"{name}.__enter__"]
+                case ast.ClassDef(name=name, bases=bases, body=body):
+                    # A class that is a `Scope` may say what that enters.
+                    ways = ["__enter__", *["_enter"] * any("Scope" in ast.unparse(base) for base in bases)]
+                    ways = [way for way in ways if any(getattr(each, "name", "") == way for each in body)]
+                    if ways:
+                        found[f"{file}: {name}"] = file, [f"{name}.{way}" for way in ways]
                 case ast.FunctionDef(name=name, decorator_list=marks) if any(
                     "contextmanager" in ast.unparse(mark) for mark in marks
                 ):

@@ -45,7 +45,7 @@ MAY_IMPORT = {
 # What stands for the public functions in a step's trace knows them.
 MODULE_MAY_IMPORT = {
     "hodiff.steps._shadows": None,
-    "hodiff.calculus._multi": (*FOUNDATION, "graph._saved"),
+    "hodiff.calculus._multi": (*FOUNDATION, "memory", "graph._saved"),
     "hodiff.graph._failure": ("errors", "_core._nodes", "_core._settings", "_core._messages"),
 }
 

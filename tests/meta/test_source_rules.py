@@ -21,7 +21,7 @@ MAKERS = re.compile(
 
 
 ANYWHERE = {
-    ("_path_length.py", "torch.zeros(())"): "a module's buffer, which is made where the user makes modules",
+    ("_jacobian.py", "torch.zeros(())"): "a module's buffer, which is made where the user makes modules",
 }
 
 

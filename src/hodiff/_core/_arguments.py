@@ -26,7 +26,6 @@ __all__ = [
     "ChunkSize",
     "NoNumber",
     "Probes",
-    "SparseOutput",
     "SupportsArray",
     "Unlike",
     "allowed",
@@ -57,8 +56,6 @@ ChunkSize = int | Literal["auto"]
 Checkpoint = bool | str
 """What of `f` runs again in each pass: nothing, its own checkpoints, the modules so named."""
 
-SparseOutput = Literal["torch", "csr", "scipy", "auto"]
-"""In which form a sparse matrix is wanted."""
 
 Probes = Literal["rademacher", "gaussian"]
 """The law of random vectors v; E[v vᵀ] = I under both."""

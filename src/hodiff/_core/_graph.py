@@ -198,7 +198,8 @@ class OutputGraph:
         if by_hand is not None:
             names = names | by_hand.names
         order = self.call.order + (by_hand.count if by_hand is not None else 0)
-        wrong = _refusals.wrong_at_once(survey) if survey is not None and self.call.order < 2 else set()
+        at_once = _refusals.WRONG_AT_ONCE.among(survey) if survey is not None and self.call.order < 2 else ()
+        wrong = {type(node).__name__ for node in at_once}
         inexact = context.forward_mode or names & _messages.WRITTEN_OUT or _messages.DIGITS in names
         inexact = inexact or (wrong and wrong & _versions.PRODUCTS.keys())
         some = names & _messages.WRITTEN_AT_SOME
@@ -288,8 +289,8 @@ class OutputGraph:
             if call.order >= 2:
                 if _refusals.BIASED.among(survey):
                     _refusals.refuse_biased(survey, self.leaves)
-                remarkable = survey.is_remarkable(call.order)
-                self.recorded = remarkable and _refusals.judge(
+                known = survey.kinds <= _nodes.UNREMARKABLE[call.order]  # of which nothing need be said
+                self.recorded = not known and _refusals.judge(
                     survey, self.leaves, call.order, call.allow, context.unheld
                 )
             else:  # of which nothing rare was found before, mostly

@@ -134,7 +134,7 @@ def _end_other_threads() -> None:
 atexit.register(_end_other_threads)
 
 
-class EvaluationContext:
+class EvaluationContext(_settings.Scope[Any]):
     """The state in which the function of a call runs, until the last pass.
 
     Attributes:
@@ -163,7 +163,7 @@ class EvaluationContext:
         self.leaf_tag, self.hooks = LeafTag(), Hooks()
         self.unheld: dict[type, None] = {}
         self.leaf_tag.detached = not call.create_graph
-        self.undo: list[Callable[[], object]] = []
+        self.undo = self._undo = list[Callable[[], object]]()
 
     @property
     def loan(self) -> StateLoan:
@@ -176,56 +176,35 @@ class EvaluationContext:
 
     # --- the state
 
-    def __enter__(self) -> EvaluationContext:
-        call, undo = self.call, self.undo
-        try:
-            # What an interrupt kept open: no Python code can prevent one between a `with` block and `__exit__`.
-            _settings.when_lost(undo, self)
-            if _settings.absent.modes:
-                _settings.take_off_absent()
-            if torch.is_inference_mode_enabled():
-                _settings.record(undo)
-            if not torch.is_grad_enabled():
-                undo += [_settings.InTime(torch._C._set_grad_enabled, False)]
-                torch._C._set_grad_enabled(True)
-            # The checkpoints of a tensor run again as they ran: without.
-            if call.builds_graph and not _kernels.included():
-                if _kernels.registered:
-                    undo += [_kernels.leave]
-                    _kernels.enter()
-                elif call.order >= 2 or _kernels.available():
-                    _kernels.include(undo)
-            _settings.enter(_SWITCHES[call.order >= 2], undo)
-            if WATCH not in _settings.stance.holders and "torch._dynamo" in sys.modules:  # loaded since
-                _settings.eager.enter(undo)
-            _call.enter(self, undo, differentiated=call.order > 0)
-            if parametrize._cache_enabled:
-                self._set_aside_cache()
-            if call.where.module_slices:
-                self._lend()
-                if self._leaves:
-                    self._parameters.put(self._leaves)
-            if self._evaluation is not None:
-                self._evaluation.put(self, undo, whole=self._whole)
-        except BaseException:
-            sys.setrecursionlimit(sys.getrecursionlimit() + _settings.ROOM)
-            try:
-                self.close()
-            finally:
-                sys.setrecursionlimit(sys.getrecursionlimit() - _settings.ROOM)
-            raise
+    def _enter(self, undo: _settings.Undo) -> EvaluationContext:  # pyright: ignore[reportIncompatibleVariableOverride]
+        call = self.call
+        if _settings.absent.modes:
+            _settings.take_off_absent()
+        if torch.is_inference_mode_enabled():
+            _settings.record(undo)
+        if not torch.is_grad_enabled():
+            undo += [_settings.InTime(torch._C._set_grad_enabled, False)]
+            torch._C._set_grad_enabled(True)
+        # The checkpoints of a tensor run again as they ran: without.
+        if call.builds_graph and not _kernels.included():
+            if _kernels.registered:
+                undo += [_kernels.leave]
+                _kernels.enter()
+            elif call.order >= 2 or _kernels.available():
+                _kernels.include(undo)
+        _settings.enter(_SWITCHES[call.order >= 2], undo)
+        if WATCH not in _settings.stance.holders and "torch._dynamo" in sys.modules:  # loaded since
+            _settings.eager.enter(undo)
+        _call.enter(self, undo, differentiated=call.order > 0)
+        if parametrize._cache_enabled:
+            self._set_aside_cache()
+        if call.where.module_slices:
+            self._lend()
+            if self._leaves:
+                self._parameters.put(self._leaves)
+        if self._evaluation is not None:
+            self._evaluation.put(self, undo, whole=self._whole)
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        try:
-            self.close(last=False)
-        except BaseException:
-            sys.setrecursionlimit(sys.getrecursionlimit() + _settings.ROOM)
-            try:
-                self.close()
-            finally:
-                sys.setrecursionlimit(sys.getrecursionlimit() - _settings.ROOM)
-            raise
 
     def close(self, last: bool = True) -> None:
         """Undo everything, in reverse order; what fails does not keep the rest from being undone.
@@ -387,13 +366,13 @@ class EvaluationContext:
         try:
             value = self.at(arguments)
         except RuntimeError as error:
-            if not self._normal and _messages.about_inference(error):
+            kind = _messages.kind_of(error)
+            if not self._normal and kind.startswith("inference"):
                 self._normal = True  # tensors of inference mode that f brings along are copied, in another run of it
                 self.random.restore()
                 return self.run(arguments, watched)
-            note = _messages.advice_for_f(error)
-            if note:
-                error.add_note(note)
+            if kind in _messages.ADVICE_FOR_F:
+                error.add_note(_messages.ADVICE_FOR_F[kind])
             raise
         except (TypeError, AttributeError) as error:
             call = self.call

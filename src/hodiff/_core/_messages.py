@@ -332,6 +332,8 @@ _KINDS = {
     "does not require grad": "no graph",
     "appears to not have been used": "not used",
     "implicitly created only for scalar outputs": "not scalar",
+    "forward AD": "no forward mode",
+    "forward mode AD": "no forward mode",
 }
 _OURS: dict[str, Callable[[], GraphError]] = {
     "freed": lambda: GraphError.about(_FREED, kind="freed", advice=_FREED_WAY_OUT),
@@ -376,11 +378,6 @@ def engine_error(error: Exception) -> GraphError | None:
     return ours() if ours is not None else None
 
 
-def about_inference(error: Exception) -> bool:
-    """Whether an operation refused a tensor that was made in inference mode."""
-    return kind_of(error).startswith("inference")
-
-
 def note_memory(error: BaseException) -> None:
     """Add to an error of a second derivative that memory has run out for what takes less."""
     ran_out = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
@@ -396,7 +393,7 @@ LESS_MEMORY = (
 )
 
 
-_ADVICE_FOR_F = {
+ADVICE_FOR_F = {
     **dict.fromkeys(
         ("leaf changed", "leaf's view changed", "hooked view changed", "view changed"),
         "hodiff: f changes its argument in place; begin it with x = x.clone(), or pass lambda x: f(x.clone()).",
@@ -406,11 +403,7 @@ _ADVICE_FOR_F = {
     "derivatives by torch.func. Use hodiff.grad or torch.autograd.grad in f, or leave out the checkpoint.",
     "array": "hodiff: NumPy has no derivatives; use PyTorch's functions in f. After detach() x would be a constant.",
 }
-
-
-def advice_for_f(error: Exception) -> str | None:
-    """A note for an exception from the user's function that our leaves provoked."""
-    return _ADVICE_FOR_F.get(kind_of(error))
+"""Notes for exceptions from the user's function that our leaves provoked, by the kind of PyTorch's error."""
 
 
 # --- which line, which variable: asked of whoever can say -------------------------------------------------------------

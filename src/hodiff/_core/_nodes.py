@@ -171,10 +171,6 @@ class Survey:
                     names |= node.form.names
         return names
 
-    def is_remarkable(self, order: int) -> bool:
-        """Whether something may have to be said of a derivative of that order (see `_refusals.judge`)."""
-        return not self.kinds <= UNREMARKABLE[order]
-
     def functions(self) -> Iterator[tuple[type, list[Node]]]:
         """The Python `autograd.Function`s in the graph, with their nodes."""
         for kind in self.kinds:

@@ -559,11 +559,6 @@ def refuse_biased(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> None:
         )
 
 
-def wrong_at_once(graph: _nodes.Survey) -> set[str]:
-    """The names of the nodes whose first gradient is wrong, or may be, where that cannot be seen."""
-    return {type(node).__name__ for node in WRONG_AT_ONCE.among(graph)}
-
-
 _ORDERS = range(9, 1, -1)  # the highest first, for the first that fits is taken
 
 REMARKS: list[tuple[str, int, Remark]] = [

@@ -41,6 +41,7 @@ __all__ = [
     "Undo",
     "assign",
     "autocast",
+    "autocast_now",
     "eager",
     "grad_mode",
     "on",
@@ -129,14 +130,6 @@ class InTime(partial[Any]):
 _lost: list[InTime] = []  # kept, because PyTorch's guards undo what they did when they go
 
 
-def when_lost(undo: Undo, context: Any) -> None:
-    """Undo it when nobody holds the context any more. Not by `__del__`: at the end of a call it loses interrupts."""
-    undos = opened.undos
-    # Held there, for the collector calls no reference that it collects; as a step it does nothing.
-    undo += [weakref.ref(context, partial(_undo_late, undos, undo))]
-    undos += [undo]
-
-
 def _undo_late(undos: list[Undo], undo: Undo, _: object) -> None:
     """Undo what a context did that has been lost; modes are left to the contexts of the caller."""
     _forget(undos, undo)
@@ -158,27 +151,36 @@ class Scope(Generic[T]):
         self._enter, self._undo = enter, []
 
     def __enter__(self) -> T:
+        undo = self._undo
         try:
-            when_lost(self._undo, self)
-            return self._enter(self._undo)
+            # Undone when nobody holds it any more. Not by `__del__`: at the end of a call it loses interrupts. Held
+            # there, for the collector calls no reference that it collects; as a step it does nothing.
+            undos = opened.undos
+            undo += [weakref.ref(self, partial(_undo_late, undos, undo))]
+            undos += [undo]
+            return self._enter(undo)
         except BaseException:
             sys.setrecursionlimit(sys.getrecursionlimit() + ROOM)
             try:
-                undo_all(self._undo)
+                self.close()
             finally:
                 sys.setrecursionlimit(sys.getrecursionlimit() - ROOM)
             raise
 
     def __exit__(self, *exc: object) -> None:
         try:
-            undo_all(self._undo, last=False)
+            self.close(last=False)
         except BaseException:  # an interrupt may have kept it from its beginning
             sys.setrecursionlimit(sys.getrecursionlimit() + ROOM)
             try:
-                undo_all(self._undo)
+                self.close()
             finally:
                 sys.setrecursionlimit(sys.getrecursionlimit() - ROOM)
             raise
+
+    def close(self, last: bool = True) -> None:
+        """Undo everything, also where Ctrl-C kept the block from ending it; it may be run again."""
+        undo_all(self._undo, last)
 
 
 class Offered(Scope[T]):
@@ -370,6 +372,12 @@ def autocast(device: str, dtype: torch.dtype | None = None, *, enabled: bool = F
         _set_autocast(*to)
 
     return Scope(enter)
+
+
+def autocast_now(device: str) -> Callable[[], Context]:
+    """What sets autocast later as it is now."""
+    dtype = torch.get_autocast_dtype(device)
+    return partial(autocast, device, dtype, enabled=torch.is_autocast_enabled(device))
 
 
 def _set_autocast(device: str, dtype: torch.dtype, enabled: bool) -> None:

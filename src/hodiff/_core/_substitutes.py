@@ -27,7 +27,6 @@ from torch._ops import HigherOrderOperator, _higher_order_ops
 from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _call, _messages, _near_zero, _settings
-from hodiff._core._hooks import watch_modules
 from hodiff._core._settings import tracing
 from hodiff.errors import GraphError
 
@@ -458,8 +457,8 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
 
 
 def _as_they_are() -> bool:
-    """Whether operators run so: no call of hodiff does, or all is traced."""
-    return not watch_modules.on or tracing()
+    """Whether operators run so: a tracer follows them."""
+    return tracing()
 
 
 def _seen(operator: HigherOrderOperator, mode: ExactNorms, *args: Any, **kwargs: Any) -> Any:

@@ -161,14 +161,9 @@ class Where:
 
     def duplicate(self) -> str | None:
         """The name of a tensor that is given twice, if one is."""
-        if len(self.tensors) < 2:
-            return None
-        seen: set[int] = set()
-        for tensor, name in zip(self.tensors, self.names, strict=True):
-            if id(tensor) in seen:
-                return name
-            seen.add(id(tensor))
-        return None
+        first: dict[int, str] = {}
+        pairs = zip(self.tensors, self.names, strict=True)
+        return next((name for tensor, name in pairs if first.setdefault(id(tensor), name) is not name), None)
 
 
 def _given(item: Any) -> Any:

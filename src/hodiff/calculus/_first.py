@@ -511,7 +511,8 @@ def _sum(parts: list[Tensor], weights: list[Tensor]) -> Tensor:
     """What some columns give, for each sample: (columns, samples). Before they are turned, which is quicker."""
     with _settings.autocast(parts[0].device.type):
         sums = [part.squeeze(1) @ w.reshape(-1) for part, w in zip(parts, weights, strict=True)]
-    return sums[0] if len(sums) == 1 else torch.stack([part.to(_coarsest(sums)) for part in sums]).sum(0)
+    coarsest = max((part.dtype for part in sums), key=lambda dtype: torch.finfo(dtype).eps)
+    return sums[0] if len(sums) == 1 else torch.stack([part.to(coarsest) for part in sums]).sum(0)
 
 
 def _add_up(sums: list[Tensor], sizes: list[Tensor], expected: Tensor) -> bool:
@@ -520,10 +521,6 @@ def _add_up(sums: list[Tensor], sizes: list[Tensor], expected: Tensor) -> bool:
     # How large a sum would be, about, were the signs random.
     size = math.hypot(*map(float, sizes)) / max(1, expected.numel()) ** 0.5
     return _reverse.agree(total.reshape(expected.T.shape).T, expected, size, sums)
-
-
-def _coarsest(tensors: list[Tensor]) -> torch.dtype:
-    return max((tensor.dtype for tensor in tensors), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def joined(table: list[list[Tensor]], outputs: Sequence[Tensor], leaves: Sequence[Tensor], batch_ndim: int) -> Tensor:

@@ -15,6 +15,7 @@ from hodiff._core._graph import OutputGraph
 from hodiff._core._nodes import Node
 from hodiff._core._where import Selection, Where
 from hodiff.errors import GraphError, InputError
+from hodiff.memory import _chunked
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -347,7 +348,7 @@ def _with_shared(functions: dict[Any, Any], point: Where, shared: Callable[[Any]
         rows = []
         for name, head in zip(functions, heads, strict=True):
             below = _through(graph, trunk, head.by_trunk, keep=head is not heads[-1])
-            row = [_sum(a, b) for a, b in zip(head.by_leaves, below, strict=True)]
+            row = _chunked.plus(head.by_leaves, below)
             options.note_missing([n for n, part in zip(point.names, row, strict=True) if part is None], name, len(row))
             rows.append(_reverse.densified(row, graph.leaves))
         return rows
@@ -367,12 +368,6 @@ def _through(
 ) -> Sequence[Tensor | None]:
     pairs = [(output, by) for output, by in zip(trunk, by_trunk, strict=True) if by is not None]
     return _bare(graph, [output for output, _ in pairs], graph.leaves, [by for _, by in pairs], keep=keep)
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
 
 
 def _bare(

@@ -1,7 +1,6 @@
 """Curvature without the matrix: linear operators, and what can be learned from their products."""
 
 from hodiff._core import _compiled_callers
-from hodiff.curvature import _algebra as _algebra  # to import it is to register it: what `A + B` makes
 from hodiff.curvature._density import logdet, spectral_density
 from hodiff.curvature._eigen import eigsh
 from hodiff.curvature._gauss_newton import FisherOperator, GaussNewtonOperator

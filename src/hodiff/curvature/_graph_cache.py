@@ -235,8 +235,7 @@ class GraphCache(Generic[G, B]):
         self, builder: B, graphs: dict[int, G], take: Callable[[G, int], object] | None = None
     ) -> FirstPass:
         """The sums over this process's own batches; graphs to keep are put into `graphs`."""
-        point, kind = Values(self.where, builder.functions), self.device.type
-        precision, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        point, autocast = Values(self.where, builder.functions), _settings.autocast_now(self.device.type)
         keeping = self._budget > 0
         limit = _memory.budget(self._budget, self.device) if self.batches.given and keeping else 0
         sums: Leaves = []
@@ -251,7 +250,8 @@ class GraphCache(Generic[G, B]):
             counts = self.batches.given and keeping
             graph, size = _memory.measured(build, self.device) if counts else (build(), 0)
             if self.batches.given and not number:
-                self._check_first(graph, batch)
+                shape, by_samples = _shape_of(graph.evaluation), self.builder.by_samples
+                self.batches.check_first(batch, graph.weight, shape, self._shape, by_samples=by_samples)
             terms = [graph.value, *graph.gradient]
             dtype = dtype or graph.value.dtype
             sums = accumulate(sums, terms) if sums else [part.clone() for part in terms]
@@ -278,23 +278,16 @@ class GraphCache(Generic[G, B]):
         value, *gradient = sums or [torch.zeros((), device="cpu"), *map(torch.zeros_like, self.where.tensors)]
         complete = len(graphs) == self.batches.count
         own = RankFacts(float(value.sum()), weight, undivided, largest, complete, dtype)
-        autocast = partial(_settings.autocast, kind, precision, enabled=enabled)
         return FirstPass(value, gradient, own, own, point, autocast, random)
-
-    def _check_first(self, graph: G, batch: Any) -> None:
-        shape = _shape_of(graph.evaluation)
-        self.batches.check_first(batch, graph.weight, shape, self._shape, by_samples=self.builder.by_samples)
 
     def _shape(self, batch: Any) -> tuple[int, ...]:
         """The shape of what a batch gives; `()` where it is not taken. Draws of the function leave no trace."""
-        before = _settings.RandomState(self.device)
+        now = _settings.RandomState(self.device)
         try:
-            with self.builder.fresh().evaluation(self.where, batch) as graph:
+            with now.replayed(), self.builder.fresh().evaluation(self.where, batch) as graph:
                 return _shape_of(graph)
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
             return ()
-        finally:
-            before.restore()
 
     def _with_others(self, first: FirstPass, group_sum: ProcessGroupSum) -> FirstPass:
         """The sums over all processes in place of this one's own."""
@@ -449,17 +442,14 @@ class GraphCache(Generic[G, B]):
                 return 0, 0
             builder = self.builder.fresh()  # later another batch may come first
             take, now = prepare(), _settings.RandomState(self.device)
-            try:
-                with _settings.on(_memory.LiveBytes()) as live:
-                    graph = builder.build(self.where, batch, 0)
-                    size = live.now
-                    self._probed = _nodes.largest_output(_nodes.survey(graph.roots))
-                    # Which a first pass holds.
-                    _sums = [part.clone() for part in (graph.value, *graph.gradient)]
-                    with graph.ready():
-                        take(graph)
-            finally:
-                now.restore()
+            with now.replayed(), _settings.on(_memory.LiveBytes()) as live:
+                graph = builder.build(self.where, batch, 0)
+                size = live.now
+                self._probed = _nodes.largest_output(_nodes.survey(graph.roots))
+                # Which a first pass holds.
+                _sums = [part.clone() for part in (graph.value, *graph.gradient)]
+                with graph.ready():
+                    take(graph)
             self._one_batch = size, live.peak
         return self._one_batch
 

@@ -14,12 +14,11 @@ from hodiff._core._arguments import Allowed
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff._core._where import Where
-from hodiff.curvature._algebra import TransposedOperator, TwoSpaces
 from hodiff.curvature._data import check_predict
 from hodiff.curvature._data_operator import ChunkSize, DataOperator
 from hodiff.curvature._gauss_newton import Linearized, linearize, predicted
 from hodiff.curvature._graph_cache import Builder, GraphCache, accumulate
-from hodiff.curvature._operator import LinearOperator, say_detached
+from hodiff.curvature._operator import LinearOperator, TransposedOperator, TwoSpaces, say_detached
 from hodiff.errors import InputError
 
 

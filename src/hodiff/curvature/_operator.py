@@ -1,6 +1,6 @@
 """`LinearOperator`: what every operator can do, given products of parts (see `_core._vectors`).
 
-Each operator knows one product, A v. What is made of operators is one as well (see `_algebra`), its transpose too.
+Each operator knows one product, A v. What is made of operators is one as well, its transpose too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, final, overload
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class LinearOperator(_arguments.Unlike):
 
     def _transposed(self) -> LinearOperator:
         """The transpose of an operator that is not symmetric, as a new one."""
-        return COMPOSED["A.T"](self)
+        return TransposedOperator(self)
 
     def _pull(self, parts: Leaves, count: int | None) -> Leaves:
         """A'u, of an operator that knows this product too."""
@@ -135,7 +135,7 @@ class LinearOperator(_arguments.Unlike):
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         """The block of the leaves with these numbers, as a new operator."""
-        return COMPOSED["A.block"](self, chosen)
+        return BlockOperator(self, chosen)
 
     @property
     def _live(self) -> str:
@@ -249,7 +249,7 @@ class LinearOperator(_arguments.Unlike):
     def __matmul__(self, v: Any) -> Any:
         """`A @ v`: a product in the spelling of `v`; with an operator, their product."""
         if isinstance(v, LinearOperator):
-            return COMPOSED["A @ B"](self, v)
+            return ProductOperator(self, v)
         return self._applied(v, self._live)
 
     @overload
@@ -421,25 +421,25 @@ class LinearOperator(_arguments.Unlike):
     def __add__(self, other: LinearOperator | Scalar) -> LinearOperator:
         """`A + B`, and `A + 0.1` or `0.1 + A` for A + 0.1 I."""
         if isinstance(other, LinearOperator):
-            return COMPOSED["A + B"](self, other)
+            return SumOperator(self, other)
         check_sizes(self._domain, self._range, "A + number")
-        return COMPOSED["c A + λ I"](self, 1.0, as_number(other, "+"))
+        return AffineOperator(self, 1.0, as_number(other, "+"))
 
     __radd__ = __add__
 
     def __mul__(self, factor: Scalar) -> LinearOperator:
         """The multiple `A * 2` or `2 * A` of an operator."""
-        return COMPOSED["c A + λ I"](self, as_number(factor, "*"))
+        return AffineOperator(self, as_number(factor, "*"))
 
     __rmul__ = __mul__
 
     def __truediv__(self, factor: Scalar) -> LinearOperator:
         """The multiple `A / 2` of an operator."""
-        return COMPOSED["c A + λ I"](self, 1 / as_number(factor, "/"))
+        return AffineOperator(self, 1 / as_number(factor, "/"))
 
     def __neg__(self) -> LinearOperator:
         """The negative `-A` of an operator."""
-        return COMPOSED["c A + λ I"](self, -1.0)
+        return AffineOperator(self, -1.0)
 
     def __sub__(self, other: LinearOperator | Scalar) -> LinearOperator:
         """`A - B`, and `A - 0.1` for A - 0.1 I."""
@@ -572,9 +572,6 @@ WRITTEN = {
 }
 """What to write for names of tensors, arrays and other libraries' operators."""
 
-COMPOSED: dict[str, Callable[..., LinearOperator]] = {}
-"""What makes an operator of others, by what is written: `_algebra`, which is built on the class above, fills it in."""
-
 
 def normal(tensor: Tensor) -> Tensor:
     """A tensor that can be saved for a backward pass."""
@@ -623,6 +620,212 @@ class SymmetricOperator(LinearOperator):
     def symmetric(self) -> bool:
         """A symmetric operator is always that."""
         return True
+
+
+# --- what is made of operators: sums, multiples, products, transposes, blocks, each an operator itself ---
+# The transpose of a sum is the sum of the transposes; so is the block of one the sum of the blocks.
+
+
+ProductOf = Callable[[LinearOperator, Leaves, Any], Leaves]
+"""What an operator makes of the parts of one vector, or of so many stacked ones: detached, or with a graph."""
+
+
+class ComposedOperator(LinearOperator):
+    """An operator whose products are those of others, put together."""
+
+    @abstractmethod
+    def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
+        """A v, by this product of the operators that it is made of."""
+
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
+        return self._composed(parts, count, LinearOperator._product)
+
+    def _recorded(self, parts: Leaves, count: int) -> Leaves:
+        return self._composed(parts, count, lambda A, v, number: A._recorded(v, number))
+
+
+@final
+class SumOperator(ComposedOperator):
+    """The sum A + B of two operators."""
+
+    def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
+        super().__init__(left, right)
+        for a, b in ((left._domain, right._domain), (left._range, right._range)):
+            check_sizes(a, b, "A + B")
+        self._space = _structured(left._domain, right._domain)
+        self._rows = _structured(left._range, right._range)
+
+    def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
+        left, right = (
+            self._range.take(product(A, A._domain.take(parts, count, self._domain), count), count, A._range)
+            for A in self._made_of
+        )
+        return [a + b for a, b in zip(left, right, strict=True)]
+
+    def _transposed(self) -> LinearOperator:
+        return SumOperator(*(A.T for A in self._made_of))
+
+    def _blocked(self, chosen: list[int]) -> LinearOperator:
+        left, right = self._made_of
+        alike = left._domain.like(right._domain)
+        return SumOperator(left._block(chosen), right._block(chosen)) if alike else super()._blocked(chosen)
+
+    def _about(self) -> str:
+        return " + ".join(map(repr, self._made_of))
+
+
+@final
+class AffineOperator(ComposedOperator):
+    """c A + λ I."""
+
+    def __init__(self, inner: LinearOperator, factor: float, shift: float = 0.0) -> None:
+        super().__init__(inner)
+        self._inner = inner
+        self._factor = factor
+        self._shift = shift
+
+    @property
+    def _domain(self) -> Space:
+        return self._inner._domain
+
+    @property
+    def _range(self) -> Space:
+        return self._inner._range
+
+    def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
+        products = product(self._inner, parts, count)
+        if self._factor != 1:
+            products = [part * self._factor for part in products]
+        if not self._shift:
+            return products
+        own = self._range.take(parts, count, self._domain)
+        return [torch.add(part, v, alpha=self._shift) for part, v in zip(products, own, strict=True)]
+
+    def _transposed(self) -> LinearOperator:
+        return AffineOperator(self._inner.T, self._factor, self._shift)
+
+    def _blocked(self, chosen: list[int]) -> LinearOperator:
+        return AffineOperator(self._inner._block(chosen), self._factor, self._shift)
+
+    def _about(self) -> str:
+        shift = f" + {self._shift:g} I" if self._shift else ""
+        return f"{'' if self._factor == 1 else f'{self._factor:g} * '}{self._inner!r}{shift}"
+
+
+@final
+class ProductOperator(ComposedOperator):
+    """A B. Between a flat matrix and an operator at a point, vectors are those of the point."""
+
+    def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
+        super().__init__(left, right)
+        check_sizes(left._domain, right._range, "A @ B")
+        middle = _structured(right._range, left._domain)
+        self._space = _structured(right._domain, middle)
+        self._rows = _structured(left._range, middle)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the product is one of the form A' A, as is the square of a symmetric operator."""
+        left, right = self._made_of
+        return (left is right and left.symmetric) or left._transpose_of is right or right._transpose_of is left
+
+    @property
+    def _turns(self) -> bool:
+        left, right = self._made_of
+        return left is right and left._turns
+
+    def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
+        left, right = self._made_of
+        middle = product(right, right._domain.take(parts, count, self._space), count)
+        products = product(left, left._domain.take(middle, count, right._range), count)
+        return self._range.take(products, count, left._range)
+
+    def _transposed(self) -> LinearOperator:
+        left, right = self._made_of
+        turned = right.T
+        return ProductOperator(turned, turned if left is right else left.T)
+
+    def _about(self) -> str:
+        return " @ ".join(map(repr, self._made_of))
+
+
+class TwoSpaces(LinearOperator):
+    """An operator whose rows and columns may differ in structure.
+
+    There a vector's spelling says nothing of the result's.
+    """
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __matmul__(self, v: LinearOperator) -> LinearOperator: ...
+        @overload
+        def __matmul__(self, v: Any) -> Any: ...
+        def __matmul__(self, v: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+@final
+class TransposedOperator(TwoSpaces):
+    """The transpose of an operator that knows both of its products: what `J.T` is."""
+
+    @property
+    def _domain(self) -> Space:
+        return self._made_of[0]._range
+
+    @property
+    def _range(self) -> Space:
+        return self._made_of[0]._domain
+
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
+        return self._made_of[0]._pull(parts, count)
+
+    def _recorded(self, parts: Leaves, count: int) -> Leaves:
+        self._count(count)
+        return self._made_of[0]._recorded_pull(parts, count)
+
+    def _transposed(self) -> LinearOperator:
+        return self._made_of[0]
+
+    def _blocked(self, chosen: list[int]) -> LinearOperator:
+        return self._made_of[0]._blocked(chosen)
+
+    def _about(self) -> str:
+        return f"transpose of {self._made_of[0]!r}"
+
+
+@final
+class BlockOperator(ComposedOperator):
+    """Some rows, and the same columns, of an operator that has no way of its own: vectors are padded with zeros."""
+
+    def __init__(self, inner: LinearOperator, chosen: list[int]) -> None:
+        super().__init__(inner)
+        self._inner, self._chosen = inner, chosen
+        self._space = inner._domain.only(chosen)
+
+    def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
+        # Which `_block_of` counts.
+        return self._composed(parts, count, lambda A, v, number: A._multiply(v, number))
+
+    def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
+        padded = self._inner._domain.zeros(count)
+        for index, part in zip(self._chosen, parts, strict=True):
+            padded[index] = part
+        products = product(self._inner, padded, count)
+        return [products[index] for index in self._chosen]
+
+    def _transposed(self) -> LinearOperator:
+        return BlockOperator(self._inner.T, self._chosen)
+
+    def _blocked(self, chosen: list[int]) -> LinearOperator:
+        return BlockOperator(self._inner, [self._chosen[index] for index in chosen])
+
+    def _about(self) -> str:
+        return f"block of {self._inner!r}"
+
+
+def _structured(first: Space, second: Space) -> Space:
+    """Of two spaces of one size that with more structure: vectors beside a flat matrix are those of the point."""
+    return second if first.flat and first.size == second.size else first
 
 
 # --- what products round as, and that they are detached ---------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _settings
-from hodiff._core._settings import Undo, undo_all
+from hodiff._core._settings import Undo
 from hodiff.errors import GraphError
 from hodiff.graph import _explain, _inspect, _record, _saved
 from hodiff.graph._case import Explanation, FailedPass
@@ -316,10 +316,6 @@ class Watch(_settings.Offered[Any]):
             self.record.explain(exc[1])
         finally:
             super().__exit__(*exc)
-
-    def close(self) -> None:
-        """Record nothing more, where Ctrl-C kept the block from ending it; it may be run again."""
-        undo_all(self._undo)
 
 
 def watch() -> Watch:

@@ -310,8 +310,8 @@ class Replay:
         device = steps.where.tensors[0].device
         self._steps, self._batches = steps, batches
         self._state, self._step = now.state, now.step
-        self._random, self._device = _settings.RandomState(device), device.type
-        self._autocast = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+        self._random = _settings.RandomState(device)
+        self._autocast = _settings.autocast_now(device.type)
         self.number, self.thetas = 0, []
         self.ends: list[tuple[Tensor, int]] = []
 
@@ -321,11 +321,10 @@ class Replay:
         start, count = aliases[: self.number], len(self._steps.where.tensors)
         mode = SubstituteInputs(self.thetas, aliases[self.number :])
         begin = Progress(start[:count], _replaced(self._state, start[count:]), self._step)
-        dtype, enabled = self._autocast
         with (
             self._random.replayed(),
             _settings.grad_mode(True),
-            _settings.autocast(self._device, dtype, enabled=enabled),
+            self._autocast(),
         ):
             ends = self._steps.under(mode).run(begin, self._batches, record=True)
         outputs = [*ends.params, *_tensors(ends.state)]

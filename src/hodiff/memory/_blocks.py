@@ -201,8 +201,7 @@ class BlockRun:
         self._shapes: list[torch.Size] = []
         self._prints: list[Tensor] = []
         device = _call.state.running[-1].random.device
-        kind, self._random = device.type, RandomState(device)
-        self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._random, self._autocast = RandomState(device), _settings.autocast_now(device.type)
         plain = [x for x in self._items if isinstance(x, Tensor) and not x.is_inference()]
         self._constants = [(x, x._version) for x in plain]
         self._begun = _nodes.age()
@@ -224,9 +223,7 @@ class BlockRun:
         return value, arguments, views, why
 
     def _run(self, arguments: Tensors, *, check: bool = False) -> Any:
-        items = [*self._items]
-        for n, x in zip(self.arguments, arguments, strict=True):
-            items[n] = x
+        items = _chunked.placed(self.arguments, arguments, self._items)
         args, kwargs = _tree.rebuild(self._tree, iter(items))
         with Scope(partial(_within, _INSIDE)):
             value = self._function(*args, **kwargs)
@@ -244,15 +241,10 @@ class BlockRun:
                 "a block that runs again (checkpoint=) was given a tensor that has been changed in "
                 "place since. In f, change a copy instead."
             )
-        kind, dtype, enabled = self._autocast
-        now, looks = RandomState(self._random.device), not self._looked and torch.is_grad_enabled()
+        looks = not self._looked and torch.is_grad_enabled()
         begun, self._looked = _nodes.age() if looks else 0, self._looked or looks
-        with _settings.autocast(kind, dtype, enabled=enabled):
-            try:
-                self._random.restore()
-                value = self._run(arguments)
-            finally:
-                now.restore()
+        with self._autocast(), self._random.replayed():
+            value = self._run(arguments)
         items = _tree.flatten(value)[0]
         results = [items[n] for n in self.places if n < len(items) and isinstance(items[n], Tensor)]
         same = [x.shape for x in results] == self._shapes
@@ -560,10 +552,9 @@ class Tangents:
     """
 
     def __init__(self, graph: OutputGraph) -> None:
-        context, kind = graph.context, graph.leaves[0].device.type
+        context = graph.context
         self._graph, self._random = graph.kept(), context.random
-        precision, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self._autocast = partial(_settings.autocast, kind, precision, enabled=enabled)
+        self._autocast = _settings.autocast_now(graph.leaves[0].device.type)
         # What f differentiates itself, forward mode takes for something else.
         self._forward = context.by_hand is None and not (context.nests or context.forward_mode)
 
@@ -573,7 +564,7 @@ class Tangents:
             try:
                 return self._pushed(vectors, outputs)
             except RuntimeError as error:
-                if not lacks_forward_mode(error):
+                if _messages.kind_of(error) != "no forward mode":
                     raise
                 self._forward = False
         at = [n for n, v in enumerate(vectors) if v is not None]
@@ -583,7 +574,7 @@ class Tangents:
         return _reverse.products(self._graph, chosen, given, None, chunk_size=None, inputs=cotangents)
 
     def _pushed(self, vectors: Sequence[Tensor | None], first: Tensors) -> list[Tensor]:
-        leaves, now = self._graph.leaves, RandomState(self._random.device)
+        leaves = self._graph.leaves
         # Checkpoints, which forward mode needs none of (and re-entrant ones do not know), are entered as they are.
         with (
             self._graph.resumed() as context,
@@ -593,15 +584,11 @@ class Tangents:
         ):
             call = context.call
             context.call = call._replace(what=call.what.__wrapped__)
-            try:
-                self._random.restore()
-                with Scope(_level):
-                    given = zip((leaf.detach() for leaf in leaves), vectors, strict=True)
-                    duals = [x if v is None else forward_ad.make_dual(x, v) for x, v in given]
-                    outputs = _tree.flatten(context.at(duals))[0]
-                    pairs = [forward_ad.unpack_dual(output) for output in outputs]
-            finally:
-                now.restore()
+            with self._random.replayed(), Scope(_level):
+                given = zip((leaf.detach() for leaf in leaves), vectors, strict=True)
+                duals = [x if v is None else forward_ad.make_dual(x, v) for x, v in given]
+                outputs = _tree.flatten(context.at(duals))[0]
+                pairs = [forward_ad.unpack_dual(output) for output in outputs]
         if not all(map(_alike, (value for value, _ in pairs), map(_print, first))):
             raise GraphError(
                 "checkpoint: f computes something different when it runs again: it reads what has "

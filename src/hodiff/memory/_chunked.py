@@ -108,16 +108,24 @@ def _by_sample(derivative: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def plus(a: Tensors, b: Tensors) -> Tensors:
+def plus(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> Tensors:
     """The sum of two lists of gradients, in which None is 0."""
-    results: list[Tensor | None] = []
-    for x, y in zip(a, b, strict=True):
-        given = [each for each in (x, y) if each is not None]
-        results += [given[0] + given[-1] if len(given) == 2 else (given or [None])[0]]
-    return tuple(results)
+    return tuple(map(_sum, a, b))
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    if x is None or y is None:
+        return y if x is None else x
+    return x + y
 
 
 Plain = Callable[..., Tensors]
+
+
+def placed(places: Sequence[int], values: Sequence[Any], among: Sequence[Any]) -> list[Any]:
+    """A list with these values at some places."""
+    at = dict(zip(places, values, strict=True))
+    return [at.get(place, other) for place, other in enumerate(among)]
 
 
 def _varying(arguments: Sequence[Any]) -> list[int]:
@@ -130,17 +138,12 @@ def pulled_back(function: Plain, arguments: Sequence[Any], cotangents: Sequence[
     given = [at for at, cotangent in enumerate(cotangents) if cotangent is not None]
 
     def chosen(*tensors: Tensor) -> tuple[Any, ...]:
-        every = [*arguments]
-        for at, tensor in zip(varying, tensors, strict=True):
-            every[at] = tensor
-        made = function(*every)
+        made = function(*placed(varying, tensors, arguments))
         return tuple(made[at] for at in given)
 
     pull: Any = torch.func.vjp(chosen, *(arguments[at] for at in varying))[1]
-    results: list[Tensor | None] = [None] * len(arguments)
-    for at, gradient in zip(varying, pull(tuple(cotangents[at] for at in given)), strict=True):
-        results[at] = gradient
-    return tuple(results)
+    gradients = pull(tuple(cotangents[at] for at in given))
+    return tuple(placed(varying, gradients, [None] * len(arguments)))
 
 
 def size(x: Tensor) -> int:
@@ -155,22 +158,17 @@ def pushed(function: Plain, arguments: Sequence[Any], tangents: Sequence[Any]) -
     """
     varying = _varying(arguments)
     made: Any = function(*arguments)
+    nothing = [None] * len(made)
     given = [at for at, x in enumerate(made) if x is not None]
 
     def pull(*cotangents: Tensor) -> tuple[Any, ...]:
-        every: list[Any] = [None] * len(made)
-        for at, cotangent in zip(given, cotangents, strict=True):
-            every[at] = cotangent
-        gradients = pulled_back(function, arguments, every)
+        gradients = pulled_back(function, arguments, placed(given, cotangents, nothing))
         return tuple(gradients[at] for at in varying)
 
     pairs = [(arguments[at], tangents[at]) for at in varying]
     along = tuple(torch.zeros_like(x) if t is None else t for x, t in pairs)
     push: Any = torch.func.vjp(pull, *(torch.zeros_like(made[at]) for at in given))[1]
-    results: list[Tensor | None] = [None] * len(made)
-    for at, tangent in zip(given, push(along), strict=True):
-        results[at] = tangent
-    return tuple(results)
+    return tuple(placed(given, push(along), nothing))
 
 
 def nests_forward_mode() -> bool:

@@ -181,11 +181,8 @@ def between(a: Any, b: Any, names: tuple[str, str], *, batch_ndim: int, generato
     alpha = torch.rand(
         batch, generator=generator, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32)
     )
-    points = []
-    for first, second in zip(firsts, seconds, strict=True):
-        weight = alpha.to(first).reshape(*batch, *[1] * (first.ndim - batch_ndim))
-        points.append(torch.lerp(first, second, weight))
-    return _tree.rebuild(tree, iter(points))
+    weights = [alpha.to(first).reshape(*batch, *[1] * (first.ndim - batch_ndim)) for first in firsts]
+    return _tree.rebuild(tree, map(torch.lerp, firsts, seconds, weights))
 
 
 def _samples(value: Any, name: str, batch_ndim: int) -> tuple[list[Tensor], list[str], _tree.Tree, torch.Size]:
@@ -302,18 +299,14 @@ def sample_norm(grads: Any, *, ord: float = 2, batch_ndim: int = 1) -> Tensor:
         doi:10.1145/355769.355771.
     """
     check_ord(ord)
-    return norm(leaves_of(grads, batch_ndim), batch_ndim, ord)
+    leaves, *_ = _samples(grads, "grads", batch_ndim)
+    return norm(leaves, batch_ndim, ord)
 
 
 def check_ord(ord: float) -> None:
     """Raise unless the norm is one whose derivatives are known to be safe."""
     if not isinstance(ord, (int, float)) or ord not in (1, 2, float("inf")):
         raise InputError(f'ord: got {ord!r}, expected 2, 1 or float("inf").')
-
-
-def leaves_of(grads: Any, batch_ndim: int) -> list[Tensor]:
-    """The tensors of a gradient, checked to share a batch."""
-    return _samples(grads, "grads", batch_ndim)[0]
 
 
 def norm(leaves: Sequence[Tensor], batch_ndim: int, ord: float = 2) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Frobenius norm of a Jacobian as a penalty, estimated by random vectors or exact."""
+"""Penalties of a Jacobian by products with random vectors: its norm, its trace, paths' lengths."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hodiff._core import _arguments, _reverse
+from hodiff._core import _arguments, _call, _locks, _nodes, _reverse, _settings
 from hodiff._core._arguments import Allowed, Probes, check_option, is_set
+from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
 from hodiff.penalties._critic import Reduction
-from hodiff.penalties._gradient import What
+from hodiff.penalties._gradient import Function, What
 
 
 class JacobianPenaltyOptions(_critic.VectorOptions, total=False):
@@ -137,3 +138,278 @@ def jacobian_penalty(
         loss = _critic.reduce(values, reduction, weight / 2)
         loss = _critic.finished(loss, f, output, parts, record)
     return (loss, graph.value()) if return_outputs else loss
+
+
+# --- score matching: the trace of a Jacobian without the Jacobian ---------------------------------
+
+
+class ScoreMatchingOptions(_critic.VectorOptions, total=False):
+    """What `sliced_score_matching_loss` takes; for overloads alone."""
+
+    log_density: bool
+    variance_reduced: bool
+    samples: int
+    probes: Probes
+    reduction: Reduction
+
+
+@overload
+def sliced_score_matching_loss(
+    f: What, x: Any, *, return_outputs: Literal[False] = False, **options: Unpack[ScoreMatchingOptions]
+) -> Tensor: ...
+
+
+@overload
+def sliced_score_matching_loss(
+    f: What, x: Any, *, return_outputs: Literal[True], **options: Unpack[ScoreMatchingOptions]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def sliced_score_matching_loss(
+    f: What,
+    x: Any,
+    *,
+    log_density: bool = False,
+    variance_reduced: bool = True,
+    samples: int = 1,
+    probes: Probes = "rademacher",
+    vectors: Any = None,
+    reduction: Reduction = "mean",
+    batch_ndim: int = 1,
+    create_graph: bool | None = None,
+    return_outputs: bool = False,
+    check_independence: bool = False,
+    allow: Allowed = (),
+    generator: torch.Generator | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    r"""Sliced score matching, meanᵢ (vᵀ∇s v + ½‖s‖²) for the score s = ∇log p.
+
+    v is random with \(E[v v^\top] = I\), one for each sample: the first term estimates the trace of
+    \(\nabla s\). Without variance reduction the second is \(\frac12 (v^\top s)^2\). (v on the
+    *unit* sphere would shrink the first term by 1/dimension, and the second only in the plain
+    form.)
+
+    Args:
+        f: The score: a function of samples with outputs like *x*. With *log_density*, the
+            unnormalized log-density (minus an energy), with one output per sample. Or such outputs,
+            already computed.
+        x: Data: a tensor `(N, ...)`, or a container of them, as one vector per sample.
+        log_density: Whether `f` is the log-density, whose gradient is then the score.
+        variance_reduced: Whether the second term is exact.
+        samples: How many v to average over.
+        probes: The distribution of v: `"rademacher"` (entries 1 and -1) or `"gaussian"`.
+        vectors: Your own v, like *x*, or K of them with one extra leading dimension on every leaf;
+            then none is drawn.
+        reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
+        batch_ndim: How many leading dimensions of *x* index independent samples.
+        create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
+        return_outputs: Whether to also return what `f` returned, from the same evaluation.
+        check_independence: Whether to test that no sample's output depends on another sample.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
+        generator: The source of v; None: the device's default generator.
+        args: Further positional arguments for `f`.
+        kwargs: Keyword arguments for `f`.
+
+    Returns:
+        A scalar tensor, or shape `(*batch,)` with `reduction="none"`; with *return_outputs*
+        `(loss, f(x))`.
+
+    Raises:
+        InputError: The outputs are not like *x*, or an option is not known.
+        GraphError: An operation has no second derivative, or the output does not depend on the
+            point.
+
+    Cost:
+        One evaluation of `f` and one reverse pass per vector, in batches; one more for a
+        log-density, and norm layers are then computed from their definition (see `hvp`).
+
+    Examples:
+        The score \(-x\) of a standard normal: \(-d + \frac12 \lVert x\rVert^2\), at x = (3, 4).
+
+        >>> import torch, hodiff
+        >>> with torch.no_grad():
+        ...     hodiff.sliced_score_matching_loss(lambda x: -x, torch.tensor([[3.0, 4.0]]))
+        tensor(10.5000)
+
+    Reference:
+        Song, Y. et al. (2019). Sliced score matching. arXiv:1905.07088. Hyvärinen, A. (2005). JMLR
+        6, 695-709. Other code: ermongroup/sliced_score_matching changes `requires_grad` of the
+        samples, and takes `(N, D)` only.
+    """
+    check_option(reduction, Reduction, "reduction")
+    check_option(probes, Probes, "probes")
+    return_outputs = is_set(return_outputs, "return_outputs")
+    log_density, variance_reduced = is_set(log_density, "log_density"), is_set(variance_reduced, "variance_reduced")
+    _arguments.check_integer(samples, "samples", least=1)
+    where = Where(x)
+    drawn = _critic.vectors_like(where, vectors, samples, probes, generator)
+    record = _critic.recorded(
+        f, x, batch_ndim=batch_ndim, create_graph=create_graph,
+        check_independence=check_independence, args=args, kwargs=kwargs,
+    )  # fmt: skip
+    with _critic.evaluation(
+        f, where, passes=1 + log_density, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
+    ) as graph:
+        score = _reverse.gradient(graph, differentiated=True) if log_density else _score(graph, where)
+        products = _critic.pulled(graph, score, drawn)
+        first = graph.tensors()[0]
+    with _critic.recording(record):
+        score = score if record else [_call.cut(part) for part in score]
+        trace = _critic.inner(drawn, products, batch_ndim + 1).mean(0)
+        if variance_reduced:
+            size = _critic.inner(score, score, batch_ndim)
+        else:
+            size = _critic.inner(drawn, [part.unsqueeze(0) for part in score], batch_ndim + 1).square().mean(0)
+        loss = _critic.reduce(trace + size / 2, reduction, 1.0)
+        loss = _critic.finished(loss, f, first, score, record)
+    _nodes.mark_results([loss])  # which stands on what f returned, not on passes alone
+    return (loss, graph.value()) if return_outputs else loss
+
+
+def _score(graph: OutputGraph, where: Where) -> list[Tensor]:
+    """The outputs, checked to be like the point."""
+    try:
+        score, count = where.space().structured(graph.outputs, "f(x)", where.tree)
+    except InputError as error:
+        raise InputError(f"{error} A log-density, with one output per sample, needs log_density=True.") from error
+    if count is not None:
+        raise InputError(f"f returned {count} vectors like x, expected one.")
+    return score
+
+
+# --- StyleGAN2's path length regularization: the one penalty with a state -------------------------
+
+
+class PathLengthPenalty(nn.Module):
+    r"""Path length regularization, w · meanᵢ (ℓᵢ - a)², with a running mean a of the lengths ℓᵢ.
+
+    \(\ell_i = \lVert J_i^\top y_i\rVert\) with \(y \sim N(0, I) / \sqrt{HW}\): a step in latent
+    space should change the image by the same amount everywhere. For latents `(N, L, D)` of L
+    layers, the square is averaged over the layers.
+
+    Each call in training mode updates the mean, \(a \leftarrow (1 - d)\,a + d\,\mathrm{mean}_i
+    \ell_i\), which is saved in the state dict. As in StyleGAN2, the derivative includes the current
+    call's contribution to the mean. A call whose lengths are not finite leaves the saved mean as it was.
+
+    Args:
+        weight: \(w\), 2 in StyleGAN2. For a lazy penalty every k steps, pass k times the value.
+        decay: \(d\), 0.01 in StyleGAN2.
+
+    Attributes:
+        mean_length: The running mean, a buffer.
+        lengths: The path lengths of the last call, `(N,)`, detached, as StyleGAN2 logs them; None
+            before the first.
+
+    Shapes:
+        Called with a generator and latents `(N, D)` or `(N, L, D)`; images `(N, C, *size)`; the
+        penalty is a scalar.
+
+    Cost:
+        One evaluation of the generator and one reverse pass, and a second in the loss's backward.
+
+    Examples:
+        Images that are three times the latents: all paths are 3 |y| long, and |y| is about the root
+        of its dimension.
+
+        >>> import torch, hodiff
+        >>> _ = torch.manual_seed(0)
+        >>> penalty = hodiff.PathLengthPenalty(decay=1.0)
+        >>> scale = torch.tensor(3.0, requires_grad=True)
+        >>> latents = torch.randn(4, 10_000)
+        >>> value = penalty(lambda w: scale * w[:, :, None, None], latents)
+        >>> round(penalty.mean_length.item() / 100, 1)
+        3.0
+
+    Reference:
+        Karras, T. et al. (2020). Analyzing and improving the image quality of StyleGAN.
+        arXiv:1912.04958, appendix B. Other code: labml leaves out the factor of the lazy interval;
+        NVIDIA's has NaN at a zero gradient.
+    """
+
+    mean_length: Tensor
+    lengths: Tensor | None
+
+    def __init__(self, weight: float = 2.0, decay: float = 0.01) -> None:
+        super().__init__()
+        _arguments.check_number(weight, "weight", least=0)
+        _arguments.check_number(decay, "decay", least=0)
+        if decay > 1:
+            raise InputError(f"decay: got {decay!r}, expected a number between 0 and 1.")
+        self.weight = weight
+        self.decay = decay
+        self.register_buffer("mean_length", torch.zeros(()))
+        self.lengths = None
+
+    def forward(
+        self,
+        f: Function,
+        w: Tensor,
+        *,
+        vectors: Tensor | None = None,
+        reduction: Reduction = "mean",
+        create_graph: bool | None = None,
+        return_outputs: bool = False,
+        allow: Allowed = (),
+        generator: torch.Generator | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        r"""The penalty at some latents, differentiable by the generator and, where they require grad, the latents.
+
+        Args:
+            f: The synthesis network, a function of *w* with images `(N, C, *size)`.
+            w: Latents, `(N, D)` or `(N, L, D)`.
+            vectors: The caller's own noise like the images, of which y is the \(1/\sqrt{HW}\)-th
+                part; then nothing is drawn.
+            reduction: `"mean"` or `"sum"` over the samples, or `"none"` for one value each.
+            create_graph: Whether the penalty can be differentiated. None: if grad mode is on.
+            return_outputs: Whether to return the images too, from the same evaluation.
+            allow: `autograd.Function`s to accept in a second derivative, as they are.
+            generator: What y is drawn from; None: the device's default generator.
+            args: Further positional arguments for `f`.
+            kwargs: Keyword arguments for `f`.
+
+        Returns:
+            A scalar tensor, or shape `(N,)` with `reduction="none"`; with *return_outputs*
+            `(penalty, images)`.
+        """
+        check_option(reduction, Reduction, "reduction")
+        return_outputs = is_set(return_outputs, "return_outputs")
+        _arguments.check_real_tensor(w, "w")
+        if w.ndim not in (2, 3) or not w.shape[0]:
+            raise InputError(f"w has shape {tuple(w.shape)}, expected latents (N, D) or (N, L, D).")
+        _critic.check_function(f)
+        record = _call.loss_recorded(create_graph)
+        with _critic.evaluation(
+            f, w, passes=1, batch_ndim=1, record=record, allow=allow, args=args, kwargs=kwargs
+        ) as graph:
+            images = _arguments.check_output(graph.outputs)
+            if images.ndim < 2 or images.shape[0] != w.shape[0]:
+                raise InputError(f"f returned shape {tuple(images.shape)}, expected images ({w.shape[0]}, C, ...).")
+            with _settings.grad_mode(False):
+                [noise] = _critic.vectors_like(Where(images.detach(), "f(w)"), vectors, 1, "gaussian", generator)
+                if noise.shape[0] != 1:
+                    raise InputError(f"vectors: got {noise.shape[0]} vectors like the images, expected one.")
+                noise = noise[0] / images.shape[2:].numel() ** 0.5
+            outputs = graph.value()
+            gradient = _reverse.vjp(graph, [images], [noise])
+        with _critic.recording(record):
+            layers = w.shape[1] if w.ndim == 3 else 1
+            lengths = _critic.norm(gradient, 1) / layers**0.5
+            self.lengths = lengths.detach()
+            with _locks.lock:  # of several threads each moves what another has left
+                mean = self.mean_length.to(lengths)
+                if self.training:
+                    moved = mean.lerp(lengths.mean(), self.decay)
+                    with _settings.grad_mode(False):
+                        self.mean_length.copy_(torch.where(moved.isfinite(), moved, mean))  # or it would stay nan
+                    mean = moved
+            loss = _critic.reduce((lengths - mean).square(), reduction, self.weight)
+            loss = _critic.finished(loss, f, images, gradient, record)
+        return (loss, outputs) if return_outputs else loss
+
+    def extra_repr(self) -> str:
+        """The settings, for `repr`."""
+        return f"weight={self.weight}, decay={self.decay}"

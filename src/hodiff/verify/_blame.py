@@ -37,8 +37,7 @@ from hodiff.verify._differences import (
     inner,
     random_direction,
 )
-from hodiff.verify._evaluation import ScalarEvaluation, kinks
-from hodiff.verify._trace import KINKS, Called, Place, Site, copied
+from hodiff.verify._trace import KINKS, Called, Place, ScalarEvaluation, Site, copied, kinks
 
 LAST = 2**-6
 """The last step of the differences, of the first."""

@@ -22,6 +22,7 @@ from hodiff._core._lending import EvaluationContext
 from hodiff._core._vectors import check_generator
 from hodiff._core._where import Where
 from hodiff.errors import DerivativeError, HodiffError, HodiffWarning, InputError
+from hodiff.verify import _blame, _trace
 from hodiff.verify._differences import (
     Cause,
     Check,
@@ -148,12 +149,9 @@ def _run(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
 ) -> DerivativeReport:
-    from hodiff.verify import _blame, _evaluation  # with what explains graphs: not loaded by `import hodiff`
-    from hodiff.verify._evaluation import ScalarEvaluation
-
     if not callable(f) or isinstance(f, Tensor):
         raise InputError("f: check_derivatives evaluates f at many points; give the function, not its value.")
-    surroundings = _evaluation.Surroundings(f)
+    surroundings = _trace.Surroundings(f)
     # No pass of this call's own: it lends and casts; the calls of `grad` below differentiate.
     # Autocast would round what is compared to a few digits.
     device = where.tensors[0].device.type
@@ -162,9 +160,9 @@ def _run(
         torch.random.fork_rng(),
         _settings.autocast(device),
     ):
-        evaluation = ScalarEvaluation(context, generator)
+        evaluation = _trace.ScalarEvaluation(context, generator)
         try:
-            remarks = _evaluation.remarks(evaluation, surroundings)
+            remarks = _trace.remarks(evaluation, surroundings)
             evaluation.steady = True
             evaluation.allow(context.call.allow)
             point = evaluation.point
@@ -179,7 +177,7 @@ def _run(
                         causes = _blame.causes(evaluation, path, checks[-1], allow)
                 if any(check.verdict == "disagrees" for check in checks):
                     break  # nothing stands on this order
-            at_x = _evaluation.kinks(evaluation, paths[0][0], epsilon(point) ** 0.5)
+            at_x = _trace.kinks(evaluation, paths[0][0], epsilon(point) ** 0.5)
             remarks += [kink for kink in at_x if kink not in causes]
         finally:
             evaluation.attributes.restore()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from torch import Tensor
 from hodiff._core._arguments import Allowed
 from hodiff._core._messages import Reported
 from hodiff.calculus._first import grad
-
-if TYPE_CHECKING:
-    from hodiff.graph._source import Line  # not loaded by `import hodiff`
+from hodiff.graph._source import Line
 
 Point = tuple[Tensor, ...]
 Scalar = Callable[[Point], Tensor]

@@ -7,7 +7,7 @@ from torch import nn
 import hodiff
 from hodiff._core._call import call
 from hodiff._core._lending import EvaluationContext
-from hodiff.verify._evaluation import ScalarEvaluation
+from hodiff.verify._trace import ScalarEvaluation
 
 
 @pytest.fixture

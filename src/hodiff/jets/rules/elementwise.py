@@ -66,17 +66,13 @@ def integrated(value: Any, derivative: Series) -> Series:
     return [value, *(scaled(d, 1 / (m + 1)) for m, d in enumerate(derivative))]
 
 
-def times(a: Series, b: Series, m: int) -> Any:
-    """Coefficient m of a product of primal series."""
+def squared(s: Series, m: int) -> Any:
+    """Coefficient m of the square of a primal series."""
     product = None
-    if a is b:
-        for j in range((m + 1) // 2):
-            product = added(product, a[j], a[m - j])
-        product = scaled(product, 2)
-        return product if m % 2 else added(product, a[m // 2], a[m // 2])
-    for j in range(m + 1):
-        product = added(product, a[j], b[m - j])
-    return product
+    for j in range((m + 1) // 2):
+        product = added(product, s[j], s[m - j])
+    product = scaled(product, 2)
+    return product if m % 2 else added(product, s[m // 2], s[m // 2])
 
 
 @elementwise("tanh")
@@ -86,7 +82,7 @@ def tanh(x: Any, order: int) -> Series:
     minus = y * y - 1  # a number on the left of a minus is slow in PyTorch
     s = [y, -minus]
     for m in range(1, order):
-        s.append(times(s, s, m) * (-1 / (m + 1)) if m > 1 else y * minus)
+        s.append(squared(s, m) * (-1 / (m + 1)) if m > 1 else y * minus)
     return s[: order + 1]
 
 
@@ -96,7 +92,7 @@ def sigmoid(x: Any, order: int) -> Series:
     y = torch.sigmoid(x)
     s = [y, y - y * y]
     for m in range(1, order):
-        s.append((s[m] - times(s, s, m)) * (1 / (m + 1)) if m > 1 else (0.5 - y) * s[1])
+        s.append((s[m] - squared(s, m)) * (1 / (m + 1)) if m > 1 else (0.5 - y) * s[1])
     return s[: order + 1]
 
 
@@ -115,7 +111,7 @@ def tan(x: Any, order: int) -> Series:
     """Y' = 1 + y²."""
     s = [torch.tan(x)]
     for m in range(order):
-        square = times(s, s, m)
+        square = squared(s, m)
         s.append((1 + square if m == 0 else square) * (1 / (m + 1)))
     return s
 
@@ -235,7 +231,7 @@ def _logistic_of(inner: Series, order: int) -> Series:
     y: Series = [torch.sigmoid(inner[0])]
     w: Series = []
     for k in range(1, order + 1):
-        w.append(y[k - 1] - times(y, y, k - 1))
+        w.append(y[k - 1] - squared(y, k - 1))
         coefficient = None
         for j in range(1, k + 1):
             if inner[j] is not None:
