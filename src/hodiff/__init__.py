@@ -31,41 +31,53 @@ function, hodiff builds the graph and frees it; given a tensor, the graph is you
 
 import typing
 
-from hodiff._core import _compiled_callers, _lazy
+from hodiff._core import _needed
 
-with _lazy.uncollected():
-    from hodiff._core._where import Selection, select
-    from hodiff.calculus._first import grad, jacobian, jvp, value_and_grad, vjp
-    from hodiff.calculus._higher import derivatives, nth_derivative
-    from hodiff.calculus._multi import multi_grad
-    from hodiff.calculus._per_sample import per_sample_grad
-    from hodiff.calculus._second import cross_hessian, cross_hvp, hessian, hessian_diagonal, hvp, value_grad_and_hessian
-    from hodiff.errors import (
-        BatchMixingWarning,
-        ConvergenceWarning,
-        CustomFunctionWarning,
-        DerivativeError,
-        GraphError,
-        HodiffError,
-        HodiffWarning,
-        InputError,
-        RandomnessWarning,
-    )
-    from hodiff.fields._partial import derivatives_of, jet, partial, partials
-    from hodiff.fields._second_order import biharmonic, laplacian, second_order_operator, value_grad_and_laplacian
-    from hodiff.fields._vector import curl, divergence, value_and_divergence
-    from hodiff.memory import twice_differentiable
-    from hodiff.penalties._critic import interpolate, sample_norm
-    from hodiff.penalties._gan import dragan_penalty, r1_penalty, r2_penalty, wgan_gp_penalty
-    from hodiff.penalties._gradient import eikonal_penalty, gradient_norm_penalty, gradient_penalty
-    from hodiff.penalties._hessian import curvature_penalty, hessian_penalty
-    from hodiff.penalties._jacobian import jacobian_penalty
-    from hodiff.penalties._path_length import PathLengthPenalty
-    from hodiff.penalties._score import sliced_score_matching_loss
-    from hodiff.sparse._matrices import sparse_hessian, sparse_jacobian
-    from hodiff.verify._check import check_derivatives
+try:
+    from hodiff._core import _compiled_callers, _lazy
 
-    from hodiff import graph as graph  # isort: skip  # words the errors of the calculus
+    with _lazy.uncollected():
+        from hodiff._core._where import Selection, select
+        from hodiff.calculus._first import grad, jacobian, jvp, value_and_grad, vjp
+        from hodiff.calculus._higher import derivatives, nth_derivative
+        from hodiff.calculus._multi import multi_grad
+        from hodiff.calculus._per_sample import per_sample_grad
+        from hodiff.calculus._second import (
+            cross_hessian,
+            cross_hvp,
+            hessian,
+            hessian_diagonal,
+            hvp,
+            value_grad_and_hessian,
+        )
+        from hodiff.errors import (
+            BatchMixingWarning,
+            ConvergenceWarning,
+            CustomFunctionWarning,
+            DerivativeError,
+            GraphError,
+            HodiffError,
+            HodiffWarning,
+            InputError,
+            RandomnessWarning,
+        )
+        from hodiff.fields._partial import derivatives_of, jet, partial, partials
+        from hodiff.fields._second_order import biharmonic, laplacian, second_order_operator, value_grad_and_laplacian
+        from hodiff.fields._vector import curl, divergence, value_and_divergence
+        from hodiff.memory import twice_differentiable
+        from hodiff.penalties._critic import interpolate, sample_norm
+        from hodiff.penalties._gan import dragan_penalty, r1_penalty, r2_penalty, wgan_gp_penalty
+        from hodiff.penalties._gradient import eikonal_penalty, gradient_norm_penalty, gradient_penalty
+        from hodiff.penalties._hessian import curvature_penalty, hessian_penalty
+        from hodiff.penalties._jacobian import jacobian_penalty
+        from hodiff.penalties._path_length import PathLengthPenalty
+        from hodiff.penalties._score import sliced_score_matching_loss
+        from hodiff.sparse._matrices import sparse_hessian, sparse_jacobian
+        from hodiff.verify._check import check_derivatives
+
+        from hodiff import graph as graph  # isort: skip  # words the errors of the calculus
+except (AttributeError, ImportError) as error:
+    raise _needed.in_words(error) from error
 
 if typing.TYPE_CHECKING:
     from hodiff import implicit as implicit

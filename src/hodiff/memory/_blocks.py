@@ -486,8 +486,6 @@ def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
 
     True: those that it checkpoints itself. A pattern: modules of the point, or of `f`, by name.
     """
-    if checkpoint is False:
-        return f
     if isinstance(f, Tensor):
         raise InputError("checkpoint: f is a tensor, whose graph already exists. Give the function.")
     if checkpoint is True:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
-from hodiff._core import _arguments
+from hodiff._core import _arguments, _needed
 from hodiff._core._arguments import Allowed, ChunkSize, SparseOutput, check_option, is_set
 from hodiff._core._call import call
 from hodiff._core._where import Where
@@ -187,6 +187,8 @@ def _matrix(
     kwargs: Mapping[str, Any] | None,
 ) -> Any:
     from hodiff.calculus import _second
+
+    _needed.check("sparse")
     from hodiff.sparse import _plan
 
     check_option(output, SparseOutput, "output")
