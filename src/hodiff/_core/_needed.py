@@ -158,6 +158,7 @@ def _is_there(home: str, name: str) -> bool:
     return True
 
 
+@cache  # what is cached costs no call
 def check(part: str) -> None:
     """Raise where this PyTorch lacks a name that a part of the library needs."""
     if said := lacks(part):

@@ -251,13 +251,14 @@ stance = SimpleNamespace(ours=None, theirs=None, holders=dict[object, None]())
 
 def force_eager(holder: object) -> None:
     """Compiled functions run as plain PyTorch: compiled code has no second derivative."""
-    _needed.check("torch.compile beside hodiff")
     eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
+    if stance.ours is None:
+        _needed.check("torch.compile beside hodiff")
+        # As by `torch.compiler.set_stance`, which takes as long as all that is switched beside it.
+        stance.ours = eval_frame.DynamoStance("force_eager")
     stance.holders[holder] = None
-    # As by `torch.compiler.set_stance`, which takes as long as all that is switched beside it.
-    stance.ours = ours = stance.ours or eval_frame.DynamoStance("force_eager")
-    if eval_frame._stance is not ours:
-        stance.theirs, eval_frame._stance = eval_frame._stance, ours
+    if eval_frame._stance is not stance.ours:
+        stance.theirs, eval_frame._stance = eval_frame._stance, stance.ours
 
 
 def as_compiled(holder: object) -> None:

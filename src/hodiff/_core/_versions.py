@@ -1,8 +1,10 @@
 """What PyTorch does not promise: differences of releases; what nodes tell, proved; the engine's entry.
 
-What differs between the supported releases has an entry that names the ones it serves. Private attributes of nodes are read here alone, and no class of nodes is told by its name that `LOOKS` does not
-prove: on first use each builds a tiny graph, and a PyTorch that answers otherwise than expected is refused, for a
-wrong derivative would pass unseen. (Explanations have their own proof, `graph._saved`: they may know nothing.)
+What differs between the supported releases has an entry that names the ones it serves. Private
+attributes of nodes are read here alone, and no class of nodes is told by its name that `LOOKS` does
+not prove: on first use each builds a tiny graph, and a PyTorch that answers otherwise than expected
+is refused, for a wrong derivative would pass unseen. (Explanations have their own proof,
+`graph._saved`: they may know nothing.)
 """
 
 from __future__ import annotations
