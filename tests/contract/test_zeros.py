@@ -92,7 +92,7 @@ def test_the_operation_is_named(name: str, door: str) -> None:
     assert any(f"because {each}" in text for each in operation.split("|")), text
 
 
-MLP = network(nn.ReLU())
+MLP, DEEP = network(nn.ReLU()), network(nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
 LINEAR = nn.Linear(2, 1).double()
 ONES = {name: torch.ones_like(parameter) for name, parameter in LINEAR.named_parameters()}
 KEPT = torch.tensor([[1.0], [0.0], [0.0]], **DOUBLE)
@@ -107,6 +107,7 @@ SILENT: dict[str, Callable[[], object]] = {
     "parameters of a network": lambda: hodiff.hvp(
         lambda m: m(X).abs().sum(), MLP, {name: torch.zeros_like(p) for name, p in MLP.named_parameters()}
     ),
+    "a layer of a network": lambda: hodiff.hessian(lambda m: DEEP(X).sum(), hodiff.select(DEEP, "2.*")),
     "linear": lambda: hodiff.hessian(summed(LINEAR), X),
     "linear, a field": lambda: hodiff.laplacian(LINEAR, X),
     "separable": lambda: hodiff.laplacian(lambda x: x.relu().sum(-1), X),
