@@ -32,26 +32,38 @@ function, hodiff builds the graph and frees it; given a tensor, the graph is you
 import itertools
 import typing
 
-from hodiff._core import _compiled_callers, _lazy
+from hodiff._core import _needed
 
-with _lazy.uncollected():
-    from hodiff._core._where import Selection, select
-    from hodiff.calculus._first import grad, jacobian, jvp, value_and_grad, vjp
-    from hodiff.calculus._second import cross_hessian, cross_hvp, hessian, hessian_diagonal, hvp, value_grad_and_hessian
-    from hodiff.errors import (
-        BatchMixingWarning,
-        ConvergenceWarning,
-        CustomFunctionWarning,
-        DerivativeError,
-        GraphError,
-        HodiffError,
-        HodiffWarning,
-        InputError,
-        RandomnessWarning,
-    )
-    from hodiff.fields._second_order import biharmonic, laplacian, second_order_operator, value_grad_and_laplacian
+try:
+    from hodiff._core import _compiled_callers, _lazy
 
-    from hodiff import graph as graph  # isort: skip  # words the errors of the calculus
+    with _lazy.uncollected():
+        from hodiff._core._where import Selection, select
+        from hodiff.calculus._first import grad, jacobian, jvp, value_and_grad, vjp
+        from hodiff.calculus._second import (
+            cross_hessian,
+            cross_hvp,
+            hessian,
+            hessian_diagonal,
+            hvp,
+            value_grad_and_hessian,
+        )
+        from hodiff.errors import (
+            BatchMixingWarning,
+            ConvergenceWarning,
+            CustomFunctionWarning,
+            DerivativeError,
+            GraphError,
+            HodiffError,
+            HodiffWarning,
+            InputError,
+            RandomnessWarning,
+        )
+        from hodiff.fields._second_order import biharmonic, laplacian, second_order_operator, value_grad_and_laplacian
+
+        from hodiff import graph as graph  # isort: skip  # words the errors of the calculus
+except (AttributeError, ImportError) as error:
+    raise _needed.in_words(error) from error
 
 if typing.TYPE_CHECKING:
     from hodiff import implicit as implicit

@@ -21,6 +21,7 @@ MAY_IMPORT = {
         "_core._nodes",
         "_core._settings",
         "_core._messages",
+        "_core._needed",
         "_core._arguments",  # what a value is called
         "_core._lazy",
     ),

@@ -155,6 +155,21 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+OWN = ("_fields", "_fixed", "_kept", "_loan", "_state")
+"""Of namedtuples, and of objects of the library."""
+
+
+def test_no_default_for_a_private_name():
+    """A release that renamed it would pass unseen. `_core._needed` tries each; what differs asks for the release."""
+    for path in library_files():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+                name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+                has_default = node.func.id == "hasattr" or len(node.args) == 3
+                private = name[:1] == "_" and name[-2:] != "__"
+                assert not (has_default and private) or name in OWN, where(path, node.lineno)
+
+
 TRACE_LOOKS = 12
 """How often the library asks whether it is traced: where numbers are read on the road."""
 

@@ -1,5 +1,5 @@
 """The road that every user's function takes, and what it stands on."""
 
-from hodiff._core import _versions
+from hodiff._core import _needed
 
-_versions.check_release()  # before anything that an older release lacks is imported
+_needed.check_release()  # before anything is imported that this release may lack

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Container, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -233,6 +233,11 @@ class OutputGraph:
         return self._survey([self.outputs] if self.outputs.__class__ is Tensor else _tensors(self.outputs))
 
     # --- what came out
+
+    def warn_of_zeros(self, second: Iterable[Any], vectors: Iterable[Any] | None = None) -> None:
+        """Say that second derivatives by tensors are 0 where a network has no others."""
+        if not self.call.where.module_slices and any(map(_refusals.BENDS.__getitem__, self.kinds)):
+            _refusals.warn_of_zeros(_refusals.operations(self.tensors()), second, vectors)
 
     def tensors(self) -> list[Tensor]:
         """The outputs as a flat list, each checked to be a real tensor."""

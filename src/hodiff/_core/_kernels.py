@@ -6,8 +6,8 @@ another thread's, not after the block. And they are reached from everywhere: fro
 layers, scripts, and blocks that a pass runs again. (A mode that sees calls is off inside
 `F.multi_head_attention_forward` and in a pass; an override is for all threads.)
 
-Where that key cannot be had, attention goes by PyTorch's matrix products while anyone is inside, as
-in other threads: right at every order, with PyTorch's memory.
+Where that key cannot be had, which is said once, attention goes by PyTorch's matrix products while
+anyone is inside, as in other threads: right at every order, with PyTorch's memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import cuda
 
-from hodiff._core import _locks, _settings, _versions
+from hodiff._core import _locks, _needed, _settings, _versions
 from hodiff._core._settings import Counted, Scope, Undo
 
 __all__ = ["OURS", "include", "plain_attention", "repeatable", "without"]
@@ -36,16 +37,20 @@ registered: list[Any] = []  # held here, for what a library registers goes with 
 _KEY = _versions.KERNEL_KEY
 included = bool if _KEY is None else partial(_torch._dispatch_tls_is_dispatch_key_included, _KEY)
 """Whether this thread has our kernels."""
-enter = partial(_torch._dispatch_tls_set_dispatch_key_included, _KEY, True)
-leave = partial(_torch._dispatch_tls_set_dispatch_key_included, _KEY, False)
+_include: Any = bool if _KEY is None else _torch._dispatch_tls_set_dispatch_key_included
+enter = partial(_include, _KEY, True)
+leave = partial(_include, _KEY, False)
 
 
 def available() -> bool:
     """Whether a thread can have our kernels. They are registered when this is first asked."""
-    if not registered and _KEY is not None:
+    if not registered:
         with _locks.lock:
-            if not registered and not _versions.key_is_taken():
+            if not registered and _KEY is not None and not _versions.key_is_taken():
                 _register()
+        if not registered:
+            why = _needed.lacks(_needed.KERNELS) or "No dispatch key is free for kernels of hodiff"
+            _needed.warn(f"{why}; attention and cross-entropy take PyTorch's memory. All is right.")
     return bool(registered)
 
 
@@ -82,10 +87,10 @@ def without() -> _settings.Context:
 
 
 _SWITCHES: Sequence[tuple[Callable[[], bool], Callable[[bool], None], bool]] = (
-    (_torch._get_flash_sdp_enabled, _torch._set_sdp_use_flash, False),
-    (_torch._get_mem_efficient_sdp_enabled, _torch._set_sdp_use_mem_efficient, False),
-    (_torch._get_cudnn_sdp_enabled, _torch._set_sdp_use_cudnn, False),
-    (_torch._get_math_sdp_enabled, _torch._set_sdp_use_math, True),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, False),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
 )
 """Of each kernel of PyTorch's: whether it is on, what switches it, and whether it is wanted."""
 

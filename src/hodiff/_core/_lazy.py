@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from hodiff._core import _compiled_callers
+from hodiff._core import _compiled_callers, _needed
 from hodiff._core._settings import Scope, Undo
 
 __all__ = ["names", "uncollected"]
@@ -45,6 +45,8 @@ def names(
             places = (f"{package}.{at}" for at in public if name in import_module(f"{package}.{at}").__all__)
             way = next((f"; write {at}.{name}" for at in places), "")
             raise AttributeError(f"module {package!r} has no attribute {name!r}{way}")
+        for room in f"{package}.{home[name]}".split("."):
+            _needed.check(room)
         value = namespace[name] = getattr(import_module(f"{package}.{home[name]}"), name)
         _compiled_callers.mark(value)
         return value

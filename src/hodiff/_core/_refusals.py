@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hodiff._core import _arguments, _messages, _near_zero, _nodes, _python_functions, _versions
+from hodiff._core import _arguments, _call, _messages, _near_zero, _nodes, _python_functions, _versions
 from hodiff._core._arguments import outside
 from hodiff.errors import BatchMixingWarning, GraphError, HodiffWarning
 
-__all__ = ["MIXING", "bypass", "judge", "listed", "loses_digits", "said", "warn_of_mixing", "warn_of_non_finite"]
+__all__ = [
+    "BENDS",
+    "MIXING",
+    "bypass",
+    "judge",
+    "listed",
+    "loses_digits",
+    "operations",
+    "said",
+    "warn_of_mixing",
+    "warn_of_non_finite",
+    "warn_of_zeros",
+]
 
 
 def independent(module_slice: bool, unused: list[str], has_graph: bool) -> GraphError:
@@ -747,3 +761,91 @@ def warn_of_mixing(batch_ndim: int) -> None:
         BatchMixingWarning,
         stacklevel=outside(),
     )
+
+
+# --- zeros that are no answer: second derivatives by the inputs of a network of straight pieces ---------------------
+
+
+_STEPS = ("round", "floor", "ceil", "trunc", "sign")
+
+_SMOOTH = {
+    **dict.fromkeys(("relu", "relu6", "leakyrelu", "prelu", "prelukernel", "threshold"), "softplus or tanh"),
+    **dict.fromkeys(("clamp", "clampmin", "clampmax", "hardtanh"), "tanh or sigmoid"),
+    **dict.fromkeys(("max", "min", "amax", "amin", "maximum", "minimum"), "logsumexp or logaddexp"),
+    **dict.fromkeys(_STEPS, "the value that is not rounded"),
+    **{f"maxpool{d}d{how}": "average pooling" for d in (1, 2, 3) for how in ("", "withindices")},
+    "abs": "sqrt(x ** 2 + 1e-6)",
+    "where": "a mean of both sides, weighted by a sigmoid",
+}
+"""What has no second derivative, by its name without underscores, and what has one in its place."""
+
+_WEIGHTS = re.compile(r"linear|(add)?m[mv]|(badd)?bmm|matmul|einsum|conv.*")
+
+_CURVED = re.compile(
+    r"tanh|(log)?sigmoid|exp.*|log.*|sin|cos|pow|(log)?softmax|softplus|[gs]?elu|silu|mish|sqrt|erf|atan"
+)
+
+
+@cache
+def _plain(name: str) -> str:
+    """`LeakyReluBackward0`, `leaky_relu` -> `leakyrelu`."""
+    return name.partition("Backward")[0].replace("_", "").lower()
+
+
+class _Bends(dict[Any, bool]):
+    """Whether a name or a class of nodes is such an operation's; Functions, which may be made anew, are not kept."""
+
+    def __missing__(self, kind: Any) -> bool:
+        name = kind if isinstance(kind, str) else kind.__name__
+        return not name.endswith("Backward") and self.setdefault(kind, _plain(name) in _SMOOTH)
+
+
+BENDS = _Bends()
+
+
+def _bend(names: Iterable[str]) -> str:
+    """Of operations in their order the first by which a network is made of straight pieces; empty where it is not.
+
+    Weights follow it: that of a loss (hinge, L1) stands behind them, and its zeros are right.
+    """
+    plain = [_plain(name) for name in names]
+    last = max((at for at, name in enumerate(plain) if _WEIGHTS.fullmatch(name)), default=0)
+    curved = any(map(_CURVED.fullmatch, plain))
+    bends = [name for at, name in enumerate(plain) if name in _SMOOTH and at < last and not curved]
+    return next((name for name in plain if name in _STEPS), (bends or [""])[0])
+
+
+_looked: set[tuple[str, int]] = set()
+"""The lines of the user's whose zeros were looked at: once, for that reads the device."""
+
+
+def warn_of_zeros(names: Iterable[str], second: Iterable[Any], vectors: Iterable[Any] | None) -> None:
+    """Say, once for each line, that all second derivatives are 0, as of any network of straight pieces."""
+    bend = _bend(names)
+    if not bend or _call.nested() or _call.is_followed():
+        return
+    level = outside()
+    frame = sys._getframe(level - 1)
+    place = frame.f_code.co_filename, frame.f_lineno
+    if place in _looked:
+        return
+    _looked.add(place)
+    if _all_zero(second) and (vectors is None or not _all_zero(vectors)):
+        warnings.warn(
+            f"all second derivatives here are exactly 0, because {bend} has none: f is made of straight pieces. "
+            f"For a network that is to have second derivatives by its inputs, use {_SMOOTH[bend]} instead. "
+            "(This warning appears once for each place that calls.)",
+            HodiffWarning,
+            stacklevel=level,
+        )
+
+
+def _all_zero(tensors: Iterable[Any]) -> bool:
+    """Whether plain tensors are; None is."""
+    with _disable_current_modes():
+        return all(x is None or (type(x) is Tensor and not bool(x.detach().any())) for x in tensors)
+
+
+def operations(tensors: Iterable[Any]) -> list[str]:
+    """The names of the nodes below them, those that came first in front."""
+    return [type(node).__name__ for node in reversed(_nodes.survey(tensors).nodes)]

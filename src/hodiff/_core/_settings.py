@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hodiff._core import _locks
+from hodiff._core import _locks, _needed, _versions
 from hodiff._core._compiled_callers import uncompiled
 from hodiff.errors import HodiffWarning
 
@@ -277,11 +277,13 @@ stance = SimpleNamespace(ours=None, theirs=None, holders=dict[object, None]())
 def force_eager(holder: object) -> None:
     """Compiled functions run as plain PyTorch: compiled code has no second derivative."""
     eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
+    if stance.ours is None:
+        _needed.check("torch.compile beside hodiff")
+        # As by `torch.compiler.set_stance`, which takes as long as all that is switched beside it.
+        stance.ours = eval_frame.DynamoStance("force_eager")
     stance.holders[holder] = None
-    # As by `torch.compiler.set_stance`, which takes as long as all that is switched beside it.
-    stance.ours = ours = stance.ours or eval_frame.DynamoStance("force_eager")
-    if eval_frame._stance is not ours:
-        stance.theirs, eval_frame._stance = eval_frame._stance, ours
+    if eval_frame._stance is not stance.ours:
+        stance.theirs, eval_frame._stance = eval_frame._stance, stance.ours
 
 
 def as_compiled(holder: object) -> None:
@@ -290,7 +292,7 @@ def as_compiled(holder: object) -> None:
     holders = stance.holders
     if holder in holders:
         del holders[holder]
-    if not holders and eval_frame._stance is stance.ours:
+    if not holders and stance.ours is not None and eval_frame._stance is stance.ours:
         eval_frame._stance = stance.theirs
 
 
@@ -501,7 +503,7 @@ class DispatchMode(TorchDispatchMode):
             if args and type(args[0]) in (int, float, complex) and func.is_view:  # from 1 + a zero tensor
                 args = (torch.as_tensor(args[0], device="cpu"), *args[1:])
             return args, kwargs
-        declared = func._schema.arguments if hasattr(func, "_schema") else ()
+        declared = () if (schema := _versions.schema_of(func)) is None else schema.arguments
         kept = {each.name for each in declared if each.alias_info is not None}
 
         def read(value: Any, name: str) -> Any:

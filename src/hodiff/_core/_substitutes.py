@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, _higher_order_ops
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _call, _messages, _near_zero, _settings
+from hodiff._core import _call, _messages, _near_zero, _needed, _settings
 from hodiff._core._settings import tracing
 from hodiff.errors import GraphError
 
@@ -444,6 +444,7 @@ def _refused(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:
+    _needed.check("flex_attention inside hodiff")
     from torch._higher_order_ops.flex_attention import math_attention
 
     return math_attention(*args, **kwargs)

@@ -1,9 +1,10 @@
-"""What PyTorch does not promise: what differs between releases; private names, proved; the engine's entry.
+"""What PyTorch does not promise: differences of releases; what nodes tell, proved; the engine's entry.
 
-hodiff supports the releases from `OLDEST` to `NEWEST`. What differs between those has an entry that names the ones it
-serves. Private attributes of nodes are read here alone, and no class of nodes is told by its name that `LOOKS` does not
-prove: on first use each builds a tiny graph, and a PyTorch that answers otherwise than expected is refused, for a
-wrong derivative would pass unseen. (Explanations have their own proof, `graph._saved`: they may know nothing.)
+What differs between the supported releases has an entry that names the ones it serves. Private
+attributes of nodes are read here alone, and no class of nodes is told by its name that `LOOKS` does
+not prove: on first use each builds a tiny graph, and a PyTorch that answers otherwise than expected
+is refused, for a wrong derivative would pass unseen. (Explanations have their own proof,
+`graph._saved`: they may know nothing.)
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import re
 import sys
 import threading
 import warnings
@@ -32,32 +32,31 @@ from torch.overrides import has_torch_function
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hodiff.errors import HodiffError, HodiffWarning
+from hodiff._core import _needed
+from hodiff._core._needed import NEWEST, OLDEST, RELEASE
+from hodiff.errors import HodiffError
 
 __all__ = [
     "BATCHED_KEY",
     "CLAMPED",
     "GROUPS_HEADS",
     "LARGEST",
-    "RELEASE",
     "dense",
     "load_forward_mode",
     "mend_from_local",
-    "newer",
     "received",
     "reduction",
+    "schema_of",
 ]
 
-levels: Any = getattr(sys.modules["torch._functorch"], "predispatch", torch._C)
-levels = levels if hasattr(levels, "_enter_dual_level") else torch._C
+levels: Any = torch._C if RELEASE < (2, 13) else sys.modules["torch._functorch.predispatch"]
 """Where all use of forward mode looks up `_enter_dual_level`: from 2.13 on a module, which has another name below."""
 _ENTER_LEVEL = "_enter_dual_level" if levels is torch._C else "_enter_dual_level_impl"
 
 # --- the engine's entry: PyTorch's autograd engine, called where all arguments are our own ----------------------------
 # `torch.autograd.grad` looks at each argument in Python before it calls the engine: 40 calls and more for
 # six inputs, in each pass; `torch.vmap` takes 130 calls. Shapes, dtypes and numbers are right here, so both are entered
-# directly; by the public function where a tensor subclass or a mode wants to see the call, or where this
-# PyTorch has no such entry.
+# directly; by the public function where a tensor subclass or a mode wants to see the call.
 
 
 class _Passing(threading.local):
@@ -67,7 +66,7 @@ class _Passing(threading.local):
 passing = _Passing()
 """How many passes of ours go through PyTorch's public function now, in this thread."""
 
-_run = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
+_run = torch.autograd.Variable._execution_engine.run_backward
 
 
 def grad(
@@ -78,7 +77,7 @@ def grad(
     ones: list[Tensor] = []
     for output, cotangent in zip(outputs, cotangents, strict=True):  # ones for samples' scalars, too
         ones += [torch.ones_like(output) if cotangent is None else cotangent]
-    if _run is None or has_torch_function(outputs + inputs):
+    if has_torch_function(outputs + inputs):
         return public(outputs, inputs, ones, keep=keep, build=build)
     return _run(outputs, tuple(ones), keep, build, inputs, allow_unreachable=True, accumulate_grad=False)
 
@@ -99,7 +98,6 @@ def public(
 _torch: Any = torch._C
 autocasts = _torch._is_any_autocast_enabled  # for some kind of device
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-_ENTRIES = ("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim")
 
 
 class _Batches:
@@ -111,7 +109,7 @@ def mapped(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequen
     """`function` of each of the stacked vectors, in one batch. An error may leave the batch's level on."""
     if not _Batches.direct or has_torch_function(tuple(vectors)):
         result = torch.vmap(function, randomness="same")(*vectors)
-        _Batches.direct = all(hasattr(_functorch, name) for name in _ENTRIES)
+        _Batches.direct = True
         return [result] if isinstance(result, Tensor) else list(result)
     count = len(vectors[0])
     level = _functorch._vmap_increment_nesting(count, "same")
@@ -143,38 +141,6 @@ def leave_levels(depth: int) -> None:
     while RELEASE < (2, 12) and levels_entered() > depth:
         _functorch._vmap_decrement_nesting()
     _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-
-
-# --- releases and private names ---------------------------------------------------------------------------------------
-
-
-OLDEST, NEWEST = (2, 8), (2, 15)
-"""The releases that the tests have run on, those between them included."""
-
-RELEASE = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
-
-
-def newer() -> str:
-    """What is said of a release that is newer than all that were tested; empty where it is not."""
-    if RELEASE <= NEWEST:
-        return ""
-    return f"newer than {'.'.join(map(str, NEWEST))}, the newest release of PyTorch that hodiff was tested with"
-
-
-def check_release() -> None:
-    """Refuse a release that is too old, before anything of it is used that it lacks; warn of one that is not known."""
-    if RELEASE < OLDEST:
-        raise ImportError(
-            f"hodiff needs PyTorch {'.'.join(map(str, OLDEST))} or newer, and this is {torch.__version__}: "
-            f'pip install "torch>={".".join(map(str, OLDEST))}".'
-        )
-    if newer():
-        warnings.warn(
-            f"torch {torch.__version__} is {newer()}, so its changes to derivatives are unknown "
-            "to this version of hodiff. hodiff.check_derivatives tests your function.",
-            HodiffWarning,
-            stacklevel=4,  # who imports hodiff
-        )
 
 
 # --- what differs between releases ------------------------------------------------------------------------------------
@@ -255,6 +221,7 @@ def mend_from_local() -> bool:
     module = sys.modules.get("torch.distributed.tensor._api")
     if module is None or RELEASE < (2, 13):
         return False
+    _needed.check("sharding")
     theirs = module._FromTorchTensor.backward
     if theirs.__module__ != __name__:
 
@@ -278,17 +245,16 @@ KERNEL_KEY_NAME = "TESTING_ONLY_GenericMode"
 
 
 _ops: Any = torch._ops
-_PASSED_BY = "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS"
-_NEEDED = (
-    *(f"_dispatch_tls_{verb}_dispatch_key_included" for verb in ("set", "is")),
-    *(f"_dispatch_{name}" for name in ("has_backend_fallback", "key_parse", "keys")),
-    *("DispatchKeySet", "_ExcludeDispatchKeyGuard"),
-)
+
+
+def schema_of(operator: Any) -> Any:
+    """What an operator says of its arguments; None of operators that take functions."""
+    return operator._schema if isinstance(operator, _ops.OpOverload) else None
 
 
 def _key(name: str) -> Any:
     """None where this PyTorch has no such key, or no way for a thread to include it."""
-    if not all(hasattr(_torch, needed) for needed in _NEEDED) or not hasattr(_ops, _PASSED_BY):
+    if _needed.lacks(_needed.KERNELS):
         return None
     try:
         return _torch._dispatch_key_parse(name)
@@ -312,7 +278,7 @@ def let_higher_order_operators_pass() -> None:
     """Make the key no concern of PyTorch's operators that take functions, now and to come."""
     for operator in _ops._higher_order_ops.values():
         operator.fallthrough(KERNEL_KEY)
-    getattr(_ops, _PASSED_BY).append(KERNEL_KEY)
+    _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(KERNEL_KEY)
 
 
 # --- what nodes tell under private names ------------------------------------------------------------------------------
@@ -377,7 +343,7 @@ def _read(node: Node, name: str) -> Any:
     return tuple(map(_Read, kept)) if isinstance(kept, (tuple, list)) else _Read(kept, error=fault)
 
 
-look = getattr if hasattr(torch._C._autograd.SavedTensor, "unpack") else _read  # pyright: ignore
+look = _read if RELEASE < (2, 12) else getattr
 """For "_raw_saved_x" its `data`, its `unpack_hook` (2.8 to 2.11: one of the same code), and `unpack()`."""
 
 
@@ -461,7 +427,8 @@ def factors(node: Node) -> list[Tensor]:
         return [node._saved_other if node.__class__.__name__ == "DivBackward0" else node._saved_self]
     if node._saved_reduce != "prod":
         return []
-    return [node._saved_self, node._saved_src if hasattr(node, "_saved_src") else node._saved_source]
+    by_index = node.__class__.__name__ == "IndexReduceBackward0"
+    return [node._saved_self, node._saved_source if by_index else node._saved_src]
 
 
 def underflows(node: Node) -> bool:
@@ -548,13 +515,17 @@ def norm_of(node: Node) -> tuple[float, Tensor]:
     """The power that the node of a norm takes, and of what."""
     if node.__class__.__name__ == "DistBackward0":
         return node._saved_p, node._saved_self - node._saved_other
-    return node._saved_ord if node.__class__.__name__.startswith("Linalg") else node._saved_p, node._saved_self
+    return _power_of(node), node._saved_self
+
+
+def _power_of(node: Node) -> float:
+    return node._saved_ord if node.__class__.__name__.startswith("Linalg") else node._saved_p
 
 
 def root_of(node: Node) -> tuple[float, Tensor]:
     """The power of a norm, 2 for a square root, and its value."""
-    powers = [getattr(node, name) for name in ("_saved_ord", "_saved_p") if hasattr(node, name)]
-    return powers[0] if powers else 2.0, node._saved_result
+    square = node.__class__.__name__ in ("SqrtBackward0", "HypotBackward0")
+    return 2.0 if square else _power_of(node), node._saved_result
 
 
 _LOSSES = {

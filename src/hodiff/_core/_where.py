@@ -330,7 +330,7 @@ def check_real(pairs: Iterable[tuple[str, Tensor]]) -> None:
 
 def plain(module: nn.Module) -> nn.Module:
     """The module behind a `torch.compile` wrapper, whose names and parameters are the ones people know."""
-    inner = getattr(module, "_orig_mod", None) if type(module).__name__ == "OptimizedModule" else None
+    inner = next(module.children(), None) if type(module).__name__ == "OptimizedModule" else None
     return inner if isinstance(inner, nn.Module) else module
 
 

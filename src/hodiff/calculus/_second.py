@@ -122,7 +122,9 @@ def hvp(
     ) as graph:
         gradient: Sequence[Any] = _reverse.gradient(graph, differentiated=True)
         gradient = gradient if checkpoint is False else _nodes.without_values(gradient)
-        products = given.like(_reverse.products(graph, gradient, given.parts, given.number, chunk_size=chunk))
+        parts = _reverse.products(graph, gradient, given.parts, given.number, chunk_size=chunk)
+        graph.warn_of_zeros(parts, given.parts)
+        products = given.like(parts)
         return (products, graph.extra()) if has_aux else products
 
 
@@ -203,6 +205,7 @@ def hessian_diagonal(
         diagonals = [
             _diagonal(graph, part, leaf, chunk, more=index < len(pairs) - 1) for index, (part, leaf) in enumerate(pairs)
         ]
+        graph.warn_of_zeros(diagonals)
     result = graph.call.where.result(diagonals)
     return (result, graph.extra()) if has_aux else result
 
@@ -600,6 +603,7 @@ def _dense(
     with OutputGraph(call(f, where, 2, **both, **options)) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
         table = _reverse.blocks(graph, gradient, chunk_size=chunk)
+        graph.warn_of_zeros([block for row in table for block in row])
         gradient = _reverse.unaliased(gradient if graph.create_graph else [cut(part) for part in gradient])
     if is_set(matrix, "matrix"):
         second = _first.joined(table, where.tensors, where.tensors, batch_ndim)

@@ -11,7 +11,7 @@ import sys
 import torch
 
 import hodiff
-from hodiff._core import _versions
+from hodiff._core import _needed
 
 HELP = "print versions, devices and settings, for a report"
 
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 def release() -> str:
     """The release of PyTorch, and whether it is one that was tested."""
-    newer = _versions.newer()
+    newer = _needed.newer()
     return f"{torch.__version__}: {newer}" if newer else torch.__version__
 
 

@@ -453,6 +453,7 @@ def by_reverse(call: FieldCall, directions: Directions, drift: Any, first: bool)
             graph, output, vectors, first=first, drift=drift, chunk_size=_arguments.check_chunk_size(call.chunk_size)
         )
         value, second = graph.value(), lines.second
+        graph.warn_of_zeros([second], [vectors])
         call.note(graph)
     if weights is not None:
         second = second * weights.reshape(-1, *[1] * output.ndim)

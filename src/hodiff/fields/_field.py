@@ -219,6 +219,8 @@ def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> t
         call.f, [call.x], [seeds], order, record=call.record, args=call.args, kwargs=call.kwargs, **options
     )
     series = _pushforward.coefficients(output, expansion, call.batch)
+    if order >= 2 and any(map(_refusals.BENDS.__getitem__, expansion.operations)) and not _call.inside():
+        _refusals.warn_of_zeros(expansion.operations, series[2:], seeds)
     return series, expansion
 
 

@@ -240,6 +240,9 @@ def _by_reverse(call: FieldCall, wanted: Sequence[Index], *, most: int | None = 
                     )
             tables.append(table)
         results = [torch.stack([t[each] for t in tables], -1).reshape(output.shape) for each in wanted]
+        if order >= 2:
+            second = [result for index, result in zip(wanted, results, strict=True) if len(index) >= 2]
+            graph.warn_of_zeros(second)
         call.note(graph)
     return dict(zip(wanted, released(graph, results), strict=True))
 

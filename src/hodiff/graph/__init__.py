@@ -8,7 +8,7 @@
 
 from typing import TYPE_CHECKING
 
-from hodiff._core import _lazy, _messages
+from hodiff._core import _lazy, _messages, _needed
 
 if TYPE_CHECKING:
     from hodiff.graph._case import Explanation
@@ -79,6 +79,9 @@ __getattr__, __dir__ = _lazy.names(
 
 
 def _words(failure: _messages.Failure) -> str:
+    if lacking := _needed.lacks("graph"):
+        _needed.warn(f"{lacking}; so why a graph cannot give what was asked is not explained.")
+        return ""
     from hodiff.graph import _failure
 
     return _failure.words(failure)

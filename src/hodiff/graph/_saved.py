@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.optim import optimizer as _optimizer  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _messages, _nodes, _settings
+from hodiff._core import _messages, _needed, _nodes, _settings
 from hodiff._core._nodes import Node
 from hodiff._core._settings import Scope, Undo
 from hodiff.errors import GraphError
@@ -331,8 +331,8 @@ def _raise_released(nothing: None) -> Tensor:
 # --- other private names of nodes and tensors -----------------------------------------------------
 
 
-ENGINE = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
-"""The code that runs a pass: what a traceback has below it ran while the pass did. None: it cannot be told."""
+ENGINE = torch.autograd.graph._engine_run_backward.__code__
+"""The code that runs a pass: what a traceback has below it ran while the pass did."""
 
 
 def without_modes() -> _settings.Context:
@@ -364,10 +364,9 @@ def hooks_before_steps() -> dict[int, Any]:
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What runs around the steps of an optimizer: its own hooks, and those of all optimizers; None if it is unknown."""
-    names = [f"optimizer_step_{when}_hooks" for when in ("pre", "post")]
-    hooks = [getattr(optimizer, f"_{name}", {0: None}) for name in names]
-    hooks += [getattr(_optimizer, f"_global_{name.replace('_step', '')}", {0: None}) for name in names]
+    """What runs around the steps of an optimizer: its own hooks, and those of all optimizers."""
+    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    hooks += [_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks]
     return [hook for hooks in hooks for hook in hooks.values()]
 
 
@@ -491,6 +490,12 @@ def answers() -> Answers:
     thread = threading.Thread(target=run, name="hodiff self-test")
     thread.start()
     thread.join()
+    if not (lines[0].states and lines[0].sequences):
+        _needed.warn(
+            f"torch {torch.__version__} does not tell of graphs what hodiff expects, so explanations "
+            'are off: what was saved is "unknown", predict() says "maybe", and release() frees '
+            "nothing. Derivatives are not affected."
+        )
     return lines[0]
 
 

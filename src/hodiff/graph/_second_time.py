@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from types import CodeType
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
@@ -247,8 +247,7 @@ def _unlikely(held: NamedVariable, call: Pass | None) -> tuple[int, int, int]:
 
 def _parametrized(node: Node) -> str:
     """The context that keeps computed parameters, if it holds a node's output."""
-    module = sys.modules.get("torch.nn.utils.parametrize")
-    kept = [value for value in getattr(module, "_cache", {}).values() if isinstance(value, Tensor)]
+    kept = [value for value in parametrize._cache.values() if isinstance(value, Tensor)]
     return PARAMETRIZED if any(value.grad_fn is node for value in kept) else ""
 
 

@@ -135,6 +135,7 @@ def _latest(name: str, args: Any, kwargs: Any) -> Expansion:
 def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
     if rule.kind == "composite":  # made of operations on jets, which are counted themselves
         return _with_shares(_applied(rule, name, func, expansion, args, kwargs), args, kwargs)
+    expansion.operations += [name]
     start = time.perf_counter() if expansion.counter is not None else 0.0
     recording = torch.is_grad_enabled()
     inside.rules += 1

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _messages, _nodes, _refusals, _tree
+from hodiff._core import _arguments, _messages, _needed, _nodes, _refusals, _tree
 from hodiff._core._call import call, cut
 from hodiff._core._lending import EvaluationContext
 from hodiff.errors import GraphError, HodiffError, InputError
@@ -61,6 +61,7 @@ def push(
         args: Further positional arguments for `f`.
         kwargs: Keyword arguments for `f`.
     """
+    _needed.check("Taylor mode")
     rows = next(seed.shape[0] for given in seeds for seed in given if seed is not None)
     options = {
         "groups": groups,

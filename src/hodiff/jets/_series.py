@@ -115,6 +115,7 @@ class Expansion:
         nests: Whether a later expansion began at a jet of this one.
         mixes: Whether samples may be mixed (batch norm in training mode): nothing is told of one.
         constants: Tensors with a graph that met its jets, by identity: none may lead to the point.
+        operations: The names of those that met its jets, in their order.
         surroundings: The transform and the tracer that it began in.
         refused: The operation that was last refused below Python, where another error may take the
             place of ours.
@@ -131,6 +132,7 @@ class Expansion:
         "mixes",
         "nests",
         "number",
+        "operations",
         "order",
         "record",
         "refused",
@@ -167,6 +169,7 @@ class Expansion:
         self.mixes = mixes
         self.constants: dict[int, Tensor] = {}
         self.refused: str | None = None
+        self.operations: list[str] = []
         self.surroundings = surroundings()
 
     def meet(self, values: Iterable[Any]) -> None:

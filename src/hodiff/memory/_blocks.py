@@ -32,12 +32,12 @@ from hodiff._core import (
     _hooks,
     _kernels,
     _messages,
+    _needed,
     _nodes,
     _refusals,
     _reverse,
     _settings,
     _tree,
-    _versions,
 )
 from hodiff._core._arguments import kind, outside
 from hodiff._core._graph import OutputGraph
@@ -482,8 +482,9 @@ def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
     """
     if checkpoint is False:
         return f
-    if _versions.RELEASE < (2, 13):  # blocks that run again lose their graphs there
+    if _needed.RELEASE < (2, 13):  # blocks that run again lose their graphs there
         raise InputError(f"checkpoint= needs PyTorch 2.13 or newer; this is {torch.__version__}. Leave it out.")
+    _needed.check("checkpoint=")
     if isinstance(f, Tensor):
         raise InputError("checkpoint: f is a tensor, whose graph already exists. Give the function.")
     if checkpoint is True:

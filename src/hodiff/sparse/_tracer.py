@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hodiff._core import _versions
 from hodiff._core._faults import is_fault
 from hodiff._core._settings import Counted, DispatchMode, Scope, Undo, on
 
@@ -359,7 +360,7 @@ class Tracer(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "_schema", None) is None:
+        if _versions.schema_of(func) is None:
             return self._couple(func, args, kwargs)
         for tensor in tensors_in((args, kwargs)):
             if not self.is_variable(tensor):

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._device import DeviceContext
 
-from hodiff._core import _settings, _tree, _versions
+from hodiff._core import _needed, _settings, _tree
 from hodiff._core._arguments import Unlike, kind, outside
 from hodiff._core._call import tangents
 from hodiff._core._compiled_callers import uncompiled
@@ -233,10 +233,10 @@ class CompiledStep(Unlike):
         """The result by a graph that is made for this call."""
         Where(self._where, "where")  # raises where that has been sharded since
         if self._traceable is None:
-            try:
-                from hodiff.steps import _dynamo
-            except (AttributeError, ImportError) as error:
-                return self._failed(f"this PyTorch lacks what a compilation needs: {error}", args, kwargs)
+            if lacking := _needed.lacks("a compilation"):
+                return self._failed(lacking, args, kwargs)
+            from hodiff.steps import _dynamo
+
             _dynamo.check_backend(self._backend)
             # one of each for all threads: by the compiler Dynamo knows what another has compiled
             with _dynamo.lock:
@@ -545,7 +545,7 @@ def compile_step(
         >>> value.item(), w.grad.item()
         (4.0, -8.0)
     """
-    if _versions.RELEASE < (2, 13):
+    if _needed.RELEASE < (2, 13):
         raise HodiffError(f"compile_step needs PyTorch 2.13 or newer; this is {torch.__version__}.")
     if not callable(loss):
         raise InputError(f"loss: got {kind(loss)}, expected a function of where and of a step's arguments.")

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree
 
-from hodiff._core import _settings, _vectors
+from hodiff._core import _settings, _vectors, _versions
 from hodiff._core._graph import split
 from hodiff._core._settings import Scope, Undo, assign
 from hodiff._core._substitutes import ExactNorms
@@ -266,7 +266,7 @@ def _memory(node: Any) -> Any:
 def _base(node: fx.Node) -> Any:
     """The argument whose memory a result has, by the schema of its operation; the stand-ins of a trace do not tell."""
     made: Any = node.args[0] if node.target is operator.getitem else node
-    schema = getattr(made.target, "_schema", None)
+    schema = _versions.schema_of(made.target)
     if schema is None or not schema.returns or schema.returns[0].alias_info is None:
         return None
     alias = schema.returns[0].alias_info
@@ -281,7 +281,7 @@ def _base(node: fx.Node) -> Any:
 
 
 def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = _versions.schema_of(node.target)
     if schema is None:
         return isinstance(node.target, torch._ops.HigherOrderOperator)
     return schema.is_mutable or bool(_statistics(node))
@@ -295,7 +295,7 @@ def _statistics(node: fx.Node) -> list[fx.Node]:
 
 def _acts(node: fx.Node) -> bool:
     """Whether it does something beside giving a result; what gives none, as the operations of `assert`, does."""
-    schema = getattr(node.target, "_schema", None)
+    schema = _versions.schema_of(node.target)
     return _writes(node) or _draws(node) or (schema is not None and not schema.returns)
 
 
@@ -305,7 +305,7 @@ def _draws(node: fx.Node) -> bool:
 
 def _targets(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operation writes into."""
-    schema = getattr(node.target, "_schema", None)
+    schema = _versions.schema_of(node.target)
     if schema is None:
         return [*node.all_input_nodes] if _writes(node) else []
     given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs

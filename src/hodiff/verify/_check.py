@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _settings
+from hodiff._core import _arguments, _refusals, _settings
 from hodiff._core._arguments import Allowed
 from hodiff._core._call import call
 from hodiff._core._faults import interrupts
@@ -179,9 +179,19 @@ def _run(
                     break  # nothing stands on this order
             at_x = _trace.kinks(evaluation, paths[0][0], epsilon(point) ** 0.5)
             remarks += [kink for kink in at_x if kink not in causes]
+            if order >= 2 and not (where.module_slices or any(c.computed for c in checks if c.order >= 2)):
+                _warn_of_zeros(evaluation)
         finally:
             evaluation.attributes.restore()
         return DerivativeReport(dtype, tuple(checks), tuple(causes), tuple(remarks))
+
+
+def _warn_of_zeros(evaluation: Any) -> None:
+    """Say it where a network has no others than the zeros that all second derivatives are."""
+    leaves = tuple(part.detach().requires_grad_() for part in evaluation.point)
+    with _settings.recording():
+        value = evaluation.scalar(leaves)
+    _refusals.warn_of_zeros(_refusals.operations([value]), [], None)
 
 
 def _because(report: DerivativeReport) -> str:

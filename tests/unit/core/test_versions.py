@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import hodiff
-from hodiff._core import _arguments, _messages, _nodes, _refusals, _versions
+from hodiff._core import _arguments, _messages, _needed, _nodes, _refusals, _versions
 from tests.meta.source import ROOT
 from tests.support.differences import first_difference, relative_error
 
@@ -44,7 +44,7 @@ def test_older_releases_are_refused_in_one_sentence() -> None:
     )
     sentence, imported = ran.stdout.splitlines()
     assert sentence == 'hodiff needs PyTorch 2.8 or newer, and this is 2.7.1+cu126: pip install "torch>=2.8".'
-    assert imported == "hodiff._core._versions hodiff.errors"
+    assert imported == "hodiff._core._needed hodiff.errors"
 
 
 @pytest.mark.wide
@@ -64,23 +64,23 @@ def test_newer_releases_are_warned_of_once() -> None:
 
 @pytest.mark.wide
 def test_known_releases_are_not() -> None:
-    assert _versions.OLDEST <= _versions.RELEASE <= _versions.NEWEST and not _versions.newer()
+    assert _needed.OLDEST <= _needed.RELEASE <= _needed.NEWEST and not _needed.newer()
     ran = python("import hodiff", "-Werror::UserWarning")
     assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize("release", [(1, 13), (2, 0), (2, 7)])
 def test_what_is_older(monkeypatch: pytest.MonkeyPatch, release: tuple[int, int]) -> None:
-    monkeypatch.setattr(_versions, "RELEASE", release)
+    monkeypatch.setattr(_needed, "RELEASE", release)
     with pytest.raises(ImportError, match=r"hodiff needs PyTorch 2\.8 or newer"):
-        _versions.check_release()
+        _needed.check_release()
 
 
 @pytest.mark.parametrize("release", [(2, 16), (3, 0)])
 def test_what_is_newer(monkeypatch: pytest.MonkeyPatch, release: tuple[int, int]) -> None:
-    monkeypatch.setattr(_versions, "RELEASE", release)
+    monkeypatch.setattr(_needed, "RELEASE", release)
     with pytest.warns(hodiff.HodiffWarning, match=r"newer than 2\.15"):
-        _versions.check_release()
+        _needed.check_release()
 
 
 # --- what is private to PyTorch ---------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _kernels, _versions
+from hodiff._core import _kernels, _needed, _versions
 from hodiff.curvature._memory import LiveBytes
 from hodiff.memory import _attention, _chunked, _cross_entropy
 from tests.support.differences import relative_error
@@ -420,7 +420,7 @@ def test_without_a_key_attention_goes_by_matrix_products() -> None:
 def test_the_key_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _versions.KERNEL_KEY is not None and _versions.key_is_taken()  # by ours
     assert _versions._key("NoSuchKey") is None
-    monkeypatch.setattr(_versions, "_NEEDED", ("_no_such_name",))
+    monkeypatch.setattr(_needed, "lacks", lambda part: f"{part} lacks a name")
     assert _versions._key(_versions.KERNEL_KEY_NAME) is None
 
 
