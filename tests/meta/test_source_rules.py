@@ -155,7 +155,7 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-TRACE_LOOKS = 12
+TRACE_LOOKS = 13  # 12 before points of classes that compute by themselves were refused
 """How often the library asks whether it is traced: where numbers are read on the road."""
 
 

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _reverse, _settings, _vectors
+from hodiff._core import _arguments, _call, _reverse, _vectors
 from hodiff._core._arguments import check_integer, check_positive, check_real_tensor, is_set
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given
@@ -75,8 +75,8 @@ class MatrixOperator(LinearOperator):
         check_real_tensor(A, "A")
         if A.requires_grad:
             _call.refuse_transforms()
-        if _call.is_wrapped(A) or _settings.tracing():
-            _call.refuse_transforms(batched=True)
+        if _call.is_hidden(A):
+            _call.refuse_stand_ins()
         _call.refuse_tangent(A, "A")
         written = A.numel() * A.element_size()
         if written > max(LARGEST_VIEW, A.untyped_storage().nbytes()):
