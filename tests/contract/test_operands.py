@@ -333,7 +333,7 @@ def test_a_parameter_of_such_a_class_is_refused(kind: str) -> None:
 def test_a_stand_in_goes_through_while_pytorch_traces() -> None:
     held = X[0]
     with FakeTensorMode() as mode:
-        found = hodiff.hessian(lambda z: z.sin().prod(), mode.from_tensor(held))
+        found = hodiff.hessian(lambda z: z.sin().sum(), mode.from_tensor(held))
     assert found.shape == (3, 3)
 
 
