@@ -343,3 +343,31 @@ def test_a_class_without_operations_of_its_own_is_a_tensor() -> None:
 
     found = hodiff.hvp(lambda z: z.sin().sum(), X.as_subclass(Named), X)
     torch.testing.assert_close(found.as_subclass(Tensor), -X.sin() * X)
+
+
+FOLLOWED: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
+    "sparse_hessian": lambda f: hodiff.sparse_hessian(lambda z: f(z).sum(), X),
+    "sparse_jacobian": lambda f: hodiff.sparse_jacobian(f, X),
+    "sparsity_pattern": lambda f: hodiff.sparse.sparsity_pattern(f, X, order=1),
+    "plan_hessian": lambda f: hodiff.sparse.plan_hessian(lambda z: f(z).sum(), X),
+    "plan_jacobian": lambda f: hodiff.sparse.plan_jacobian(f, X),
+}
+
+
+class Passed(torch.autograd.Function):
+    """Through a tensor of such a class and out of it, as `DTensor.from_local` and `full_tensor` do."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Any:
+        return (Wrapped(z.detach()) * 2).held
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return 2 * g
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_no_pattern_is_found_behind_such_a_class(name: str) -> None:
+    """Entries that went through one were missing, silently."""
+    with pytest.raises(hodiff.InputError, match=r"pattern of f\(x\) cannot be followed: got a Wrapped.* Give pattern="):
+        FOLLOWED[name](lambda z: Passed.apply(z).flip(0) * z + z)

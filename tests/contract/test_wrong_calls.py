@@ -292,7 +292,7 @@ WRONG = {
             lambda: hodiff.MatrixOperator(torch.eye(3)) @ endless(),
             "v: containers are nested more than",
         ),
-        "a nested matrix": (lambda: hodiff.MatrixOperator(nested(torch.strided)), r"A is nested"),
+        "a nested matrix": (lambda: hodiff.MatrixOperator(nested(torch.strided)), r"A: got a nested tensor"),
         "a view of one number": (
             lambda: hodiff.MatrixOperator(torch.ones((), dtype=D).expand(10**6, 10**6)),
             r"A is an expanded view of shape .* 7,451 GiB",

@@ -619,8 +619,7 @@ def check_fits(outputs: Sequence[Tensor], inputs: Sequence[Tensor], batch_ndim: 
     batch = outputs[0].shape[:batch_ndim].numel()
     rows = sum(output.shape[batch_ndim:].numel() for output in outputs)
     columns = sum(leaf.shape[batch_ndim:].numel() for leaf in inputs)
-    shape = (batch, rows, columns) if batch_ndim else (rows, columns)
-    _vectors.check_room("x: the result", shape, inputs[0], way_out)
+    _vectors.check_room("x: the result", [*[batch][:batch_ndim], rows, columns], inputs[0], way_out)
 
 
 def basis(output: Tensor, batch_ndim: int) -> tuple[int, Cotangents]:

@@ -549,8 +549,12 @@ class Basis:
     ) -> None:
         self._multiply, self._draw, self._check = multiply, draw, check
         self._locked = start.new_empty((0, len(start))) if locked is None else locked
-        fewer = "Ask for fewer eigenvalues, or give basis=."
-        self.vectors = empty("eigsh: the basis", (max_basis + 1, len(start)), start, fewer)
+        self.vectors = empty(
+            "eigsh: the basis",
+            (max_basis + 1, len(start)),
+            start,
+            "Ask for fewer eigenvalues, or give basis=.",
+        )
         self.projection = torch.zeros((max_basis + 1, max_basis + 1), dtype=torch.float64, device="cpu")
         self._eps = eps  # of the products; the basis may be more precise
         self.size = 0

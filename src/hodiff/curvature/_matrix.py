@@ -59,8 +59,8 @@ class MatrixOperator(LinearOperator):
     def __init__(self, A: Tensor, *, symmetric: bool | None = None, batch_ndim: int = 0) -> None:
         check_integer(batch_ndim, "batch_ndim", least=0)
         fits = isinstance(A, Tensor) and A.layout is torch.strided and A.is_floating_point()
-        if fits and (A.is_nested or A.is_meta):
-            raise InputError(f"A is {'nested' if A.is_nested else 'on the meta device'}; expected a dense real matrix.")
+        if fits:
+            check_real_tensor(A, "A")
         if not fits or A.ndim - batch_ndim not in (1, 2) or not A.shape[batch_ndim:].numel():
             what = f"{A.layout}, {A.dtype} of shape {tuple(A.shape)}" if isinstance(A, Tensor) else _arguments.kind(A)
             if fits and not A.numel():
@@ -72,7 +72,6 @@ class MatrixOperator(LinearOperator):
             elif fits and A.ndim > 2 and not batch_ndim:
                 way = " For one matrix in each of several systems: batch_ndim=1."
             raise InputError(f"A: got {what}; expected a dense real matrix (M, D), or a diagonal (D,){stack}.{way}")
-        check_real_tensor(A, "A")
         if A.requires_grad:
             _call.refuse_transforms()
         if _call.is_hidden(A):
