@@ -27,8 +27,8 @@ BOUNDS = {
     "hvp of a module": (15, 85, 104),
     "laplacian": (17, 104, 198),
     "gradient penalty": (14, 97, 115),
-    "first product": (21, 172, 1358),  # it reads which variables the function names, to compare them later
-    "cached product": (12, 46, 68),
+    "first product": (21, 173, 1360),  # it reads which variables the function names, to compare them later
+    "cached product": (12, 47, 70),
     "failing backward": (13, 139, 581),  # _messages, the one file of texts; frames: it reads the source of this file
 }
 """Files, functions, frames."""

@@ -131,10 +131,10 @@ def base(point: Any, record: bool) -> Any:
 def _refuse_bypass(points: Sequence[Any], bases: Sequence[Any], output: Any, expansion: Expansion) -> None:
     """Raise where `f` reaches the point other than through its argument: by the result, or by a constant in it."""
     value = _jet.value_of(output)
-    roots = [*expansion.constants.values()]
-    if isinstance(value, Tensor) and value.requires_grad:
-        roots += [value]
-    if any(map(_jet.is_jet, _nodes.leaves_below([root for root in roots if root.grad_fn is not None]))):
+    plain = isinstance(value, Tensor) and value.requires_grad
+    roots = [*expansion.constants.values(), *([value] if plain else [])]
+    made = [root for root in roots if root.grad_fn is not None] if roots else []
+    if made and any(map(_jet.is_jet, _nodes.leaves_below(made))):
         raise NoRule(*_jet.BY_A_FUNCTION)
     wanted = [point for point in points if point.requires_grad]
     if not wanted or _jet.jets_among(points):
