@@ -16,7 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.masked import masked_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 import hodiff
 from hodiff._core._lending import NormalTensors
@@ -248,3 +251,123 @@ def test_every_mode_is_in_the_table() -> None:
 
 def _below(base: type) -> set[type]:
     return {each for below in base.__subclasses__() for each in (below, *_below(below))}
+
+
+# --- tensors of classes that compute by themselves, of PyTorch and of other libraries ---------------------------------
+
+
+class Wrapped(Tensor):
+    """A tensor without memory, which hands each operation to the one that it holds."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> "Wrapped":
+        made = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)  # type: ignore[attr-defined]
+        made.held = held
+        return made
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"Wrapped({self.held})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        held = tree_map(lambda each: each.held if isinstance(each, Wrapped) else each, (args, kwargs or {}))
+        return tree_map(lambda each: Wrapped(each) if isinstance(each, Tensor) else each, func(*held[0], **held[1]))
+
+
+STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "FakeTensor": lambda held: FakeTensorMode().from_tensor(held),
+    "MaskedTensor": lambda held: masked_tensor(held, held > 0),
+    "Wrapped": Wrapped,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("caller", CALLERS, ids=str)
+@pytest.mark.table(wide=60)
+def test_a_point_of_such_a_class_is_refused(caller: Any, kind: str) -> None:
+    if caller.name == "jet" and kind == "MaskedTensor":
+        pytest.skip("its directions cannot be made")
+    with pytest.raises(hodiff.InputError, match=f"got an? {kind}, a tensor whose class computes by itself"):
+        caller(lambda z, *rest: z.sin() * SCALE + z**3, STRANGE[kind](X))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["MaskedTensor", "Wrapped"])
+@pytest.mark.parametrize("caller", [each for each in CALLERS if each.name != "jets.report"], ids=str)
+@pytest.mark.table(wide=60)
+def test_a_result_of_such_a_class_is_refused(caller: Any, kind: str) -> None:
+    with pytest.raises(hodiff.InputError, match=f"f\\(x\\).* got a {kind}, a tensor whose class computes by itself"):
+        caller(lambda z, *rest: (z.sin() * SCALE + z**3) * STRANGE[kind](X), X)
+
+
+VECTORS: dict[str, Callable[[Any], Any]] = {
+    "hvp": lambda v: hodiff.hvp(lambda z: z.sin().sum(), X, v),
+    "jvp": lambda v: hodiff.jvp(torch.sin, X, v),
+    "vjp": lambda v: hodiff.vjp(torch.sin, X, v),
+    "HessianOperator": lambda v: hodiff.HessianOperator(lambda z: z.sin().sum(), X) @ v,
+    "solve": lambda v: hodiff.solve(hodiff.HessianOperator(lambda z: z.square().sum(), X), v),
+    "in a container": lambda v: hodiff.hvp(lambda z: z["a"].sin().sum(), {"a": X}, {"a": v}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("name", VECTORS)
+def test_a_vector_of_such_a_class_is_refused(name: str, kind: str) -> None:
+    with pytest.raises(hodiff.InputError, match=f"got an? {kind}, a tensor whose class computes by itself"):
+        VECTORS[name](STRANGE[kind](X))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["MaskedTensor", "Wrapped"])
+def test_a_parameter_of_such_a_class_is_refused(kind: str) -> None:
+    module = nn.Module()
+    module.register_parameter("w", nn.Parameter(STRANGE[kind](X)))
+    with pytest.raises(hodiff.InputError, match="computes by itself"):
+        hodiff.grad(lambda m: m.w.sin().sum(), module)
+
+
+def test_a_stand_in_goes_through_while_pytorch_traces() -> None:
+    held = X[0]
+    with FakeTensorMode() as mode:
+        found = hodiff.hessian(lambda z: z.sin().sum(), mode.from_tensor(held))
+    assert found.shape == (3, 3)
+
+
+def test_a_class_without_operations_of_its_own_is_a_tensor() -> None:
+    class Named(Tensor):
+        pass
+
+    found = hodiff.hvp(lambda z: z.sin().sum(), X.as_subclass(Named), X)
+    torch.testing.assert_close(found.as_subclass(Tensor), -X.sin() * X)
+
+
+FOLLOWED: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
+    "sparse_hessian": lambda f: hodiff.sparse_hessian(lambda z: f(z).sum(), X),
+    "sparse_jacobian": lambda f: hodiff.sparse_jacobian(f, X),
+    "sparsity_pattern": lambda f: hodiff.sparse.sparsity_pattern(f, X, order=1),
+    "plan_hessian": lambda f: hodiff.sparse.plan_hessian(lambda z: f(z).sum(), X),
+    "plan_jacobian": lambda f: hodiff.sparse.plan_jacobian(f, X),
+}
+
+
+class Passed(torch.autograd.Function):
+    """Through a tensor of such a class and out of it, as `DTensor.from_local` and `full_tensor` do."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Any:
+        return (Wrapped(z.detach()) * 2).held
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return 2 * g
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_no_pattern_is_found_behind_such_a_class(name: str) -> None:
+    """Entries that went through one were missing, silently."""
+    with pytest.raises(hodiff.InputError, match=r"pattern of f\(x\) cannot be followed: got a Wrapped.* Give pattern="):
+        FOLLOWED[name](lambda z: Passed.apply(z).flip(0) * z + z)

@@ -292,7 +292,7 @@ WRONG = {
             lambda: hodiff.MatrixOperator(torch.eye(3)) @ endless(),
             "v: containers are nested more than",
         ),
-        "a nested matrix": (lambda: hodiff.MatrixOperator(nested(torch.strided)), r"A is nested"),
+        "a nested matrix": (lambda: hodiff.MatrixOperator(nested(torch.strided)), r"A: got a nested tensor"),
         "a view of one number": (
             lambda: hodiff.MatrixOperator(torch.ones((), dtype=D).expand(10**6, 10**6)),
             r"A is an expanded view of shape .* 7,451 GiB",
@@ -919,6 +919,11 @@ NOTED = {
         r"hodiff called residuals\[0\] with this batch: a DataLoader\.",
         TypeError,
     ),
+    "samples in a list for a batch": (
+        lambda: hodiff.per_sample_grad(lambda m, b: (m(b[0]) - b[1]).square().sum(-1), NET, [(v, v), (v, v)]),
+        r"batch is a list of 2 containers.* torch\.utils\.data\.default_collate\(batch\)",
+        TypeError,
+    ),
     "NumPy in f": (
         lambda: hodiff.grad(lambda z: np.sin(z).sum(), x),
         r"NumPy has no derivatives; use PyTorch's",
@@ -1395,3 +1400,32 @@ def test_gradients_that_do_not_fit_are_foreseen() -> None:
     wide = torch.zeros(1, dtype=D).expand(40_000_000).requires_grad_()
     with pytest.raises(hodiff.InputError, match=r"GB, but cpu has .* Give fewer samples at a time"):
         hodiff.per_sample_grad(lambda w, b: b * w[0], wide, torch.ones(5000, dtype=D))
+
+
+LARGE = {
+    "eigsh": (lambda H: hodiff.eigsh(H, 200_000), "eigsh: the basis"),
+    "nystrom": (lambda H: hodiff.nystrom(H, 200_000, shift=1.0), "the random vectors"),
+    "logdet": (lambda H: hodiff.logdet(H, steps=200_000, samples=1), "logdet: the basis"),
+    "solve": (lambda H: hodiff.solve(H, WIDE, method="gmres", restart=200_000), "solve: the vectors that GMRES keeps"),
+    "jacobian_penalty": (lambda _: hodiff.jacobian_penalty(torch.sin, WIDE[None], samples=200_000), "the random"),
+}
+WIDE = torch.linspace(1, 2, 300_000)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_vectors_that_do_not_fit_are_foreseen(name, monkeypatch):
+    monkeypatch.setattr("hodiff._core._vectors.memory_on", lambda device: 2e9)
+    call, words = LARGE[name]
+    with pytest.raises(InputError, match=rf"{words}.* would hold .*GB, but cpu has 2 GB"):
+        call(hodiff.MatrixOperator(WIDE))
+
+
+def test_a_zero_tensor_has_no_memory_for_steps() -> None:
+    zero = torch._efficientzerotensor((3,), dtype=D)
+    with pytest.raises(InputError, match=r"efficient zero tensor.* give its \.clone\(\)"):
+        hodiff.LevenbergMarquardt(lambda p: p - 1, zero)
+
+
+def test_overrides_that_are_switched_off_are_named() -> None:
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(InputError, match="overrides are switched off here"):
+        hodiff.biharmonic(lambda t: t.sin().prod(-1), X)

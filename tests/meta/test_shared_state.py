@@ -21,7 +21,7 @@ DISCIPLINE = {
     "_core._locks.here": OWN,
     "_core._needed.check": CACHE,
     "_core._needed.lacks": CACHE,
-    "_core._needed.warn": CACHE,
+    "_core._messages.warn_once": CACHE,
     "_core._versions.passing": OWN,
     "_core._versions._reading": "a lock, held for a read in C that runs no Python code",
     "implicit._solution._together": SAME,

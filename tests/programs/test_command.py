@@ -135,3 +135,12 @@ def test_python_before_the_script_is_left_out(process, capsys, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert main(["explain", "python", "train.py"]) == 2
     assert "leave python out: hodiff explain SCRIPT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['{"cells": [], "metadata": null}', '{"cells": []}'])
+def test_a_notebook_is_no_script(process, capsys, tmp_path, text):
+    """Run as Python one fails at its null, and another ends without a word."""
+    notebook = tmp_path / "work.ipynb"
+    notebook.write_text(text, "utf-8")
+    assert main(["explain", str(notebook)]) == 2
+    assert "a notebook is no script; make one of it: jupyter nbconvert" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _tree
+from hodiff._core import _settings, _tree
 from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError, HodiffError, InputError
 
@@ -197,9 +197,16 @@ def check_real_tensor(value: Any, name: str) -> None:
         if value.dtype.itemsize == 1:
             raise InputError(f"{name} has dtype {value.dtype}, a storage-only dtype; convert it (x.half()).")
         if value.is_meta:
+            if value.__class__.__module__.startswith("hodiff."):  # a jet, of which no rule runs
+                raise InputError(
+                    "PyTorch's overrides are switched off here (DisableTorchFunctionSubclass); this "
+                    "call needs them. Call it outside."
+                )
             raise InputError(f"{name} is on the meta device, whose tensors hold no numbers; give a real one.")
         if value.layout is not torch.strided or value.is_nested:  # asked here too: it saves a call
             check_dense(value, name, " (x.to_dense(), or its .values())")
+        if value.__class__ not in TENSORS:
+            check_class(value, name)
         return
     if value.is_complex():
         raise InputError(
@@ -211,6 +218,19 @@ def check_real_tensor(value: Any, name: str) -> None:
         f"{name} has dtype {value.dtype}; derivatives need a real floating-point tensor. "
         f"Convert it (x.double()), or pass it to f through args= or kwargs= if it is data."
     )
+
+
+def check_class(value: Tensor, name: str) -> None:
+    """Raise for a tensor of a class that computes by itself: a mask, a wrapper, a stand-in."""
+    kinds: tuple[Any, Any] = (value.__class__, Tensor)
+    own = kinds[0].__torch_dispatch__ is not kinds[1].__torch_dispatch__
+    stand_ins = "torch._subclasses." if _settings.tracing() else "hodiff."
+    known = ("hodiff.", "torch.distributed.", stand_ins)
+    if own and not value.__class__.__module__.startswith(known):
+        raise InputError(
+            f"{name}: got {kind(value)}, a tensor whose class computes by itself or holds no "
+            f"numbers. Use an ordinary tensor; f may make such a one of it, and back."
+        )
 
 
 def _not_a_tensor(value: Any) -> str:
@@ -316,6 +336,8 @@ def check_output(value: Any, name: str = "f(x)") -> Tensor:
         if value.layout is not torch.strided or value.is_nested:
             layout, way_out = ("nested", ".values()") if value.is_nested else (str(value.layout), ".to_dense()")
             raise InputError(f"f: {name} is a {layout} tensor; return a dense one (its {way_out}), or a sum of it.")
+        if value.__class__ not in TENSORS:
+            check_class(value, f"f: {name}")
         return value
     if value.is_complex():
         raise InputError(f"f: {name} is complex; return a real quantity (its .real, .abs(), or view_as_real).")
@@ -524,11 +546,11 @@ WHOLE: set[type] = {*TENSORS, type(None)}
 
 
 def check_vectors(value: Any, name: str) -> None:
-    """Raise for vectors that are DTensors, alone or in a container."""
-    if TENSORS.issuperset(map(type, value.values() if isinstance(value, dict) else (value,))):
-        return
+    """Raise for vectors of such a class, DTensors among them, alone or in a container."""
     for leaf in _tree.flatten(value, name)[0]:
-        if _is_dtensor(leaf):
+        if isinstance(leaf, Tensor) and not leaf.is_nested:
+            check_class(leaf, name)
+        if LOADED_BY in sys.modules and _is_dtensor(leaf):
             raise InputError(
                 f"{name} is a DTensor, of which each process holds a shard, but the point is an "
                 f"ordinary tensor. Give the full tensor, v.full_tensor(), which is the same on "

@@ -28,11 +28,13 @@ __all__ = [
     "inside",
     "inside_vmap",
     "is_followed",
+    "is_hidden",
     "is_wrapped",
     "loss_recorded",
     "nested",
     "outer_order",
     "recorded",
+    "refuse_stand_ins",
     "refuse_tangent",
     "refuse_transforms",
     "state",
@@ -216,6 +218,17 @@ def refuse_transforms(*, batched: bool = False) -> None:
         raise InputError(INSIDE_A_TRANSFORM)
 
 
+def refuse_stand_ins() -> None:
+    """Raise where values that are to be looked at are not there: inside `vmap`, and in a tracer."""
+    refuse_transforms(batched=True)
+    if _settings.tracing():
+        raise InputError(
+            "hodiff looks at values here, but PyTorch traces (make_fx, torch.func.linearize, "
+            "torch.export), with stand-ins for values. Call it outside of what is traced; for a "
+            "derivative of a derivative, nest hodiff calls."
+        )
+
+
 def inside_vmap() -> bool:
     """Whether this code runs inside `torch.vmap`, which `torch.func.jacrev` and the like call as well."""
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -247,6 +260,11 @@ def is_followed() -> bool:
 def is_wrapped(value: Tensor) -> bool:
     """Whether a transform of `torch.func` hides the values of a tensor, as `vmap` does."""
     return torch._C._functorch.is_functorch_wrapped_tensor(value)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_hidden(value: Tensor) -> bool:
+    """Whether the numbers of a tensor cannot be looked at: it is such a one, or PyTorch traces."""
+    return is_wrapped(value) or _settings.tracing()
 
 
 def carries_tangent(x: Any) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.backends import cuda
 
-from hodiff._core import _locks, _needed, _settings, _versions
+from hodiff._core import _locks, _messages, _needed, _settings, _versions
 from hodiff._core._settings import Counted, Scope, Undo
 
 __all__ = ["OURS", "include", "plain_attention", "repeatable", "without"]
@@ -50,7 +50,7 @@ def available() -> bool:
                 _register()
         if not registered:
             why = _needed.lacks(_needed.KERNELS) or "No dispatch key is free for kernels of hodiff"
-            _needed.warn(f"{why}; attention and cross-entropy take PyTorch's memory. All is right.")
+            _messages.warn_once(f"{why}; attention and cross-entropy take PyTorch's memory. All is right.")
     return bool(registered)
 
 

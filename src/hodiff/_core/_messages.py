@@ -5,8 +5,10 @@ from __future__ import annotations
 import html
 import re
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _near_zero, _versions
 from hodiff._core._faults import interrupts
-from hodiff.errors import GraphError, printable
+from hodiff.errors import GraphError, HodiffWarning, printable
 
 __all__ = [
     "CONSTANTS",
@@ -26,6 +28,7 @@ __all__ = [
     "kind_of",
     "note_memory",
     "table",
+    "warn_once",
     "way_out",
     "without_derivative",
 ]
@@ -500,3 +503,9 @@ def table(rows: Sequence[Sequence[str]], caption: str = "", heads: int = 0) -> s
         for row in part
     )
     return f'<div style="overflow-x:auto"><table>{body}</table></div>'
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Say once in a process that something goes otherwise on this release of PyTorch."""
+    warnings.warn(text, HodiffWarning, stacklevel=_arguments.outside())

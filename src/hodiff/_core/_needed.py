@@ -17,7 +17,7 @@ import torch
 
 from hodiff.errors import HodiffError, HodiffWarning
 
-__all__ = ["RELEASE", "check", "in_words", "lacks", "newer", "warn"]
+__all__ = ["RELEASE", "check", "in_words", "lacks", "newer"]
 
 OLDEST, NEWEST = (2, 8), (2, 15)
 """The releases that the tests have run on, those between them included."""
@@ -165,14 +165,6 @@ def check(part: str) -> None:
     """Raise where this PyTorch lacks a name that a part of the library needs."""
     if said := lacks(part):
         raise HodiffError(f"{said}; on this release, all else of hodiff works.")
-
-
-@cache
-def warn(said: str) -> None:
-    """Say once that something goes otherwise on this release."""
-    from hodiff._core._arguments import outside  # not before the names are known to be there
-
-    warnings.warn(said, HodiffWarning, stacklevel=outside())
 
 
 def newer() -> str:

@@ -9,7 +9,6 @@ Nothing else in the library knows `retain_graph`.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -19,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _messages, _nodes, _python_functions, _refusals, _settings, _versions
+from hodiff._core import _messages, _nodes, _python_functions, _refusals, _settings, _vectors, _versions
 from hodiff._core._faults import interrupt_behind, is_fault
 from hodiff._core._graph import OutputGraph
-from hodiff.errors import GraphError, InputError
+from hodiff.errors import GraphError
 
 __all__ = [
     "CHUNK_BYTES",
@@ -634,31 +633,12 @@ def blocks(
     return table
 
 
-SMALL = 2**30
-"""Bytes of a result that nobody need ask the machine about."""
-
-
 def check_fits(outputs: Sequence[Tensor], inputs: Sequence[Tensor], batch_ndim: int, way_out: str) -> None:
     """Raise for a table of derivatives that is larger than the memory of its device."""
     batch = outputs[0].shape[:batch_ndim].numel()
     rows = sum(output.shape[batch_ndim:].numel() for output in outputs)
     columns = sum(leaf.shape[batch_ndim:].numel() for leaf in inputs)
-    size = batch * rows * columns * inputs[0].element_size()
-    if size > SMALL and size > memory_on(inputs[0].device):
-        raise InputError(
-            f"x: the result would hold {f'{batch:,} x ' if batch_ndim else ''}{rows:,} x "
-            f"{columns:,} numbers, {size / 1e9:,.0f} GB, but {inputs[0].device} has "
-            f"{memory_on(inputs[0].device) / 1e9:,.0f} GB. {way_out}"
-        )
-
-
-def memory_on(device: torch.device) -> float:
-    """The bytes of memory of a device; infinite where nobody says."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    if device.type == "cpu" and hasattr(os, "sysconf"):  # not on Windows
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return math.inf
+    _vectors.check_room("x: the result", [*[batch][:batch_ndim], rows, columns], inputs[0], way_out)
 
 
 def basis(output: Tensor, batch_ndim: int) -> tuple[int, Cotangents]:

@@ -8,8 +8,9 @@ either stacked, flat `(D,)`, and columns `(D, K)`. NumPy arrays and lists of num
 from __future__ import annotations
 
 import difflib
+import math
+import os
 import re
-import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -30,6 +31,7 @@ __all__ = [
     "Vectors",
     "check_generator",
     "draw",
+    "empty",
     "generic",
     "near",
     "standard_error",
@@ -186,9 +188,9 @@ class Space:
             same = value.shape == like.shape and value.dtype is like.dtype and value.layout is torch.strided
             if same and value.device == like.device:  # as nearly always
                 return Vectors("structure", [value], None, tree)
-        if _arguments.LOADED_BY in sys.modules:
-            _arguments.check_vectors(value, name)
         plain = value.__class__ is dict and _arguments.TENSORS.issuperset(map(type, value.values()))
+        if not plain and value.__class__ not in _arguments.TENSORS:
+            _arguments.check_vectors(value, name)
         if not plain and not isinstance(value, Tensor):
             value = self.as_tensors(value, name)
             tree = tree_of_listed_leaves(value, tree, len(self.likes)) or tree
@@ -469,12 +471,42 @@ def check_generator(generator: object) -> None:
         )
 
 
+SMALL = 2**30
+"""Bytes of a tensor that nobody need ask the machine about."""
+
+
+def check_room(what: str, shape: Sequence[int], like: Tensor, way_out: str) -> None:
+    """Raise for a tensor larger than the memory of its device, before PyTorch asks for that."""
+    size = math.prod(shape) * like.element_size()
+    if size > SMALL and size > (whole := memory_on(like.device)):
+        raise InputError(
+            f"{what} would hold {' x '.join(f'{side:,}' for side in shape)} numbers, "
+            f"{size / 1e9:,.0f} GB, but {like.device} has {whole / 1e9:,.0f} GB. {way_out}"
+        )
+
+
+def empty(what: str, shape: Sequence[int], like: Tensor, way_out: str) -> Tensor:
+    """Memory for vectors, where there is so much."""
+    check_room(what, shape, like, way_out)
+    return like.new_empty(shape)
+
+
+def memory_on(device: torch.device) -> float:
+    """The bytes of memory of a device; infinite where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cpu" and hasattr(os, "sysconf"):  # not on Windows
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return math.inf
+
+
 def draw(shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Generator | None) -> Tensor:
     """Independent numbers of mean 0 and variance 1, in the dtype and on the device of `like`.
 
     They are drawn where the generator is (a CPU generator gives a CUDA tensor the numbers it gives a CPU tensor), by
     default with the default generator of `like`'s device; in single precision at least, which half precision rounds.
     """
+    check_room("the random vectors", shape, like, "Ask for fewer of them.")
     device = like.device if generator is None else generator.device
     drawn = torch.empty(tuple(shape), dtype=torch.promote_types(like.dtype, torch.float32), device=device)
     with _settings.grad_mode(False):

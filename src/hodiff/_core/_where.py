@@ -113,7 +113,7 @@ class Where:
         for _, parameter in pairs:
             if parameter.__class__ is nn.parameter.UninitializedParameter:
                 raise InputError(f"{path} has uninitialized (lazy) parameters; run one forward pass first.")
-            if parameter.is_meta:
+            if parameter.is_meta or parameter.__class__ not in _arguments.TENSORS:
                 _arguments.check_real_tensor(parameter, path)
         self.module_slices.append(ModuleSlice(module, len(self.tensors), names, assembly))
         self.tensors += [parameter for _, parameter in pairs]

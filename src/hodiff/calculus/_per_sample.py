@@ -138,7 +138,15 @@ class Samples:
         self._seen = batch
 
     def __call__(self, where: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._f(where, self._seen, *args, **kwargs)
+        try:
+            return self._f(where, self._seen, *args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            if isinstance(self._whole, list) and all(map(_tree.is_container, self._whole)):
+                error.add_note(
+                    f"hodiff: batch is {_arguments.kind(self._whole)} containers. If each is a "
+                    f"sample, put them together: torch.utils.data.default_collate(batch)."
+                )
+            raise
 
     def tensors(self, count: int) -> list[Tensor]:
         """The tensors of the batch that have a row for each sample."""

@@ -47,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
         more = "; leave python out: hodiff explain SCRIPT" if options.script.startswith("python") else ""
         print(f"hodiff explain: can't open file {os.path.abspath(options.script)!r}{more}", file=sys.stderr)
         return 2
+    if not options.is_module and options.script.endswith(".ipynb"):
+        return 2 * _told("a notebook is no script; make one of it: jupyter nbconvert --to script")
     if options.picture:  # before the program runs, which may take hours, and may change the folder
         options.picture = os.path.abspath(options.picture)
         if _told(_no_place(options.picture)):

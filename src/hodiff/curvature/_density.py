@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Probes
-from hodiff._core._vectors import near, standard_error, sum_dtype
+from hodiff._core._vectors import empty, near, standard_error, sum_dtype
 from hodiff.curvature import _probes
 from hodiff.curvature._krylov import orthogonalized
 from hodiff.curvature._links import told
@@ -539,7 +539,7 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str, shift
     shape, rows = rows.shape, rows.flatten(0, -2)
     count, size = rows.shape
     eps = torch.finfo(operator.dtype).eps
-    basis = rows.new_empty((count, steps, size))
+    basis = empty(f"{name}: the basis", (count, steps, size), rows, "Pass fewer steps=.")
     diagonal = torch.zeros((count, steps), dtype=torch.float64, device="cpu")
     offdiagonal = torch.zeros((count, steps), dtype=torch.float64, device="cpu")
     overlaps = Overlaps(diagonal, offdiagonal, eps)

@@ -200,7 +200,7 @@ class GraphCache(Generic[G, B]):
 
         What is to `take` the graphs is shown each as it is made, in a first pass.
         """
-        _call.refuse_transforms(batched=True)
+        _call.refuse_stand_ins()
         if self.first is None:
             # Of several threads one evaluates, and those of later caches wait too.
             on_all_ranks = nullcontext if self.group_sum is None else self.group_sum.raise_on_all_ranks

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hodiff._core._vectors import empty
 from hodiff.curvature._operator import as_given
 from hodiff.curvature._records import Status
 from hodiff.errors import InputError
@@ -326,7 +327,8 @@ class GMRES(Block):
     """
 
     def _begin(self, b: Tensor) -> None:
-        self._basis = b.new_empty((*b.shape[:-1], self._systems.room, b.shape[-1]))
+        shape = (*b.shape[:-1], self._systems.room, b.shape[-1])
+        self._basis = empty("solve: the vectors that GMRES keeps", shape, b, "Give restart=.")
         self._restart(b)
 
     def _restart(self, r: Tensor) -> None:
@@ -547,7 +549,12 @@ class Basis:
     ) -> None:
         self._multiply, self._draw, self._check = multiply, draw, check
         self._locked = start.new_empty((0, len(start))) if locked is None else locked
-        self.vectors = start.new_empty((max_basis + 1, len(start)))
+        self.vectors = empty(
+            "eigsh: the basis",
+            (max_basis + 1, len(start)),
+            start,
+            "Ask for fewer eigenvalues, or give basis=.",
+        )
         self.projection = torch.zeros((max_basis + 1, max_basis + 1), dtype=torch.float64, device="cpu")
         self._eps = eps  # of the products; the basis may be more precise
         self.size = 0

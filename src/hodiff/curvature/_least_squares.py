@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _locks, _reverse, _settings, _tree, _versions
-from hodiff._core._call import call, refuse_transforms
+from hodiff._core._call import call, refuse_stand_ins
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import generic
@@ -216,6 +216,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 "residuals alone, so the ranks' parameters would drift apart. Give each rank all "
                 "residuals, and model.module."
             )
+        if any(tensor._is_zerotensor() for tensor in point.tensors):
+            raise InputError("where is an efficient zero tensor, which has no memory to change; give its .clone().")
         try:
             super().__init__(point.tensors, {})
         except (TypeError, ValueError, RuntimeError) as error:
@@ -261,7 +263,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 f"as a tuple), or None."
             )
         self._check_signatures([batch is None for batch in batches])
-        refuse_transforms(batched=True)
+        refuse_stand_ins()
         with _locks.ThreadClaim(self):  # of several threads one steps
             known, self._known = self._known, None
             while (value := self._stepped(batches, known)) is None:

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _reverse, _settings, _vectors
+from hodiff._core import _arguments, _call, _reverse, _vectors
 from hodiff._core._arguments import check_integer, check_real_tensor, is_set
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given
@@ -59,8 +59,8 @@ class MatrixOperator(LinearOperator):
     def __init__(self, A: Tensor, *, symmetric: bool | None = None, batch_ndim: int = 0) -> None:
         check_integer(batch_ndim, "batch_ndim", least=0)
         fits = isinstance(A, Tensor) and A.layout is torch.strided and A.is_floating_point()
-        if fits and (A.is_nested or A.is_meta):
-            raise InputError(f"A is {'nested' if A.is_nested else 'on the meta device'}; expected a dense real matrix.")
+        if fits:
+            check_real_tensor(A, "A")
         if not fits or A.ndim - batch_ndim not in (1, 2) or not A.shape[batch_ndim:].numel():
             what = f"{A.layout}, {A.dtype} of shape {tuple(A.shape)}" if isinstance(A, Tensor) else _arguments.kind(A)
             if fits and not A.numel():
@@ -72,11 +72,10 @@ class MatrixOperator(LinearOperator):
             elif fits and A.ndim > 2 and not batch_ndim:
                 way = " For one matrix in each of several systems: batch_ndim=1."
             raise InputError(f"A: got {what}; expected a dense real matrix (M, D), or a diagonal (D,){stack}.{way}")
-        check_real_tensor(A, "A")
         if A.requires_grad:
             _call.refuse_transforms()
-        if _call.is_wrapped(A) or _settings.tracing():
-            _call.refuse_transforms(batched=True)
+        if _call.is_hidden(A):
+            _call.refuse_stand_ins()
         _call.refuse_tangent(A, "A")
         written = A.numel() * A.element_size()
         if written > max(LARGEST_VIEW, A.untyped_storage().nbytes()):

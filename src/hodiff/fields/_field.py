@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _arguments, _call, _compiled_callers, _independence, _nodes, _refusals, _settings, _tree
 from hodiff._core._arguments import ChunkSize, check_option, is_set
-from hodiff._core._call import call, cut, is_wrapped
+from hodiff._core._call import call, cut, is_hidden
 from hodiff._core._graph import OutputGraph, Watched, detached, split
 from hodiff._core._loans import memory_of
 from hodiff._core._where import plain
@@ -86,7 +86,7 @@ class FieldCall(NamedTuple):
         if is_set(self.has_aux, "has_aux") and isinstance(self.f, Tensor):
             raise InputError(_call.COMPUTED)
         # One point of D coordinates looks like D points of one: a vector field of the first mixes the second.
-        unclear = self.batch_ndim and not (event or _jet.is_jet(self.x) or _is_hidden(self.x))
+        unclear = self.batch_ndim and not (event or _jet.is_jet(self.x) or is_hidden(self.x))
         if is_set(self.check_independence, "check_independence") or unclear:
             _independence.check(
                 self.f, self.x, batch_ndim=self.batch_ndim, args=self.args, kwargs=self.kwargs, has_aux=self.has_aux
@@ -193,11 +193,7 @@ def choose(
 
 def _is_seen(part: Tensor) -> bool:
     """Whether its numbers can be looked at; on other devices to look is to wait."""
-    return part.is_cpu and not _is_hidden(part)
-
-
-def _is_hidden(value: Tensor) -> bool:
-    return is_wrapped(value) or _settings.tracing()
+    return part.is_cpu and not is_hidden(part)
 
 
 def _warn_if_not_finite(results: Sequence[Tensor], given: Sequence[Tensor], kinds: Iterable[type]) -> None:

@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.optim import optimizer as _optimizer  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _messages, _needed, _nodes, _settings
+from hodiff._core import _messages, _nodes, _settings
 from hodiff._core._nodes import Node
 from hodiff._core._settings import Scope, Undo
 from hodiff.errors import GraphError
@@ -491,7 +491,7 @@ def answers() -> Answers:
     thread.start()
     thread.join()
     if not (lines[0].states and lines[0].sequences):
-        _needed.warn(
+        _messages.warn_once(
             f"torch {torch.__version__} does not tell of graphs what hodiff expects, so explanations "
             'are off: what was saved is "unknown", predict() says "maybe", and release() frees '
             "nothing. Derivatives are not affected."

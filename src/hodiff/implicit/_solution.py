@@ -408,7 +408,7 @@ def attached(
     if torch.is_inference_mode_enabled():
         with _settings.recording(), _settings.grad_mode(False):
             return attached(kind, f, x_star, args, kwargs, given)
-    _call.refuse_transforms(batched=True)
+    _call.refuse_stand_ins()
     where, line = Where(x_star, "x_star"), CallSite.now()
     if not callable(f) or isinstance(f, Tensor):
         raise InputError(f"f: got {_arguments.kind(f)}, expected a function, which is evaluated at x_star.")

@@ -18,6 +18,7 @@ from hodiff._core._loans import memory_of
 from hodiff.errors import HodiffError
 from hodiff.jets._jet import (
     ALIASES,
+    BY_A_FUNCTION,
     COMPLEX,
     METADATA,
     RULES,
@@ -61,7 +62,7 @@ def _refuse_hidden() -> None:
     """Raise inside the forward of an `autograd.Function`, or the user's inference mode."""
     if torch.is_inference_mode_enabled():
         raise NoRule("torch.inference_mode() inside f", "its tensors have no derivatives", "Use torch.no_grad().")
-    raise NoRule("a Python autograd.Function", "its backward defines its derivative, which Taylor mode cannot see")
+    raise NoRule(*BY_A_FUNCTION)
 
 
 def _metadata(func: Any, args: Any, kwargs: Any) -> Any:
@@ -223,11 +224,11 @@ def _in_place(name: str, args: Any, kwargs: Any, func: Any = None) -> Any:
     target = args[0]
     if name in ("requires_grad_", "retain_grad_"):
         raise NoRule("autograd inside f", "nest hodiff's field operators instead, which expand in series again")
+    advice = "write a = a + b instead of a += b, or the operation without its underscore, which gives a new tensor"
     if not isinstance(target, Jet):
-        advice = "write a = a + b instead of a += b, or the operation without its underscore, which gives a new tensor"
         raise NoRule(f"{name} of a jet into a tensor", advice)
     if target.shared:
-        raise NoRule(f"{name} on a view, or on a tensor that has views", "write a = a + b instead of a += b")
+        raise NoRule(f"{name} on a view, or on a tensor that has views", advice)
     func = func or getattr(torch, name[:-1], None) or getattr(Tensor, name[:-1], None)
     if func is None:
         raise NoRule(name, "write a new tensor instead")

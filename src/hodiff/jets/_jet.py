@@ -240,6 +240,10 @@ def operation(func: Any) -> str:
 
 
 NOWHERE = torch.device("meta")
+BY_A_FUNCTION = (
+    "a Python autograd.Function",
+    "its backward defines its derivative, which Taylor mode cannot see",
+)
 BELOW_PYTHON = "it is called below Python (TorchScript, torch.func, or C++)"
 
 
@@ -253,9 +257,16 @@ class Jet(Tensor):
 
     @staticmethod
     def __new__(cls, series: Series, expansion: Expansion) -> Jet:
-        """Wrap a series; the metadata are those of its value, but for the device: without data there is none."""
+        """Wrap a series; the metadata are those of its value, but for the device: it has no data.
+
+        It requires grad, so that an `autograd.Function` which is given it, and hands on something
+        else, leads to it.
+        """
         value = series[0]
-        jet = Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=NOWHERE)  # pyright: ignore[reportAttributeAccessIssue]
+        floats = value.dtype.is_floating_point or value.dtype.is_complex
+        jet = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls, value.shape, dtype=value.dtype, device=NOWHERE, requires_grad=floats
+        )
         jet.series = series
         jet.expansion = expansion
         jet.shared = False

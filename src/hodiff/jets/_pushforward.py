@@ -131,13 +131,15 @@ def base(point: Any, record: bool) -> Any:
 
 def _refuse_bypass(points: Sequence[Any], bases: Sequence[Any], output: Any, expansion: Expansion) -> None:
     """Raise where `f` reaches the point other than through its argument: by the result, or by a constant in it."""
-    if _jet.jets_among(points):
-        return
-    wanted = [point for point in points if point.requires_grad]
-    if not wanted:
-        return
     value = _jet.value_of(output)
-    roots = [*expansion.constants.values(), *([value] if isinstance(value, Tensor) and value.requires_grad else [])]
+    plain = isinstance(value, Tensor) and value.requires_grad
+    roots = [*expansion.constants.values(), *([value] if plain else [])]
+    made = [root for root in roots if root.grad_fn is not None] if roots else []
+    if made and any(map(_jet.is_jet, _nodes.leaves_below(made))):
+        raise NoRule(*_jet.BY_A_FUNCTION)
+    wanted = [point for point in points if point.requires_grad]
+    if not wanted or _jet.jets_among(points):
+        return
     stop = {start.grad_fn for start in bases if start is not None and start.grad_fn is not None}
     graph = _nodes.survey(roots, stop - {point.grad_fn for point in wanted})
     if any(graph.contains(point) for point in wanted):
@@ -147,7 +149,7 @@ def _refuse_bypass(points: Sequence[Any], bases: Sequence[Any], output: Any, exp
 def coefficients(output: Any, expansion: Expansion, batch: Sequence[int] = ()) -> Series:
     """The series of a single output, checked to be a real tensor with the batch in front."""
     value = _jet.value_of(output)
-    if not isinstance(value, Tensor) or value.dtype.is_complex:
+    if value.__class__ not in _arguments.TENSORS or value.dtype.is_complex:
         _arguments.check_output(value)
     if not _jet.is_jet(output):
         _arguments.check_output(output)

@@ -432,8 +432,7 @@ class AttentionTangent(Chunked):
         q, k, v, mask, out, *tangents = ctx.saved_tensors
         if cotangents[0] is None:
             return (None,) * 10
-        varies = ctx.form.mask_varies or tangents[3] is not None
-        form = replace(ctx.form, fused=False, mask_varies=varies)
+        form = replace(ctx.form, fused=False)
         made = AttentionCurvature.apply(q, k, v, mask, cotangents[0], out, *tangents, form)[:4]
         along = AttentionGradient.apply(q, k, v, mask, cotangents[0], out, None, form)
         pairs = zip(along, tangents, strict=True)
@@ -516,7 +515,8 @@ def attention_along(
     *arguments, lead = prepared
     pairs = zip(given, tangents, strict=True)
     moved = _prepared([x if t is None else t for x, t in pairs], enable_gqa)[:4]
-    form = AttentionForm.of(arguments, is_causal, scale, tangents[3] is not None)
+    varies = tangents[3] is not None or _chunked.varies(given[3])
+    form = AttentionForm.of(arguments, is_causal, scale, varies)
     with _kernels.without():
         out = Attention.apply(*arguments, form)[0]
         along = [None if t is None else x for x, t in zip(moved, tangents, strict=True)]

@@ -124,6 +124,7 @@ def _is_scipys(value: Any) -> bool:
 
 def given(value: Any, shape: tuple[int, int], *, symmetric: bool) -> Pattern:
     """A pattern as the caller gives it: every place that is stored counts, whatever is stored there."""
+    _call.refuse_stand_ins()
     if isinstance(value, Pattern):
         pattern = value
     elif isinstance(value, Tensor):
@@ -289,7 +290,7 @@ def detect(request: Call, order: int, noted: list[Any] | None = None) -> Pattern
     """The pattern of what a call asks for; to `noted` the structure of what `f` returned is added, and constants."""
     from hodiff.sparse import rules
 
-    _call.refuse_transforms(batched=True)
+    _call.refuse_stand_ins()
     given = [*request.where.tensors, *tensors_in((list(request.args), dict(request.kwargs)))]
     tracer = Tracer(rules.find, given, anywhere=request.builds_graph)
     with exits(tracer), on(tracer), OutputGraph(request) as graph:

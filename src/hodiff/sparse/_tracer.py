@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hodiff._core import _versions
 from hodiff._core._faults import is_fault
 from hodiff._core._settings import Counted, DispatchMode, Scope, Undo, on
+from hodiff.errors import InputError
 
 # --- an index set for each element of a tensor: movement, broadcasting, sums, scatters ------------
 # Elements that have the same set share it: a `Sets` is a table of sets, and for each element the
@@ -362,6 +363,17 @@ class Tracer(DispatchMode):
         kwargs = kwargs or {}
         if _versions.schema_of(func) is None:
             return self._couple(func, args, kwargs)
+        plain: Any = Tensor
+        if strange := [
+            cls.__name__
+            for cls in types
+            if cls.__torch_dispatch__ is not plain.__torch_dispatch__ and not cls.__module__.startswith("hodiff.")
+        ]:
+            raise InputError(
+                f"the pattern of f(x) cannot be followed: got a {strange[0]}, a tensor whose class "
+                f"computes by itself. Give pattern=, or use the dense hodiff.hessian or "
+                f"hodiff.jacobian."
+            )
         for tensor in tensors_in((args, kwargs)):
             if not self.is_variable(tensor):
                 self.constants.note(tensor)

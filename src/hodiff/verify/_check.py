@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _refusals, _settings
 from hodiff._core._arguments import Allowed
-from hodiff._core._call import call
+from hodiff._core._call import call, refuse_stand_ins
 from hodiff._core._faults import interrupts
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._vectors import check_generator
@@ -109,6 +109,7 @@ def check_derivatives(
     _arguments.check_integer(order, "order", least=1)
     _arguments.check_integer(directions, "directions", least=1)
     check_generator(generator)
+    refuse_stand_ins()
     where = Where(x)
     try:
         report = _run(f, where, torch.float64, order, allow, directions, generator, args, kwargs)

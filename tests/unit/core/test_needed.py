@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hodiff
-from hodiff._core import _kernels, _needed, _versions
+from hodiff._core import _kernels, _messages, _needed, _versions
 from hodiff.graph import _saved
 from tests.meta.source import library_files, private_names
 
@@ -121,7 +121,7 @@ def test_a_public_name_that_is_gone_is_said_in_words() -> None:
 
 def test_explanations_that_are_off_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_saved, "_states_are_told", lambda: False)
-    for cached in (_saved.answers, _saved.works, _needed.warn):
+    for cached in (_saved.answers, _saved.works, _messages.warn_once):
         cached.cache_clear()
     y = torch.ones(2, requires_grad=True).sin().sum()
     try:
@@ -136,7 +136,7 @@ def test_explanations_that_are_off_say_so_once(monkeypatch: pytest.MonkeyPatch) 
 def test_kernels_that_have_no_key_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_kernels, "registered", [])
     monkeypatch.setattr(_versions, "key_is_taken", lambda: True)
-    _needed.warn.cache_clear()
+    _messages.warn_once.cache_clear()
     with pytest.warns(hodiff.HodiffWarning, match="No dispatch key is free.* take PyTorch's memory") as caught:
         assert not _kernels.available() and not _kernels.available()
     assert len(caught) == 1

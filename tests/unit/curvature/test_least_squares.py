@@ -846,3 +846,39 @@ def test_a_mean_without_a_batch_is_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hodiff.LevenbergMarquardt(lambda model: model(x).mean().reshape(1), model).step()
+
+
+def test_a_refused_step_leaves_no_momentum() -> None:
+    """Else the step before it goes on after the refusal, here beside an optimizer without momentum."""
+    wall: list[torch.Tensor] = []
+
+    def residuals(p: torch.Tensor) -> torch.Tensor:
+        if wall and not torch.equal(p.detach(), wall[0]):
+            return 1e3 + p.expand(4)
+        return (p * slopes).sin() - 2 * slopes
+
+    slopes, found = torch.linspace(0.5, 1.5, 4, dtype=D), []
+    for momentum in (0.9, 0.0):
+        wall.clear()
+        p = torch.tensor([0.2], dtype=D, requires_grad=True)
+        optimizer = hodiff.LevenbergMarquardt(residuals, p, damping=1.0, momentum=momentum, search=False)
+        optimizer.step()
+        assert ("change" in optimizer.state[p]) is bool(momentum)
+        wall.append(p.detach().clone())
+        optimizer.step()
+        assert torch.equal(p.detach(), wall[0]), "the step was to be refused"
+        assert "change" not in optimizer.state[p]
+        wall.clear()
+        optimizer.step()
+        found.append(p.detach().clone())
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_of_several_functions_the_second_is_the_one_that_crosses() -> None:
+    model = nn.Linear(3, 1, dtype=D)
+    x, y = torch.randn(5, 3, dtype=D), torch.randn(5, dtype=D)
+    fine = lambda m, b: m(b[0])[:, 0] - b[1]
+    crossed = lambda m, b: m(b[0]) - b[1]
+    optimizer = hodiff.LevenbergMarquardt([fine, crossed], model)
+    with pytest.raises(hodiff.InputError, match=r"residuals\[1\] returned shape \(5, 5\) for 5 samples"):
+        optimizer.step((x, y), (x, y))

@@ -470,3 +470,25 @@ NEUMANN = {
 def test_bad_options_of_a_neumann_series(pattern: str) -> None:
     with pytest.raises(hodiff.InputError, match=pattern):
         hodiff.solve(hodiff.MatrixOperator(torch.ones(3)), torch.ones(3), **NEUMANN[pattern])
+
+
+def test_minres_ends_where_b_lies_outside_the_range() -> None:
+    """x grows along a null vector until A x rounds like the residual: further steps are spent on nothing."""
+    q, _ = torch.linalg.qr(torch.randn(40, 40, dtype=D, generator=torch.Generator().manual_seed(0)))
+    values = torch.cat([torch.linspace(-2, 2, 36, dtype=D)[:35] + 0.03, torch.zeros(5, dtype=D)])
+    A = hodiff.MatrixOperator((q * values) @ q.T, symmetric=True)
+    b = torch.randn(40, dtype=D, generator=torch.Generator().manual_seed(1))
+    with pytest.warns(hodiff.ConvergenceWarning, match="the residual no longer falls"):
+        record = hodiff.solve(A, b, method="minres", products=2000)
+    assert record.status == "stagnation"
+    assert record.products < 200
+
+
+@pytest.mark.parametrize("method", ["cg", "minres", "gmres"])
+def test_the_solution_for_zero_is_zero_wherever_it_began(method: Literal["cg", "minres", "gmres"]) -> None:
+    A = hodiff.MatrixOperator(torch.diag(torch.tensor([1.0, 2.0, 5.0], dtype=D)))
+    b = torch.stack([torch.zeros(3, dtype=D), torch.ones(3, dtype=D)], -1)
+    record = hodiff.solve(A, b, start=torch.ones(3, 2, dtype=D), method=method)
+    assert not record.value[:, 0].any()
+    torch.testing.assert_close(record.value[:, 1], 1 / torch.tensor([1.0, 2.0, 5.0], dtype=D))
+    assert not hodiff.solve(A, torch.zeros(3, dtype=D), start=torch.ones(3, dtype=D), method=method).value.any()

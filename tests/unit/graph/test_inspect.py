@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _needed, _nodes, _versions
+from hodiff._core import _messages, _nodes, _versions
 from hodiff.curvature._memory import LiveBytes
 from hodiff.graph import _saved, inspect, predict
 from tests.meta.source import PACKAGE
@@ -341,7 +341,7 @@ def test_the_self_test_finds_a_difference(monkeypatch, broken):
         return (wrong[1], value) if state == wrong[0] else (state, value)
 
     monkeypatch.setattr(_saved, "state_of", different)
-    _needed.warn.cache_clear()
+    _messages.warn_once.cache_clear()
     with pytest.warns(hodiff.HodiffWarning, match="explanations are off"):
         assert _saved.answers.__wrapped__().states is False
 

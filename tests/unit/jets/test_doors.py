@@ -52,6 +52,28 @@ def scripted() -> Any:
 FORWARD = r"forward mode inside f|a transform of torch\.func"
 TRANSFORM = r"a transform of torch\.func or a tracer"
 BELOW = "called below Python"
+FUNCTION = r"a Python autograd\.Function: its backward defines its derivative"
+TWICE = hodiff.MatrixOperator(2 * torch.eye(3, dtype=D))
+
+
+class Attached(torch.autograd.Function):
+    """A cube that was computed elsewhere, as solutions are: the argument is not looked at."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(z)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (z,) = ctx.saved_tensors
+        return 3 * g * z**2, None
+
+
+def _solved(z: Tensor) -> Tensor:
+    return hodiff.solve(TWICE, z**3).value * z
+
+
 DOORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "jvp": (lambda z: torch.func.jvp(torch.sin, (z,), (z**2,))[1].sum(), FORWARD),
     "jvp along a constant": (lambda z: torch.func.jvp(torch.sin, (z,), (ONES,))[1].sum(), FORWARD),
@@ -71,6 +93,11 @@ DOORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "as a Parameter": (lambda z: (nn.Parameter(z) ** 3).sum() + cube(z), "instance of type Jet"),
     "deepcopy": (lambda z: (copy.deepcopy(z) ** 3).sum() + cube(z), r"copy\.deepcopy"),
     "into .data": (lambda z: _into_data(z) + cube(z), "incompatible tensor type"),
+    "a Function that hands on a value": (lambda z: (Attached.apply(z, z.detach() ** 3) * z).sum(), FUNCTION),
+    "such a Function alone": (lambda z: Attached.apply(z, z.detach() ** 3).sum(), FUNCTION),
+    "such a Function, further": (lambda z: Attached.apply(z, z.detach() ** 3).sin().sum() + cube(z), FUNCTION),
+    "a solution": (lambda z: (hodiff.solve(TWICE, z**3).value * z).sum(), FUNCTION),
+    "a solution in inner calls": (lambda z: (hodiff.nth_derivative(_solved, z, 1) * z).sum(), "no rule for"),
     "to_dlpack": (lambda z: torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(z)).sum() + cube(z), "meta|as_strided"),
 }
 AS_A_CONSTANT = ("as a Parameter", "deepcopy", "into .data", "to_dlpack")

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint as checkpoints
@@ -717,3 +718,86 @@ def test_a_first_derivative_inside_does_what_one_outside_does() -> None:
     more = found[0] - found[1]
     assert not found[1] - found[0]
     assert more.total() <= 4 and max(size for _, size in more) <= 4 * 512
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_cotangent_of_an_ignored_row_is_not_read_at_second_order(bad: float, smoothing: float) -> None:
+    """As of `reduction="none"` times weights that are padded with what is no number."""
+    z, target = given(6, 5).requires_grad_(), torch.tensor([0, 1, -100, 3, 4, 2])
+    weights, u = given(6, seed=1), given(6, 5, seed=2)
+
+    def second(padding: float) -> list[Tensor]:
+        g = weights.index_fill(0, torch.tensor([2]), padding)
+        losses = F.cross_entropy(z, target, reduction="none", label_smoothing=smoothing)
+        (gradient,) = torch.autograd.grad(losses, z, g, create_graph=True)
+        return [gradient.detach(), torch.autograd.grad(gradient, z, u)[0]]
+
+    right = second(0.0)
+    with hodiff.twice_differentiable():
+        found = second(bad)
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_over_pieces_are_made_in_single_precision(dtype: torch.dtype) -> None:
+    """Each row of queries is a piece, and its part of the gradient by the keys is small beside the sum."""
+    q, k, v = (given(1, 1, rows, 4, dtype=dtype, seed=seed) for seed, rows in enumerate((2048, 8, 8)))
+
+    def gradients(attend: Callable[..., Tensor], *given: Tensor) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in given]
+        gradient = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
+        return [*torch.autograd.grad(sum(g.sum() for g in gradient), leaves)]
+
+    right = gradients(lambda q, k, v: (q @ k.mT / 2).softmax(-1) @ v, *(x.double() for x in (q, k, v)))
+    with hodiff.twice_differentiable():
+        found = gradients(attention, q, k, v)
+    for one, other in zip(found[1:], right[1:], strict=True):
+        assert relative_error(one.double(), other) < 2 * torch.finfo(dtype).eps
+
+
+def test_a_mask_that_varies_in_forward_mode_alone() -> None:
+    """The derivative along its tangent has a gradient by the tangent, though none by the mask is asked for."""
+    q, k, v, mask = given(), given(seed=1), given(seed=2), given(1, 1, 6, 6, seed=3)
+    weights = given(seed=4)
+
+    def by_tangent(attend: Callable[..., Tensor]) -> list[Tensor]:
+        tangent, leaf = given(1, 1, 6, 6, seed=5).requires_grad_(), q.clone().requires_grad_()
+        with forward_ad.dual_level():
+            out = attend(leaf, k, v, forward_ad.make_dual(mask, tangent))
+            moved = forward_ad.unpack_dual(out).tangent
+        return [*torch.autograd.grad((moved * weights).sum(), (tangent, leaf))]
+
+    def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        weights = (q @ k.mT / 2 + mask).exp()
+        return weights / weights.sum(-1, keepdim=True) @ v
+
+    right = by_tangent(by_hand)
+    with hodiff.twice_differentiable():
+        found = by_tangent(attention)
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+FIRST_ORDER: dict[str, Callable[[Callable[..., Tensor], Tensor], Tensor]] = {
+    "jet": lambda f, x: hodiff.jet(f, x, [x.cos()], create_graph=True)[1][0].sin().sum(),
+    "its value": lambda f, x: hodiff.jet(f, x, [x.cos()], create_graph=True)[0].sin().sum(),
+    "divergence": lambda f, x: hodiff.divergence(f, x, create_graph=True).sin().sum(),
+    "jvp": lambda f, x: hodiff.jvp(f, x, x.cos(), create_graph=True).sin().sum(),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_a_mask_that_is_learned_keeps_its_gradient(name: str) -> None:
+    """A bias of positions, which no tangent goes along: its gradient was not there, and nothing said so."""
+    x, bias = given(), given(1, 1, 6, 6, seed=3).requires_grad_()
+
+    def gradient(attend: Callable[..., Tensor]) -> Tensor:
+        value = FIRST_ORDER[name](lambda z: attend(z, z.sin(), z.cos(), bias), x)
+        return torch.autograd.grad(value, bias)[0]
+
+    right = gradient(lambda q, k, v, mask: (q @ k.mT / 2 + mask).softmax(-1) @ v)
+    with hodiff.twice_differentiable():
+        found = gradient(attention)
+    torch.testing.assert_close(found, right)
