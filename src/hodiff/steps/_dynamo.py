@@ -82,6 +82,11 @@ _LOGGERS = (
 )
 
 
+def state() -> tuple[torch.dtype, torch.dtype]:
+    """What Dynamo does not guard of itself and a loss may read, to be guarded as an argument is."""
+    return torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
+
+
 class Held(Exception):
     """Guards hold, and nothing ran."""
 
@@ -90,7 +95,7 @@ def run(function: Any, args: Any, kwargs: Any) -> None:
     """Run what has been compiled of a function, if its guards hold; nothing is compiled."""
     prior = set_eval_frame(eval_frame._callback_from_stance(False))
     try:
-        function(*args, **kwargs)
+        function(state(), *args, **kwargs)
     finally:
         set_eval_frame(prior)
 
@@ -99,7 +104,7 @@ def unheld(compiled: Any, args: Any, kwargs: Any) -> str:
     """Which guards do not hold, in PyTorch's words; empty where those of a graph do. Nothing runs."""
     with Scope(_ask):
         try:
-            compiled(*args, **kwargs)
+            compiled(state(), *args, **kwargs)
         except exc.RecompileError as error:
             return str(error)
         except Held:

@@ -969,6 +969,29 @@ def sign_of_zero(w):
     return (lambda net, x: grad_loss(net, x) * math.copysign(1.0, net.shift)), change
 
 
+def lower_by_default(w):
+    """Float16 in place of bfloat16, where autocast is asked for no type."""
+    w.restore = lambda: torch.set_autocast_dtype("cpu", torch.bfloat16)
+    return lambda: torch.set_autocast_dtype("cpu", torch.float16)
+
+
+@change
+def autocast_default(w):
+    def loss(net, x):
+        with torch.autocast("cpu"):
+            return grad_loss(net, x)
+
+    return loss, lower_by_default(w)
+
+
+@change
+def autocast_default_read(w):
+    def loss(net, x):
+        return torch.finfo(torch.get_autocast_dtype("cpu")).eps * grad_loss(net, x)
+
+    return loss, lower_by_default(w)
+
+
 @change
 def environment(w):
     os.environ["HODIFF_TEST"] = "0.5"
