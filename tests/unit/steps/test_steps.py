@@ -328,6 +328,13 @@ ONLY_THE_ALARM = {
     "sign_of_zero": "0.0 becomes -0.0",
     "ordered_dict": "the keys of an OrderedDict change places",
     "environment": "os.getenv is called",
+    "recursion_limit": "sys.getrecursionlimit is called",
+    "string_of_sizes": "a string is made of a size that varies",
+    "global_hides_a_builtin": "a global is defined that hides a builtin",
+    "method_of_tensor_replaced": "a method of torch.Tensor is replaced",
+    "retained": "retain_grad() is called on an argument",
+    "version": "an argument is changed in place, and its _version read",
+    "base": "an argument becomes a view, and its _base is read",
     **dict.fromkeys(
         (
             "try_attr", "try_key", "try_module_attr", "environ_missing", "custom_mapping", "chainmap",
