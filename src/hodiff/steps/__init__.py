@@ -88,7 +88,7 @@ class _Call(threading.local):
 
 def _traceable(loss: Callable[..., Any], where: Any, has_aux: bool) -> Callable[..., Any]:
     """What Dynamo follows: the loss, for all that it reads."""
-    mine = type("Mine", (), {})  # goes with the step, and Dynamo's guards with a class that they name
+    mine = type("Mine", (), {})  # goes with the step, and guards go with a class that they name
 
     def traceable(state: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling() or mine in state:
@@ -221,21 +221,19 @@ class CompiledStep(Unlike):
             return result if call.before is None else self._checked(result, args, kwargs)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._traceable is None:
-            return self._compiled(args, kwargs)
-        graphs = self.report.graphs
-        try:
-            self._dynamo.run(self._traceable, args, kwargs)
-            return self._result()
-        except Different as error:
-            changed = str(error)
-        if changed:
-            return self._for_once(changed, args, kwargs)
-        result = self._compiled(args, kwargs)
-        if self._call.graph is not None and self.report.graphs == graphs:
+        graphs, changed = self.report.graphs, None
+        if self._traceable is not None:
+            try:
+                self._dynamo.run(self._traceable, args, kwargs)
+                return self._result()
+            except Different as error:
+                changed = str(error)
+        result = self._for_once(changed, args, kwargs) if changed else self._compiled(args, kwargs)
+        if changed == "" and self._call.graph is not None and self.report.graphs == graphs:
             warnings.warn(
-                "compile_step: PyTorch's guards failed, and held when they were asked again: an exception that the "
-                "handler of a signal raised in them, such as KeyboardInterrupt, may be lost.",
+                "compile_step: PyTorch's guards failed, and held when they were asked again: an "
+                "exception that the handler of a signal raised in them, such as KeyboardInterrupt, "
+                "may be lost.",
                 HodiffWarning,
                 stacklevel=outside(),
             )
@@ -254,8 +252,9 @@ class CompiledStep(Unlike):
             with _dynamo.lock:
                 build, ran = weakref.WeakMethod(self._build), weakref.WeakMethod(self._replay)
                 self._dynamo, self._compiler = _dynamo, self._compiler or _dynamo.compiler(build, ran)
-                follow = _traceable(self._loss, self._where, self._has_aux)
-                self._traceable = self._traceable or _dynamo.fresh(follow)
+                self._traceable = self._traceable or _dynamo.fresh(
+                    _traceable(self._loss, self._where, self._has_aux)  # each has code of its own
+                )
         try:
             if self._make(args, kwargs):
                 self._settle("it cannot be compiled: it changes a Python object that it reads; return that as aux")

@@ -88,7 +88,7 @@ def state() -> tuple[torch.dtype, torch.dtype]:
 
 
 class Held(Exception):
-    """Guards hold, and nothing ran."""
+    """Guards hold, and nothing ran; without words."""
 
 
 def run(function: Any, args: Any, kwargs: Any) -> None:
@@ -105,10 +105,8 @@ def unheld(compiled: Any, args: Any, kwargs: Any) -> str:
     with Scope(_ask):
         try:
             compiled(state(), *args, **kwargs)
-        except exc.RecompileError as error:
+        except (exc.RecompileError, Held) as error:
             return str(error)
-        except Held:
-            return ""
     return ""
 
 
@@ -217,9 +215,10 @@ def forget() -> None:
 
 def check_backend(name: str) -> None:
     """Raise unless there is a backend of that name."""
-    if name in ("replay", "inductor"):  # a list takes long: it imports all backends
-        return
-    known = ["replay", *torch._dynamo.list_backends(exclude_tags=None)]
+    known = [
+        "replay",  # the list of the others takes long: it imports them
+        *(torch._dynamo.list_backends(exclude_tags=None) if name != "replay" else ()),
+    ]
     if name not in known:
         near = difflib.get_close_matches(name, known, 1) if isinstance(name, str) else []
         raise InputError(
