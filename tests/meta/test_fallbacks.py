@@ -64,8 +64,7 @@ STANDING = {
     ("sparse._tracer", "sorted_unique", "(ImportError, RuntimeError)"): "PyTorch without NumPy",
     ("steps", "CompiledStep._compiled", "Exception"): "what is behind an interrupt is raised; else said why, and eager",
     ("steps", "CompiledStep._compiled", "self._dynamo.SizesVary"): "our own: compiled once more, for one size",
-    ("steps._dynamo", "unheld", "exc.RecompileError"): "Dynamo's, asked for: it names the guards",
-    ("steps._dynamo", "unheld", "Held"): "our own, raised in place of a run",
+    ("steps._dynamo", "unheld", "(exc.RecompileError, Held)"): "it names the guards; ours, in place of a run",
     ("verify._blame", "_definition", "(OSError, TypeError, StopIteration)"): "a definition without source",
 }
 

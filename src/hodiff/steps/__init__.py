@@ -88,9 +88,10 @@ class _Call(threading.local):
 
 def _traceable(loss: Callable[..., Any], where: Any, has_aux: bool) -> Callable[..., Any]:
     """What Dynamo follows: the loss, for all that it reads."""
+    mine = type("Mine", (), {})  # goes with the step, and guards go with a class that they name
 
-    def traceable(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():
+    def traceable(state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling() or mine in state:
             raise Different
         value, aux = split(loss(where, *args, **kwargs)) if has_aux else (loss(where, *args, **kwargs), None)
         beside = [x for x in _pytree.tree_leaves(aux) if isinstance(x, Tensor)]  # so that their inputs are known
@@ -220,14 +221,23 @@ class CompiledStep(Unlike):
             return result if call.before is None else self._checked(result, args, kwargs)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        changed = ""
+        graphs, changed = self.report.graphs, None
         if self._traceable is not None:
             try:
                 self._dynamo.run(self._traceable, args, kwargs)
                 return self._result()
             except Different as error:
                 changed = str(error)
-        return self._for_once(changed, args, kwargs) if changed else self._compiled(args, kwargs)
+        result = self._for_once(changed, args, kwargs) if changed else self._compiled(args, kwargs)
+        if changed == "" and self._call.graph is not None and self.report.graphs == graphs:
+            warnings.warn(
+                "compile_step: PyTorch's guards failed, and held when they were asked again: an "
+                "exception that the handler of a signal raised in them, such as KeyboardInterrupt, "
+                "may be lost.",
+                HodiffWarning,
+                stacklevel=outside(),
+            )
+        return result
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result by a graph that is made for this call."""
@@ -242,8 +252,9 @@ class CompiledStep(Unlike):
             with _dynamo.lock:
                 build, ran = weakref.WeakMethod(self._build), weakref.WeakMethod(self._replay)
                 self._dynamo, self._compiler = _dynamo, self._compiler or _dynamo.compiler(build, ran)
-                follow = _traceable(self._loss, self._where, self._has_aux)
-                self._traceable = self._traceable or _dynamo.fresh(follow)
+                self._traceable = self._traceable or _dynamo.fresh(
+                    _traceable(self._loss, self._where, self._has_aux)  # each has code of its own
+                )
         try:
             if self._make(args, kwargs):
                 self._settle("it cannot be compiled: it changes a Python object that it reads; return that as aux")
@@ -274,7 +285,7 @@ class CompiledStep(Unlike):
                 varying = dynamo.numbers(dynamo.unheld(compiled, args, kwargs)) if self.report.graphs else []
                 if known := sorted(self._told.intersection(varying)):
                     raise Different(f"it reads a Python number that varies, {known[0]}; {_AS_TENSOR}")
-                compiled(*args, **kwargs)
+                compiled(dynamo.state(), *args, **kwargs)
                 changes = call.graph is not None and bool(dynamo.unheld(compiled, args, kwargs))
         finally:
             if call.graph is None:  # nothing ran, and the eager loss draws the same

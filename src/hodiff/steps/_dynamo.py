@@ -82,15 +82,20 @@ _LOGGERS = (
 )
 
 
+def state() -> tuple[torch.dtype, torch.dtype]:
+    """What Dynamo does not guard of itself and a loss may read, to be guarded as an argument is."""
+    return torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
+
+
 class Held(Exception):
-    """Guards hold, and nothing ran."""
+    """Guards hold, and nothing ran; without words."""
 
 
 def run(function: Any, args: Any, kwargs: Any) -> None:
     """Run what has been compiled of a function, if its guards hold; nothing is compiled."""
     prior = set_eval_frame(eval_frame._callback_from_stance(False))
     try:
-        function(*args, **kwargs)
+        function(state(), *args, **kwargs)
     finally:
         set_eval_frame(prior)
 
@@ -99,11 +104,9 @@ def unheld(compiled: Any, args: Any, kwargs: Any) -> str:
     """Which guards do not hold, in PyTorch's words; empty where those of a graph do. Nothing runs."""
     with Scope(_ask):
         try:
-            compiled(*args, **kwargs)
-        except exc.RecompileError as error:
+            compiled(state(), *args, **kwargs)
+        except (exc.RecompileError, Held) as error:
             return str(error)
-        except Held:
-            return ""
     return ""
 
 
@@ -212,7 +215,10 @@ def forget() -> None:
 
 def check_backend(name: str) -> None:
     """Raise unless there is a backend of that name."""
-    known = ["replay", *torch._dynamo.list_backends(exclude_tags=None)]
+    known = [
+        "replay",  # the list of the others takes long: it imports them
+        *(torch._dynamo.list_backends(exclude_tags=None) if name != "replay" else ()),
+    ]
     if name not in known:
         near = difflib.get_close_matches(name, known, 1) if isinstance(name, str) else []
         raise InputError(

@@ -969,6 +969,97 @@ def sign_of_zero(w):
     return (lambda net, x: grad_loss(net, x) * math.copysign(1.0, net.shift)), change
 
 
+def lower_by_default(w):
+    """Float16 in place of bfloat16, where autocast is asked for no type."""
+    w.restore = lambda: torch.set_autocast_dtype("cpu", torch.bfloat16)
+    return lambda: torch.set_autocast_dtype("cpu", torch.float16)
+
+
+@change
+def autocast_default(w):
+    def loss(net, x):
+        with torch.autocast("cpu"):
+            return grad_loss(net, x)
+
+    return loss, lower_by_default(w)
+
+
+@change
+def autocast_default_read(w):
+    def loss(net, x):
+        return torch.finfo(torch.get_autocast_dtype("cpu")).eps * grad_loss(net, x)
+
+    return loss, lower_by_default(w)
+
+
+@change
+def recursion_limit(w):
+    limit = sys.getrecursionlimit()
+    w.restore = lambda: sys.setrecursionlimit(limit)
+
+    def loss(net, x):
+        return (2.0 if sys.getrecursionlimit() == limit else 1.0) * grad_loss(net, x)
+
+    return loss, lambda: sys.setrecursionlimit(limit + 500)
+
+
+@change
+def global_hides_a_builtin(w):
+    globals().pop("abs", None)
+    w.restore = lambda: globals().pop("abs", None)
+
+    def change():
+        globals()["abs"] = lambda x: 3.0
+
+    return (lambda net, x: abs(-0.5) * grad_loss(net, x)), change
+
+
+@change
+def method_of_tensor_replaced(w):
+    old = torch.Tensor.square
+    w.restore = lambda: setattr(torch.Tensor, "square", old)
+
+    def change():
+        torch.Tensor.square = lambda x: 3 * x
+
+    return (lambda net, x: net(x).square().mean()), change
+
+
+@change
+def retained(w):
+    w.make_x = lambda: w.given
+    w.given = torch.randn(4, 3, requires_grad=True) * 1.0
+
+    def change():
+        w.given.retain_grad()
+
+    return (lambda net, x: (2.0 if x.retains_grad else 1.0) * grad_loss(net, x)), change
+
+
+@change
+def version(w):
+    def change():
+        w.x.add_(0.0)
+
+    return (lambda net, x: (1.0 + x._version) * grad_loss(net, x)), change
+
+
+@change
+def base(w):
+    def change():
+        w.x = w.x.view(4, 3)
+
+    return (lambda net, x: (2.0 if x._base is None else 1.0) * grad_loss(net, x)), change
+
+
+@change
+def string_of_sizes(w):
+    sizes = [4, 4, 4, 7, 5, 5]
+    weights = {"torch.Size([4, 3])": 2.0, "torch.Size([5, 3])": 3.0}
+    w.make_x = lambda: torch.ones(sizes.pop(0), 3)
+    return (lambda net, x: weights.get(f"{x.shape}", 1.0) * grad_loss(net, x)), lambda: None
+
+
 @change
 def environment(w):
     os.environ["HODIFF_TEST"] = "0.5"

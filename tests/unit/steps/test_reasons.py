@@ -322,6 +322,40 @@ def test_a_pytorch_that_lacks_what_a_compilation_needs_leaves_steps_eager(what: 
     assert value == forces(net, x) and step.report.eager == 1 and step.report.graphs == 0
 
 
+class OfItsOwn(Exception):
+    """As libraries below PyTorch raise them."""
+
+
+RAISING = {
+    "Dynamo's translator": "torch._dynamo.symbolic_convert.InstructionTranslator.run",
+    "Dynamo's guards": "torch._dynamo.guards.CheckFunctionManager.__init__",
+    "the tracer": "hodiff.steps._graph.make_fx",
+    "what runs the graph": "hodiff.steps._graph.replayed",
+}
+ERRORS = (AssertionError, KeyError, SystemError, RecursionError, MemoryError, StopIteration, OfItsOwn)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("where", RAISING)
+def test_whatever_is_raised_while_a_step_is_compiled_is_a_reason(where: str, error: type[Exception]) -> None:
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    hodiff.compile_step(plain, nn.Linear(3, 1), backend="replay")(x)  # so that all is imported
+    step = hodiff.compile_step(forces, net, backend="replay")
+    raised = mock.patch(RAISING[where], side_effect=error("of the compiler"))
+    with raised, pytest.warns(hodiff.HodiffWarning, match="cannot be compiled: .*of the compiler"):
+        step(x).backward()
+    ours = gradients(net)
+    net.zero_grad()
+    forces(net, x).backward()
+    assert off(ours, gradients(net)) == 0 and step.report.eager == 1 and step.report.graphs == 0
+    step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
+    with (
+        mock.patch(RAISING[where], side_effect=error("of the compiler")),
+        pytest.raises(hodiff.GraphError, match="of the compiler"),
+    ):
+        step(x)
+
+
 def test_a_reentrant_checkpoint_stays_eager() -> None:
     """It reaches parameters by `backward()` alone, so that nothing could be compared."""
 
