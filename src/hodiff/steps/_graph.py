@@ -197,7 +197,7 @@ def _open(mode: Any, undo: Undo) -> None:
 def _as_it_was(given: Sequence[Any], undo: Undo) -> None:
     """Undo what a trace does to tensors, some of which it writes into; and hooks are for `backward()`."""
     for x in given:
-        if isinstance(x, Tensor) and not x.requires_grad:
+        if isinstance(x, Tensor) and not x.requires_grad and not x._is_zerotensor():
             undo += [partial(x.data.copy_, x.detach().clone())]
         if isinstance(x, Tensor) and x._backward_hooks:
             undo += [partial(x._backward_hooks.update, dict(x._backward_hooks))]
