@@ -26,11 +26,11 @@ BOUNDS = {
     "gradient of a module": (54, 63),
     "gradient of a tensor": (34, 36),
     "vjp": (38, 40),
-    "cached product": (-18, -14),
+    "cached product": (-14, -10),  # one asks whether a tracer looks on
     "gradient penalty": (190, 199),
-    "tall jacobian": (-31, -29),
+    "tall jacobian": (-27, -25),  # one asks for room
     "three steps of a solve": (445, 448),
-    "solution and its backward pass": (591, 596),
+    "solution and its backward pass": (594, 599),
 }
 """How many; and in a process that has made an optimizer, as every training loop has: that loads Dynamo and DTensor.
 

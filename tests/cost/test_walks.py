@@ -27,7 +27,7 @@ BOUNDS = {
     "hvp of a module": (15, 85, 104),
     "laplacian": (17, 104, 198),
     "gradient penalty": (14, 96, 114),
-    "first product": (21, 171, 1357),  # it reads which variables the function names, to compare them later
+    "first product": (21, 172, 1358),  # it reads which variables the function names, to compare them later
     "cached product": (12, 47, 70),
     "failing backward": (13, 136, 536),  # _messages, the one file of texts; frames: it reads the source of this file
 }

@@ -547,6 +547,8 @@ WHOLE: set[type] = {*TENSORS, type(None)}
 
 def check_vectors(value: Any, name: str) -> None:
     """Raise for vectors of such a class, DTensors among them, alone or in a container."""
+    if TENSORS.issuperset(map(type, value.values() if isinstance(value, dict) else (value,))):
+        return
     for leaf in _tree.flatten(value, name)[0]:
         if isinstance(leaf, Tensor) and not leaf.is_nested:
             check_class(leaf, name)

@@ -163,7 +163,8 @@ class EvaluationContext(_settings.Scope[Any]):
         self.leaf_tag, self.hooks = LeafTag(), Hooks()
         self.unheld: dict[type, None] = {}
         self.leaf_tag.detached = not call.create_graph
-        self.undo = self._undo = list[Callable[[], object]]()
+        undo: _settings.Undo = []
+        self.undo = self._undo = undo
 
     @property
     def loan(self) -> StateLoan:

@@ -336,6 +336,6 @@ def test_heads_in_groups_take_plain_operations_where_the_kernel_reads_beyond(mon
 
 
 def test_checkpoint_is_refused_before_213(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_versions, "RELEASE", (2, 12))
+    monkeypatch.setattr(_needed, "RELEASE", (2, 12))
     with pytest.raises(hodiff.InputError, match=r"checkpoint= needs PyTorch 2\.13 or newer"):
         hodiff.hvp(lambda x: x.sin().sum(), X, V, checkpoint="layers.*")

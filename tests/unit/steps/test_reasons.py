@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
+from hodiff._core import _needed
 from tests.unit.steps.cases import NETS, forces, plain
 from tests.unit.steps.support import MARKS, gradients, of_gradient_alone, off, tangent
 
@@ -301,7 +302,7 @@ MISSING = {
     "make_fx": lambda: mock.patch.dict("sys.modules", {"torch.fx.experimental.proxy_tensor": None}),
     "stand-ins that meet tensors": lambda: mock.patch("hodiff.steps._graph._open", gone),
     "Dynamo's context": lambda: mock.patch("torch._guards.TracingContext.get", gone),
-    "Dynamo's frames": lambda: mock.patch.dict("sys.modules", {"torch._C._dynamo.eval_frame": None}),
+    "Dynamo's frames": lambda: mock.patch("hodiff._core._needed._is_there", lambda _, name: name != "set_eval_frame"),
     "the compiler": lambda: mock.patch("torch.compile", gone),
 }
 
@@ -317,8 +318,11 @@ def test_a_pytorch_that_lacks_what_a_compilation_needs_leaves_steps_eager(what: 
         monkeypatch.delattr(hodiff.steps, name, raising=False)
     net, x = NETS["tanh"](), torch.randn(4, 3)
     step = hodiff.compile_step(forces, net, backend="replay")
-    with MISSING[what](), pytest.warns(hodiff.HodiffWarning, match="it has gone|import of .* halted|lacks what"):
+    said = "it has gone|import of .* halted|lacks what|does not have"
+    _needed.lacks.cache_clear()
+    with MISSING[what](), pytest.warns(hodiff.HodiffWarning, match=said):
         value = step(x)
+    _needed.lacks.cache_clear()
     assert value == forces(net, x) and step.report.eager == 1 and step.report.graphs == 0
 
 

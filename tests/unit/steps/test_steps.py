@@ -664,7 +664,7 @@ def raising(net, x):
 
 
 def test_an_older_release_is_told(monkeypatch) -> None:
-    monkeypatch.setattr("hodiff._core._versions.RELEASE", (2, 12))
+    monkeypatch.setattr("hodiff._core._needed.RELEASE", (2, 12))
     with pytest.raises(hodiff.HodiffError, match=r"needs PyTorch 2\.13"):
         hodiff.compile_step(plain, nn.Linear(1, 1))
 
