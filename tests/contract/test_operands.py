@@ -231,6 +231,7 @@ def told(part: Callable[[str], dict[str, str]], kind: str) -> None:
     assert not {name: fault for name, fault in found.items() if fault}
 
 
+@pytest.mark.wide
 @pytest.mark.table(plain=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_mode_hands_a_kernel_what_has_no_memory(kind: str) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import pytest
 
-PLAIN = 3
+PLAIN = 2
 """How many cases of a function run by `pytest`."""
 LEVELS = ("plain", "wide", "all")
 EXAMPLES = {"plain": 8, "wide": 60, "all": 300}

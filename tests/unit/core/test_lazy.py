@@ -155,6 +155,7 @@ def test_another_name_is_not():
         _ = hodiff.sparse.hue
 
 
+@pytest.mark.wide
 def test_importing_loads_nothing_of_sparse_either(run):
     loaded = "[name for name in sys.modules if name.startswith('hodiff.sparse.')]"
     assert run(f"print({loaded})") == "[]"

@@ -152,6 +152,7 @@ ELSEWHERE = {
 """Private names that are not in the table, and why."""
 
 
+@pytest.mark.wide
 def test_each_private_name_is_in_the_table() -> None:
     told = set(NAMES.values())
     for path in library_files():
@@ -160,6 +161,7 @@ def test_each_private_name_is_in_the_table() -> None:
             assert known or any(re.fullmatch(row, name) for row in ELSEWHERE), f"{path.name}: {name}"
 
 
+@pytest.mark.wide
 def test_what_is_in_the_table_is_said_in_the_library() -> None:
     text = "".join(path.read_text("utf-8") for path in library_files() if path.name != "_needed.py")
     unused = {

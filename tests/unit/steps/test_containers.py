@@ -166,14 +166,14 @@ def compiles(call, selected: bool = False) -> None:
     assert off(list(gradient.values()), list(expected)) <= 1e-12
 
 
-@pytest.mark.table(wide=12)
+@pytest.mark.table(plain=1, wide=12)
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("name", AT_POINTS)
 def test_at_containers(name: str, point: str) -> None:
     compiles(lambda net, x: AT_POINTS[name](Functions(net), POINTS[point](x)))
 
 
-@pytest.mark.table(wide=12)
+@pytest.mark.table(plain=1, wide=12)
 @pytest.mark.parametrize("result", RESULTS)
 @pytest.mark.parametrize("name", [
     "vjp", "jvp", "jacobian", "jacobian as a matrix", "jacobian of samples",
@@ -183,7 +183,7 @@ def test_into_containers(name: str, result: str) -> None:
         compiles(lambda net, x, at=at: AT_POINTS[name](Functions(net, RESULTS[result]), at(x)))
 
 
-@pytest.mark.table(wide=12)
+@pytest.mark.table(plain=1, wide=12)
 @pytest.mark.parametrize("name", AT_TENSORS)
 def test_of_functions_of_a_tensor(name: str) -> None:
     compiles(lambda net, x: AT_TENSORS[name](Functions(net), x))
@@ -198,7 +198,7 @@ WITH_AN_EXTRA = {
 """What each takes beside the function and the point."""
 
 
-@pytest.mark.table(wide=12)
+@pytest.mark.table(plain=1, wide=12)
 @pytest.mark.parametrize("result", RESULTS)
 @pytest.mark.parametrize("name", WITH_AN_EXTRA)
 def test_with_an_extra_in_containers(name: str, result: str) -> None:
@@ -211,7 +211,7 @@ def test_with_an_extra_in_containers(name: str, result: str) -> None:
     compiles(call)
 
 
-@pytest.mark.table(wide=12)
+@pytest.mark.table(plain=1, wide=12)
 @pytest.mark.parametrize("of", PARAMETERS)
 @pytest.mark.parametrize("name", OF_PARAMETERS)
 def test_by_parameters(name: str, of: str) -> None:

@@ -127,6 +127,7 @@ OF_SIZES = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.table(plain=1)
 @pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
 @pytest.mark.parametrize("kind", OF_SIZES)

@@ -113,6 +113,7 @@ def test_a_tensor_marked_in_the_loss_has_a_reason_and_a_way_out(mark) -> None:
     assert out(torch.ones(2, 3)) == value
 
 
+@pytest.mark.wide
 def test_a_ninth_graph_has_a_reason() -> None:
     net = NETS["tanh"]()
     step = hodiff.compile_step(lambda net, x, how: plain(net, x) * len(how), net, backend="replay")
@@ -211,6 +212,7 @@ def test_a_reason_says_what_to_write(kind: str) -> None:
     assert (random.getstate() == numbers) is (kind != "Python's random")
 
 
+@pytest.mark.wide
 def test_attention_that_is_differentiated_twice_has_a_reason_and_a_way_out() -> None:
     net, x = nn.MultiheadAttention(4, 2).eval(), torch.randn(3, 2, 4)
 
@@ -233,6 +235,7 @@ def test_attention_that_is_differentiated_twice_has_a_reason_and_a_way_out() -> 
     assert off([step(x).detach()], [by_formula(net, x).detach()]) <= 1e-14
 
 
+@pytest.mark.wide
 def test_sizes_that_the_tracer_cannot_follow_have_a_graph_each() -> None:
     def loss(net: nn.Module, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()

@@ -180,6 +180,7 @@ def shared_memory() -> dict:
     }
 
 
+@pytest.mark.table(plain=1)
 @pytest.mark.parametrize("kind", shared_memory())
 def test_what_is_written_by_a_view_is_read_anew(kind: str) -> None:
     """The alarm is off: equal operations on memory that is written between them are two."""
@@ -398,6 +399,7 @@ def sines_are_cosines(graph) -> None:
             node.target = torch.ops.aten.sin.default
 
 
+@pytest.mark.table(plain=1)
 @pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 3)])
 def test_a_wrong_graph_ends_in_eager_and_names_the_operation(monkeypatch, norm) -> None:
     broken(monkeypatch, sines_are_cosines)
@@ -450,6 +452,7 @@ def test_a_graph_behind_an_argument_by_inductor() -> None:
         net.zero_grad()
 
 
+@pytest.mark.wide
 def test_calls_are_held_against_eager_at_powers_of_two_and_every_thousandth() -> None:
     net, x, held = NETS["tanh"](), torch.ones(2, 3), []
     step = hodiff.compile_step(plain, net, backend="replay")
@@ -461,6 +464,7 @@ def test_calls_are_held_against_eager_at_powers_of_two_and_every_thousandth() ->
     assert step.report.calls == 3001 and step.report.difference == 0
 
 
+@pytest.mark.table(plain=1)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -492,6 +496,7 @@ def test_a_check_leaves_graphs_that_hold_buffers_as_they_are() -> None:
     assert all(p.grad is not None for p in net.parameters())
 
 
+@pytest.mark.wide
 def test_rounding_of_low_precision_is_no_error() -> None:
     net = nn.Sequential(nn.Linear(3, 8), nn.GroupNorm(2, 8), nn.Tanh(), nn.Linear(8, 1)).float()
     step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
@@ -669,6 +674,7 @@ def test_an_older_release_is_told(monkeypatch) -> None:
         hodiff.compile_step(plain, nn.Linear(1, 1))
 
 
+@pytest.mark.wide
 def test_after_a_compilation_that_failed_the_next_is_whole() -> None:
     """What PyTorch leaves of it, collected later, would put back dispatch keys of then: no gradient any more."""
     x = torch.randn(5, 3)
@@ -680,6 +686,7 @@ def test_after_a_compilation_that_failed_the_next_is_whole() -> None:
     assert step.report.graphs == 1
 
 
+@pytest.mark.table(plain=1)
 @pytest.mark.parametrize("kind", ["weight_hvp", "point_grad"])
 def test_a_step_is_traced_once(kind: str) -> None:
     """Also of a module point, whose classes are looked through for what is sharded, once something has loaded that."""
@@ -733,6 +740,7 @@ def test_an_assertion_on_numbers_is_kept() -> None:
     assert step.report.graphs == 1
 
 
+@pytest.mark.wide
 def test_threads_compile_steps_of_their_own_at_once() -> None:
     def work(x: Tensor) -> None:
         for _ in range(2):
