@@ -289,11 +289,11 @@ def force_eager(holder: object) -> None:
 def as_compiled(holder: object) -> None:
     """The last holder puts it back."""
     eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
-    holders = stance.holders
-    if holder in holders:
-        del holders[holder]
-    if not holders and stance.ours is not None and eval_frame._stance is stance.ours:
+    last = stance.holders.keys() <= {holder}
+    # First of all: behind the other step an interrupt would leave it for good.
+    if last and stance.ours is not None and eval_frame._stance is stance.ours:
         eval_frame._stance = stance.theirs
+    stance.holders.pop(holder, None)
 
 
 def _eager(undo: Undo) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _reverse, _settings, _tree
+from hodiff._core import _arguments, _call, _compiled_callers, _reverse, _settings, _tree
 from hodiff._core._arguments import is_set
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph, detached
@@ -561,3 +561,6 @@ class Derivatives:
         # The passes below count too: of the second order on, a differentiable result is a third derivative.
         with OutputGraph(call([*columns], self._x, order, create_graph=True, batch_ndim=self._batch_ndim)) as graph:
             return [_reverse.vjp(graph, [column], [torch.ones_like(column)])[0] for column in columns]
+
+
+_compiled_callers.mark(Derivatives)  # `derivatives_of` gives these out
