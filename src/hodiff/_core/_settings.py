@@ -289,11 +289,13 @@ def force_eager(holder: object) -> None:
 def as_compiled(holder: object) -> None:
     """The last holder puts it back."""
     eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
-    last = stance.holders.keys() <= {holder}
+    holders = stance.holders
+    last = not holders or holders == {holder: None}
     # First of all: behind the other step an interrupt would leave it for good.
     if last and stance.ours is not None and eval_frame._stance is stance.ours:
         eval_frame._stance = stance.theirs
-    stance.holders.pop(holder, None)
+    if holder in holders:
+        del holders[holder]
 
 
 def _eager(undo: Undo) -> None:

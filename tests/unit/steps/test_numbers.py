@@ -14,7 +14,7 @@ import hodiff
 from tests.unit.steps.cases import NETS, plain
 from tests.unit.steps.support import MARKS, off
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.table(plain=1)]
 NUMBERS = (0.5, 0.25, 0.5, 0.75, 0.25, 1.5, 0.75)
 """The second value is told; the third, the fourth and the third again run uncompiled."""
 

@@ -20,7 +20,7 @@ from hodiff._core import _needed
 from tests.unit.steps.cases import NETS, forces, plain
 from tests.unit.steps.support import MARKS, gradients, of_gradient_alone, off, tangent
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.table(plain=1)]
 
 
 def test_a_mistake_in_the_loss_has_its_line() -> None:

@@ -24,7 +24,7 @@ from tests.unit.steps.cases import KINDS, NETS, forces, plain, residual
 from tests.unit.steps.changes import CHANGES, World
 from tests.unit.steps.support import MARKS, gradients, off
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.table(plain=1)]
 LEFT = {
     **{
         f"func_hessian-{net}": "forward mode over reverse mode, which Dynamo follows through some layers only"
