@@ -93,6 +93,7 @@ def test_no_benchmark_catches_an_exception():
             assert not isinstance(node, ast.ExceptHandler), f"{where(path, node.lineno)}: ask if it can run"
 
 
+@pytest.mark.wide
 def test_raises_and_warns_match_a_message():
     """Without match= any accident of the same class passes for the error that was meant."""
     for path in files_of_tests():

@@ -73,6 +73,7 @@ def test_one_evaluation_and_a_pass_for_all_columns(call: Callable[[Any], Any], p
     assert (count.evaluations, count.passes) == (1, passes)
 
 
+@pytest.mark.wide
 def test_columns_through_attention(count: Count) -> None:
     """Whose backward is of ours, and has a derivative."""
     columns, rows = both(lambda: hodiff.jacobian(attention, X))

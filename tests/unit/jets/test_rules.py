@@ -39,7 +39,7 @@ def path(x):
     return [torch.randn_like(x), torch.randn_like(x)]
 
 
-@pytest.mark.table(wide=30)
+@pytest.mark.table(plain=None)
 @pytest.mark.parametrize("name", EVERY)
 def test_against_nested_reverse_mode(name, x, path):
     """Along a curved path, so that coefficients meet in every way."""

@@ -64,6 +64,7 @@ LINEAR = {  # of a linear critic, |w| = 5
 }
 
 
+@pytest.mark.table(plain=None)
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_critic(name):
     call, expected = LINEAR[name]
