@@ -140,3 +140,15 @@ def test_the_device_is_read_once_for_a_line(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_nothing_is_looked_at_inside_of_another_call() -> None:
     assert not said(lambda: hodiff.grad(lambda x: hodiff.laplacian(MLP, x).sum() + x.square().sum(), X))
+
+
+def test_the_graph_is_walked_once_for_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks = []
+    operations = _refusals.operations
+    monkeypatch.setattr(_refusals, "operations", lambda tensors: walks.append(1) or operations(tensors))
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    x = torch.randn(3)
+    with pytest.warns(hodiff.HodiffWarning, match="relu has none"):
+        for _ in range(3):
+            hodiff.hvp(lambda z: net(z).sum(), x, x)
+    assert len(walks) == 1

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _settings, _tree
+from hodiff._core import _settings, _tree, _versions
 from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError, HodiffError, InputError
 
@@ -222,11 +222,9 @@ def check_real_tensor(value: Any, name: str) -> None:
 
 def check_class(value: Tensor, name: str) -> None:
     """Raise for a tensor of a class that computes by itself: a mask, a wrapper, a stand-in."""
-    kinds: tuple[Any, Any] = (value.__class__, Tensor)
-    own = kinds[0].__torch_dispatch__ is not kinds[1].__torch_dispatch__
     stand_ins = "torch._subclasses." if _settings.tracing() else "hodiff."
     known = ("hodiff.", "torch.distributed.", stand_ins)
-    if own and not value.__class__.__module__.startswith(known):
+    if not _versions.has_numbers(value) and not value.__class__.__module__.startswith(known):
         raise InputError(
             f"{name}: got {kind(value)}, a tensor whose class computes by itself or holds no "
             f"numbers. Use an ordinary tensor; f may make such a one of it, and back."

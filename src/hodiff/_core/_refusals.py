@@ -819,15 +819,14 @@ _looked: set[tuple[str, int]] = set()
 """The lines of the user's whose zeros were looked at: once, for that reads the device."""
 
 
-def warn_of_zeros(names: Iterable[str], second: Iterable[Any], vectors: Iterable[Any] | None) -> None:
+def warn_of_zeros(names: Callable[[], Iterable[str]], second: Iterable[Any], vectors: Iterable[Any] | None) -> None:
     """Say, once for each line, that all second derivatives are 0, as of any network of straight pieces."""
-    bend = _bend(names)
-    if not bend or _call.nested() or _call.is_followed():
+    if _call.nested() or _call.is_followed():
         return
     level = outside()
     frame = sys._getframe(level - 1)
     place = frame.f_code.co_filename, frame.f_lineno
-    if place in _looked:
+    if place in _looked or not (bend := _bend(names())):
         return
     _looked.add(place)
     if _all_zero(second) and (vectors is None or not _all_zero(vectors)):

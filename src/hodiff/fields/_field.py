@@ -216,7 +216,7 @@ def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> t
     )
     series = _pushforward.coefficients(output, expansion, call.batch)
     if order >= 2 and any(map(_refusals.BENDS.__getitem__, expansion.operations)) and not _call.inside():
-        _refusals.warn_of_zeros(expansion.operations, series[2:], seeds)
+        _refusals.warn_of_zeros(lambda: expansion.operations, series[2:], seeds)
     return series, expansion
 
 

@@ -192,7 +192,7 @@ def _warn_of_zeros(evaluation: Any) -> None:
     leaves = tuple(part.detach().requires_grad_() for part in evaluation.point)
     with _settings.recording():
         value = evaluation.scalar(leaves)
-    _refusals.warn_of_zeros(_refusals.operations([value]), [], None)
+    _refusals.warn_of_zeros(lambda: _refusals.operations([value]), [], None)
 
 
 def _because(report: DerivativeReport) -> str:
