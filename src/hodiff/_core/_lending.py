@@ -8,10 +8,8 @@ series (Taylor mode); both go through `run`, and so through the same checks.
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -111,27 +109,6 @@ class Evaluation:
 
 _SWITCHES = (watch_modules,), (watch_modules, watch_hooks)
 """What is switched for a first derivative, and for those above."""
-
-
-def _end_other_threads() -> None:
-    """Let threads that nobody has joined end at their next call, silently, and wait for what they compute.
-
-    As the interpreter ends, Python stops such a thread inside of PyTorch, and that aborts the process.
-    """
-    enter, ours = _settings.enter, _locks.here.thread
-    end = time.monotonic() + 1
-
-    def enter_or_end(switches: Sequence[_settings.Counted], undo: _settings.Undo) -> None:
-        if _locks.here.thread != ours:
-            raise SystemExit
-        enter(switches, undo)
-
-    _settings.enter = enter_or_end
-    while {*watch_modules.threads()} - {ours} and time.monotonic() < end:
-        time.sleep(0.001)
-
-
-atexit.register(_end_other_threads)
 
 
 class EvaluationContext(_settings.Scope[Any]):

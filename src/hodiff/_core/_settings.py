@@ -228,10 +228,6 @@ class Counted:
         """Whether anyone is inside."""
         return bool(self._restore)
 
-    def threads(self) -> list[int]:
-        """The threads that are inside."""
-        return [*self._users.values()]
-
     def enter(self, undo: Undo) -> None:
         """Switch it, unless someone has; `undo` is given what leaves it."""
         if self.needs:
