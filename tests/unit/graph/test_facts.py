@@ -27,7 +27,7 @@ def told(tmp_path):
     def of(text, context=None):
         path = tmp_path / "program.py"
         path.write_text(START + text, "utf-8")
-        errors = (RuntimeError, ValueError, TypeError, AttributeError)
+        errors = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError)
         with pytest.raises(errors, match=ANY) as caught, context or watch():
             runpy.run_path(str(path), run_name="__main__")
         return explain(caught.value)
