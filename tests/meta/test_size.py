@@ -61,7 +61,6 @@ PRIVATE_NAMES = {
     "curvature._solve": 1,
     "curvature._staleness": 2,
     "graph._saved": 9,
-    "graph._second_time": 1,
     "jets._dispatch": 4,
     "jets._jet": 1,
     "jets._pushforward": 1,

@@ -261,13 +261,13 @@ class FailedPass:
     @cached_property
     def steppers(self) -> dict[int, list[str]]:
         """The live optimizers that step each leaf, by its identity: their variables, or classes."""
-        found: dict[int, list[str]] = {}
+        names: dict[int, list[str]] = {}
         for each in gc.get_objects():
             if issubclass(type(each), torch.optim.Optimizer):
                 name = self.names.optimizers.get(id(each), type(each).__name__)
                 for leaf in (leaf for group in each.param_groups for leaf in group["params"]):
-                    found.setdefault(id(leaf), []).append(name)
-        return found
+                    names.setdefault(id(leaf), []).append(name)
+        return names
 
     def owners(self, leaves: Iterable[Tensor]) -> tuple[str, ...]:
         """The optimizers that step any of some leaves, by name."""

@@ -108,7 +108,7 @@ def _concerned(case: FailedPass, tensor: Tensor) -> list[Cut]:
 
 def in_transform(frames: Iterable[object]) -> bool:
     """Whether a transform of torch.func runs these frames, or one within."""
-    folder = os.path.dirname(torch.func.vmap.__code__.co_filename) + os.sep
+    folder = os.path.dirname(torch.func.functional_call.__code__.co_filename) + os.sep
     here = next(iter(frames), None)
     while here is not None:
         if here.f_code.co_filename.startswith(folder):  # type: ignore[attr-defined]

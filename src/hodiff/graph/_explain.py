@@ -203,8 +203,8 @@ def _read_after(error: BaseException, record: Record | None = None) -> Explanati
 def _none_read(case: FailedPass) -> Explanation | None:
     """The explanation of a `.grad` that is None: of what is no leaf, or of a leaf that no pass has reached."""
     if case.recorded is None:
-        found = case.line is not None and ".grad" in case.line.text
-        return case.explanation("no gradient yet", certain=False) if found else None
+        reads = case.line is not None and ".grad" in case.line.text
+        return case.explanation("no gradient yet", certain=False) if reads else None
     facts = _cut.without_gradient(case, case.line)
     tensors = [each for read in case.record.without if (each := read.ref()) is not None and read.line == case.line]
     if not facts:

@@ -110,8 +110,9 @@ def _helps(cut: Cut) -> list[tuple[str, str]]:
     leaves_torch = cut.kind == "detached" and any(word in cut.line.text for word in (".numpy(", ".item(", ".tolist("))
     known = CLASSES["made a constant" if leaves_torch else cut.kind]
     way = CONSTANTS.get(cut.call) if cut.kind == "undeclared derivative" else None
-    helps = [f"{way}."] if way else [known.inside] if known.inside else list(known.helps)
-    return [("helps", each) for each in helps]
+    if way:
+        return [("helps", f"{way}.")]
+    return [("helps", each) for each in ([known.inside] if known.inside else known.helps)]
 
 
 def _lost(

@@ -133,16 +133,16 @@ class Cut:
 
 def joined(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
     """Cuts of the same lines as one, with the leaves of each; and those that were under one switch, by the first."""
-    found: dict[tuple[str, int, str], Cut] = {}
+    ones: dict[tuple[str, int, str], Cut] = {}
     for cut in cuts:
         key = (cut.kind, cut.place, cut.call) if cut.off is None else (cut.kind, id(cut.off), "")
-        one = found.setdefault(key, cut)
+        one = ones.setdefault(key, cut)
         if one is not cut:
             refs = tuple(dict.fromkeys(one.refs + cut.refs))
             behind = tuple(dict.fromkeys(one.behind + cut.behind))[:SHOWN]
             exact = one.exact and cut.exact
-            found[key] = replace(one, refs=refs, behind=behind, exact=exact)
-    return tuple(found.values())[:SHOWN]
+            ones[key] = replace(one, refs=refs, behind=behind, exact=exact)
+    return tuple(ones.values())[:SHOWN]
 
 
 SHOWN = 8
@@ -290,7 +290,9 @@ class Cuts:
     """The tensors without a graph: where those whose sources had one lost it; and which lines read which leaf."""
 
     def __init__(self, place: Callable[[FrameType], int], paths: Paths, tell: Callable[[Cut, Any], None]) -> None:
-        self._place, self._paths, self._tell = place, paths, tell
+        self._place = place
+        self._paths = paths
+        self._tell = tell
         self._key = f"hodiff {next(_serial)} cuts"
         self.known: dict[int, Origin] = {}
         """The origins of the tensors that are alive, by their identities."""
@@ -346,7 +348,7 @@ class Cuts:
         """What has gradients switched off, after a step of a context; what was before is kept for its end."""
         if step in ("__exit__", "__call__"):  # a set_grad_enabled that decorates undoes what it did when it was made
             return self._before.pop(id(context), None)
-        if step != "__enter__" or type(context) is not torch.set_grad_enabled or id(context) not in self._before:
+        if step != "__enter__" or type(context).__name__ != "set_grad_enabled" or id(context) not in self._before:
             self._before[id(context)] = now
         return None if on else now or _switch(frame, context)
 
@@ -381,7 +383,8 @@ class Cuts:
 
     def note(self, func: Any, kind: int, arguments: Any, result: Any, frame: FrameType) -> None:
         """The result has no graph: was one cut here, or before?"""
-        name, sources, place = getattr(func, "__name__", ""), tensors_in(arguments), self._place(frame)
+        name, sources = getattr(func, "__name__", ""), tensors_in(arguments)
+        place = self._place(frame)
         graphs = [tensor for tensor in sources if tensor.requires_grad]
         if not graphs:
             self._inherit(name, sources, result, place)
@@ -447,9 +450,10 @@ class Cuts:
         behind = [cut for node in nodes for cut in self.entering(node)]
         behind += [cut for leaf in leaves for cut in self.places(leaf)]
         refs = tuple(dict.fromkeys(map(weakref.ref, leaves)))
-        found = Cut(kind, place, self._paths[place], call, off, refs, joined(behind))
-        self._found[place], self._walked[place] = found, self._walked.get(place, 0) + len(nodes)
-        return found
+        cut = Cut(kind, place, self._paths[place], call, off, refs, joined(behind))
+        self._found[place] = cut
+        self._walked[place] = self._walked.get(place, 0) + len(nodes)
+        return cut
 
     def remember(self, result: Any, cuts: tuple[Cut, ...], place: int, call: str, off: Switch | None = None) -> None:
         """What made a tensor without a graph, or several, and where it was cut off."""
@@ -465,7 +469,7 @@ _COPIES = ("tensor", "as_tensor")
 _OF_VALUES = (*_COPIES, "asarray", "from_numpy", "scalar_tensor", "full")
 COPY = "copy of a tensor"
 """The name under which `torch.tensor(x)` of one tensor is noted: of several, they can be put together otherwise."""
-_SWITCHING = sys.modules[torch.no_grad.__module__].__file__
+_SWITCHING = sys.modules[torch.inference_mode.__module__].__file__
 
 
 def _switch(frame: FrameType | None, context: Any) -> Switch:

@@ -296,7 +296,9 @@ class WatchMode(Record, TorchFunctionMode):
         if not lost:
             return
         function = self.functions.get(call.stack[0], "") if call.built else ""
-        kind = "Function differentiable once" if function else "zero derivative" if call.built else "first gradient"
+        kind = "zero derivative" if call.built else "first gradient"
+        if function:
+            kind = "Function differentiable once"
         graphs = [each for each in _record.as_list(given.get("tensors")) or () if isinstance(each, Tensor)]
         cut = self.cuts.cut(kind, place, function or call.name, [each for each in graphs if each.requires_grad])
         self.cuts.remember(lost, (cut,), place, call.name)
