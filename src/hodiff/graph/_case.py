@@ -22,8 +22,8 @@ from hodiff.graph._record import NOTHING, Pass, Record
 from hodiff.graph._source import Line, Path, line_of, lines_of, quoted
 
 TITLE = "hodiff: why this"
-LIKELY = "nothing was recorded; run `hodiff explain SCRIPT` for lines and passes"
-LIKELY_IN_CELLS = "nothing was recorded; run the cells under hodiff.graph.watch() for lines and passes"
+LIKELY = "nothing recorded: run `hodiff explain SCRIPT` for the lines"
+LIKELY_IN_CELLS = "nothing recorded: run the cells under hodiff.graph.watch() for the lines"
 LINES = 21
 """Printed lines of an explanation, at most."""
 

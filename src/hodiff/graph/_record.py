@@ -6,6 +6,7 @@ What is noted of a node lies in a dict that the node owns, and dies with it.
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import weakref
 from bisect import bisect_right
@@ -469,7 +470,7 @@ _COPIES = ("tensor", "as_tensor")
 _OF_VALUES = (*_COPIES, "asarray", "from_numpy", "scalar_tensor", "full")
 COPY = "copy of a tensor"
 """The name under which `torch.tensor(x)` of one tensor is noted: of several, they can be put together otherwise."""
-_SWITCHING = sys.modules[torch.inference_mode.__module__].__file__
+_SWITCHING = os.path.join(os.path.dirname(torch.__file__), "autograd", "grad_mode.py")
 
 
 def _switch(frame: FrameType | None, context: Any) -> Switch:

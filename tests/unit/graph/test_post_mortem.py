@@ -73,7 +73,7 @@ def test_ipython(name, shell, last_value, capsys):
     found = shell.user_ns["found"]
     assert strings(found) == tuple(right)
     said = capsys.readouterr().out
-    assert "run the cells under hodiff.graph.watch() for lines and passes" in said
+    assert "run the cells under hodiff.graph.watch() for the lines" in said
     assert f"failed       In[{len(cells)}]" in said
     assert not re.search(r"exit|Out\b|`_", said[said.index("hodiff: why") :])
 
