@@ -278,7 +278,7 @@ class FailedPass:
         steppers = tuple(f"{name}." for name in self.names.optimizers.values())
         paths = self.names.paths.get(id(tensor), [""])
         own = [path for path in paths if not path.startswith(steppers)] or paths
-        return max(own, key=lambda path: "." in path) or f"a leaf of shape {tuple(tensor.shape)}"
+        return max(own, key=lambda path: "." in path) or f"a tensor of shape {tuple(tensor.shape)}"
 
     def of_leaves(self, kind: str, leaves: Sequence[Tensor]) -> list[Fact]:
         """A fact about some leaves, those of an optimizer before the others, and who steps them."""

@@ -207,7 +207,8 @@ def not_used(case: FailedPass) -> Explanation | None:
     ids = set(map(id, missing))
     mine = [cut for cut in cuts if any(id(leaf) in ids for each in (cut, *cut.behind) for leaf in each.leaves)]
     built = {call.stack[0] for call in record.passes if call.built and call.path}
-    taken = [line for line in dict.fromkeys(map(record.made, case.graph)) if line in built]
+    made = dict.fromkeys(map(record.made, case.graph))
+    taken = [line for line in made if line is not None and line in built]
     gradients = [
         Fact("made", record.functions.get(line, ""), line, "a gradient with a graph, which the loss was computed from")
         for line in taken[:FACTS]

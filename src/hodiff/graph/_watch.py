@@ -223,12 +223,12 @@ class WatchMode(Record, TorchFunctionMode):
         if after != before:
             place = self._paths.number(frame, self._entered)
             self._log.add(before, after, place)
-            self.cuts.enter(args, place, result)
+            self.cuts.enter((*args, *kwargs.values()) if kwargs else args, place, result)
         elif isinstance(result, (Tensor, tuple)) or kind != OPERATION:
             made = args[0] if kind == INPLACE and args else result
             if not getattr(made, "requires_grad", False):
                 self.cuts.note(func, kind, (args, kwargs or {}), made, frame)
-            elif kwargs and kind == OPERATION and made.is_leaf:  # torch.zeros(3, requires_grad=True)
+            elif kwargs and isinstance(made, Tensor) and made.is_leaf:  # torch.zeros(3, requires_grad=True)
                 self.cuts.remember(made, (), self.place(frame), getattr(func, "__name__", ""))
         if args and (kind == INPLACE or (kwargs and kwargs.get("inplace"))):
             self.note_change(getattr(func, "__name__", ""), args[0], self.place(frame), before)

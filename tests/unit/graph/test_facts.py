@@ -568,6 +568,16 @@ torch.autograd.grad(w.sum(), [w, x])
     assert leaves(found, "in graph") == [(("w",), ())]
 
 
+@pytest.mark.parametrize("read", ["torch.mul(w, other=x)", "torch.stack([w, x])", "x.long()", "x > 0", "x.detach()"])
+def test_an_operation_that_read_an_input_is_named_however_that_was_given(told, read):
+    found = told(f"""
+w, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+y = {read}
+torch.autograd.grad(w.sum(), [w, x])
+""")
+    assert lines(found, "read") == [f"y = {read}"]
+
+
 def test_an_input_that_was_made_after_the_loss(told):
     found = told("x = torch.ones(2, requires_grad=True)\nloss = x.exp().sum()\ntorch.autograd.grad(loss, -x)")
     assert facts(found, "unused")[0].text == "made after the loss"
