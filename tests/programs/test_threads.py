@@ -571,7 +571,12 @@ model = Tuned(Wav2Vec())
 inputs = torch.randn(2, 4, 10, requires_grad=True)
 grads = torch.autograd.grad(torch.unbind(model(inputs)[:, 0]), inputs)
 """,
-        ["unused .*`inputs`", r"cut .*features = self\.features\(source\)", "gradients were off", "off since .*no_grad"],
+        [
+            "unused .*`inputs`",
+            r"cut .*features = self\.features\(source\)",
+            "gradients were off",
+            "off since .*no_grad",
+        ],
         [],
     ),
     "q_values_in_a_list": (
