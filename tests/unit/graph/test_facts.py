@@ -100,6 +100,41 @@ def test_a_cut_behind_a_cut_is_named_and_who_steps_what_lies_behind(told):
     assert not facts(told(untrained), "behind")
 
 
+def test_where_an_optimizer_steps_what_lies_behind_the_first_cut_it_alone_may_be_the_one(told):
+    found = told("""
+net, head = nn.Linear(3, 3), nn.Linear(3, 1)
+opt = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1)
+hidden = net(torch.ones(2, 3)).detach()
+loss = head(hidden).sum().detach()
+loss.backward()
+""")
+    assert lines(found, "cut") == ["loss = head(hidden).sum().detach()", "hidden = net(torch.ones(2, 3)).detach()"]
+    assert not facts(found, "behind")
+
+
+def test_behind_the_gradient_of_a_copy_lies_what_was_copied(told):
+    found = told("""
+x = torch.ones(3, requires_grad=True)
+point = x.detach().requires_grad_()
+point.exp().sum().backward()
+slope = point.grad
+slope.sum().backward()
+""")
+    assert lines(found, "cut") == ["slope = point.grad", "point = x.detach().requires_grad_()"]
+    assert leaves(found, "cut") == [(("point",), ()), (("x",), ())]
+
+
+def test_two_lines_that_cut_in_one_way_are_two_cuts(told):
+    found = told("""
+x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+a = x.detach()
+b = y.detach()
+(a + b).sum().backward()
+""")
+    assert lines(found, "cut") == ["a = x.detach()", "b = y.detach()"]
+    assert leaves(found, "cut") == [(("x",), ()), (("y",), ())]
+
+
 def test_what_is_behind_a_cut_is_as_of_an_earlier_call_once_a_line_has_looked_at_many_nodes(told, monkeypatch):
     monkeypatch.setattr(_record, "WALKED", 3)
     found = told("""
