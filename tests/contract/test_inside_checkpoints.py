@@ -56,6 +56,10 @@ def agree(found: Any, expected: Any) -> None:
 # --- every public function in a block ---------------------------------------------------------------------------------
 
 
+def in_a_block(operation: Callable[[Tensor], Tensor], z: Tensor, *rest: Any) -> Tensor:
+    return checkpointed(operation)(z) * z.cos() * SCALE
+
+
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "sin exp": lambda z, *rest: z.sin() * z.exp() * SCALE,
     "prod": lambda z, *rest: z.prod(-1, keepdim=True) * z.cos() * SCALE,
@@ -63,6 +67,15 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "layer_norm": lambda z, *rest: F.layer_norm(z * z, (3,)) * z.sin() * SCALE,
     "MLP": lambda z, *rest: torch.tanh(z @ MLP[0].weight.T) @ MLP[2].weight.T * SCALE,  # type: ignore[union-attr]
     "a module": lambda z, *rest: NORMED(z) * SCALE,
+    **{
+        f"{name}, in a block of f": functools.partial(in_a_block, operation)
+        for name, operation in {
+            "prod": lambda z: z.prod(-1, keepdim=True),
+            "cumprod": lambda z: z.cumprod(-1),
+            "pow": lambda z: (z * z + 1) ** z,
+            "det": lambda z: torch.linalg.det(torch.diag_embed(z)).unsqueeze(-1),
+        }.items()
+    },
 }
 
 
@@ -103,7 +116,12 @@ def test_a_call_in_a_block_is_as_without(
 
     expected = outcome(lambda: derivatives(block))
     for way in WAYS:
-        agree(outcome(lambda way=way: derivatives(checkpointed(block, **way))), expected)
+        found = outcome(lambda way=way: derivatives(checkpointed(block, **way)))
+        if isinstance(found, tuple) and "in a block" in name:  # by Taylor mode, or of the sixth order
+            assert caller.name in ("jet", "biharmonic")
+            assert "checkpoint" in found[1]
+        else:
+            agree(found, expected)
 
 
 # --- several calls, calls over a graph that is there, modules, whatever takes the derivative --------------------------

@@ -205,7 +205,9 @@ class OutputGraph:
         some = names & _messages.WRITTEN_AT_SOME
         if some and not exact:
             inexact = inexact or (by_hand is not None and not some <= _messages.NORMS)
-            inexact = inexact or survey is None or _refusals.loses_digits(survey)
+            # A block that runs again gives each value back once: no look before the pass.
+            unseen = context.runs_again and some - _messages.NORMS - {_messages.VIEW}
+            inexact = inexact or survey is None or unseen or _refusals.loses_digits(survey)
         if by_hand is not None and (by_hand.batched or order >= 3):
             inexact = inexact or _messages.at_third(names)
         if self.call.order < 2 and _messages.fused(names | wrong):

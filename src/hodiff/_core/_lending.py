@@ -325,6 +325,11 @@ class EvaluationContext(_settings.Scope[Any]):
 
         return again
 
+    @property
+    def runs_again(self) -> bool:
+        """Whether passes will run a part of `f` again."""
+        return self._evaluation is not None
+
     def stand_ins(self) -> list[Tensor]:
         """What a part of `f` may read that it is not given: leaves, and parameters of modules."""
         parameters = (p for module in self.borrowed for p in module._parameters.values() if p is not None)

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from hodiff.steps._graph import StepGraph
 
 
-_torch: Any = torch._C
-_foreach: Any = torch
+_torch: Any = torch
 
 
 class StepReport:
@@ -112,13 +111,13 @@ def _watched() -> str:
     """What of the caller's wants to see the operations of the eager loss, or changes them."""
     if tangents():
         return "forward mode is on"
-    if _torch._len_torch_dispatch_stack():
+    if _torch._C._len_torch_dispatch_stack():
         return "a mode sees each operation"
-    if _torch._len_torch_function_stack() and not all(
+    if _torch._C._len_torch_function_stack() and not all(
         isinstance(mode, DeviceContext) for mode in _settings.those_on(TorchFunctionMode)
     ):
         return "a mode sees each call"
-    if _torch._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if _torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return "hooks see what is saved for the backward pass"
     return ""
 
@@ -415,7 +414,7 @@ class HandOver(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, *factors: Tensor) -> Any:
+    def backward(ctx: Any, *given: Tensor) -> Any:
         """The gradients, times what arrives."""
         if torch.is_grad_enabled():
             raise GraphError(
@@ -423,7 +422,7 @@ class HandOver(torch.autograd.Function):
                 "create_graph=True. Take the further derivative inside the loss, or differentiate "
                 "the loss itself."
             )
-        return None, None, *_foreach._foreach_mul(ctx.saved_tensors[: ctx.count], factors[0].reshape(()))
+        return None, None, *_torch._foreach_mul(ctx.saved_tensors[: ctx.count], given[0].reshape(()))
 
 
 # --- DistributedDataParallel: gradients are reduced only after its own forward ----------------------------------------
@@ -447,12 +446,9 @@ def watch_wrappers() -> None:
 
 def check_wrappers(leaves: Sequence[Tensor]) -> None:
     """Raise where gradients of these would not be reduced, because their wrapper's forward is not running."""
-    if not _wrappers:
-        return
-    active = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
-    ours = {id(leaf) for leaf in leaves}
     for wrapper in _wrappers:
-        if wrapper is not active and not ours.isdisjoint(map(id, wrapper.module.parameters())):
+        ours = {id(leaf) for leaf in leaves}.intersection(map(id, wrapper.module.parameters()))
+        if ours and wrapper is not torch.nn.parallel.DistributedDataParallel._get_active_ddp_module():
             raise InputError(
                 "where: the parameters belong to a DistributedDataParallel whose forward is not "
                 "running, so their gradients would not be reduced. Write a module whose forward "
