@@ -372,6 +372,9 @@ class Listener:
     def cut(self, lost: Lost, sources: Any) -> None:
         """The graph of `sources` ended at a line."""
 
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+
     def before(self, call: Pass, nodes: Sequence[Node]) -> None:
         """A pass will run these nodes."""
 
@@ -410,6 +413,11 @@ class Record:
     def _tell(self, lost: Lost, sources: Any) -> None:
         for listener in self._listeners:
             listener.cut(lost, sources)
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        for listener in self._listeners:
+            listener.stepping(optimizer)
 
     def _note_gradient(self, gradient: Any, frame: FrameType) -> None:
         """`x.grad`: of interest where the user reads it; an optimizer does so all the time."""

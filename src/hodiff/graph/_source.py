@@ -335,15 +335,6 @@ def fills(loop: ast.stmt, name: str) -> bool:
     return any(_puts_into(node, name) for node in ast.walk(loop))
 
 
-def filled_at(name: str, file: str) -> list[int]:
-    """The lines of a file that put something into a container: `name.append(x)`, `name[i] = x`, `name += [x]`."""
-    return sorted(
-        getattr(node, "lineno", 0)
-        for node in nodes_in(file)
-        if _puts_into(node, name) or (isinstance(node, ast.AugAssign) and name in targets(node))
-    )
-
-
 def _puts_into(node: ast.AST, name: str) -> bool:
     call = node.func if isinstance(node, ast.Call) else None
     if isinstance(call, ast.Attribute) and call.attr in _GROW and ast.unparse(call.value) == name:
