@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -90,14 +91,15 @@ def told(program: Program, folder: Path, *, explains: bool = True) -> Report:
         explained.append(explanation() if explains else None)
 
     growth = Growth()
-    names: dict[str, Any] = {"__name__": "__main__"}
-    scopes, raised = [names], None
+    main = ModuleType("__main__")  # of which no variable of this function holds the variables
+    raised = None
     with mock.patch.object(_explain, "note", note), torch.enable_grad():
         try:
             with Watch(growth):
-                exec(compile(program.text, str(path), "exec"), names)
+                exec(compile(program.text, str(path), "exec"), vars(main))
         except RuntimeError as error:
             raised = error
+    scopes = [vars(main)]
     trace = raised.__traceback__ if raised is not None else None
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == str(path):
