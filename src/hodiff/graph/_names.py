@@ -107,7 +107,7 @@ class TensorNames:
         self.storages: dict[int, str] = {}
         self.values: dict[str, Any] = {}  # the variables themselves, by name, the innermost first
         self.owners: dict[str, CodeType] = {}
-        self.trained: dict[int, int] = {}  # of a leaf's identity, that of the optimizer which has it
+        self.optimizers: dict[int, str] = {}  # of an optimizer's identity
         self.all: list[Tensor] = []  # identities stay true while this lives
         self._seen: set[int] = set()
         self._budget = budget
@@ -156,8 +156,7 @@ class TensorNames:
                 if isinstance(value, torch.optim.Optimizer):
                     if self._results:
                         continue
-                    for group in value.param_groups:
-                        self.trained.update(dict.fromkeys(map(id, group["params"]), id(value)))
+                    self.optimizers.setdefault(id(value), path)
                 inside = islice(_inside(value, leaves=not self._results), self._budget)
                 queue.extend((path + step, item, depth + 1) for step, item in inside)
 
