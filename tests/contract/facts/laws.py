@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -97,7 +97,7 @@ def told(program: Program, folder: Path, *, explains: bool = True) -> Report:
         try:
             with Watch(growth):
                 exec(compile(program.text, str(path), "exec"), vars(main))
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:
             raised = error
     scopes = [vars(main)]
     trace = raised.__traceback__ if raised is not None else None
@@ -133,7 +133,7 @@ def violations(report: Report) -> Iterator[str]:
         yield f"failed: {report.lines('failed')}, and it was {report.failed}"
     yield from _owners(report)
     yield from _made(report)
-    yield from {"cuts": _cuts, "shared": _shared, "changed": _changed, "unused": _unused}[program.family](report)
+    yield from _FAMILIES[program.family](report)
 
 
 def _differ(what: str, said: Any, true: Any) -> Iterator[str]:
@@ -159,18 +159,32 @@ def _made(report: Report) -> Iterator[str]:
                 yield f"made: {fact.name} at {text!r}"
 
 
+TOLD = 6
+"""Cuts of which all are told; of more, the nearest."""
+
+
 def _cuts(report: Report) -> Iterator[str]:
     """Each cut on the way is named with its line, what is behind it, and who had switched gradients off."""
     first = report.program.truth.cuts
     yield from _of_cuts(report, first)
     if all(cut.left for cut in first) and not report.of("left", "cut"):
         yield "it is not said that a value has left PyTorch"
-    named = {cut for cut in first if report.number(cut.mark) <= report.lines("cut", "left")}
-    deeper = {each for cut in named for each in cut.all() - {cut} if report.number(each.mark) <= report.lines("cut")}
-    owned = report.same(frozenset[str]().union(*(owned for _, owned in report.program.truth.owners)))
-    near, far = (report.same(frozenset[str]().union(*(cut.leaves for cut in cuts))) & owned for cuts in (named, deeper))
-    if bool(report.of("behind")) != bool(far and not near):
-        yield f"without the nearest cuts alone: said {bool(report.of('behind'))}"
+    owned = frozenset[str]().union(*(owned for _, owned in report.program.truth.owners))
+    near = _leaves({cut for cut in first if report.number(cut.mark) <= report.lines("cut", "left")}) & owned
+    far, known = (_leaves(_behind(first, known=known)) & owned for known in (False, True))
+    if report.of("behind") and (near or not far):
+        yield f"behind: the nearest cuts lead to {sorted(near)}, those behind them to {sorted(far)}"
+    if not report.of("behind") and known and not _leaves(first) & owned:
+        yield "behind: it is not said that the nearest cuts alone lead to nothing that is stepped"
+
+
+def _behind(first: Iterable[Cut], *, known: bool) -> frozenset[Cut]:
+    """The cuts behind some."""
+    return frozenset[Cut]().union(*(cut.all(known=known) - {cut} for cut in first))
+
+
+def _leaves(cuts: Iterable[Cut]) -> frozenset[str]:
+    return frozenset[str]().union(*(cut.leaves for cut in cuts))
 
 
 def _of_cuts(report: Report, first: frozenset[Cut]) -> Iterator[str]:
@@ -178,8 +192,9 @@ def _of_cuts(report: Report, first: frozenset[Cut]) -> Iterator[str]:
     cuts = frozenset[Cut]().union(*(cut.all() for cut in first))
     known = frozenset[Cut]().union(*(cut.all(known=True) for cut in first))
     said, off = report.lines("cut", "frozen"), report.lines("off since")
-    yield from _lack("cuts", said, report.number(*(cut.mark for cut in known)))
-    yield from _lack("off since", off, report.number(*(cut.off for cut in known)))
+    if len(cuts) <= TOLD:
+        yield from _lack("cuts", said, report.number(*(cut.mark for cut in known)))
+        yield from _lack("off since", off, report.number(*(cut.off for cut in known)))
     yield from _lack("cuts that are", report.number(*(cut.mark for cut in cuts)), said)
     yield from _lack("switches that are", report.number(*(cut.off for cut in cuts)), off)
     for fact in report.of("left"):
@@ -187,7 +202,9 @@ def _of_cuts(report: Report, first: frozenset[Cut]) -> Iterator[str]:
             yield f"left: nothing left PyTorch at {fact.line.text!r}"
     for number in (said | report.lines("left")) & report.number(*(cut.mark for cut in cuts)):
         here = [cut for cut in cuts if report.program.lines[cut.mark] == number]
-        facts = [fact for fact in report.of("cut", "left") if fact.line is not None and fact.line.number == number]
+        facts = [
+            fact for fact in report.of("cut", "frozen", "left") if fact.line is not None and fact.line.number == number
+        ]
         leaves = frozenset(leaf for fact in facts for leaf in fact.leaves)
         true = frozenset[str]().union(*(cut.leaves for cut in here))
         unknown = not leaves and all(cut.left for cut in here)
@@ -249,6 +266,32 @@ def _unused(report: Report) -> Iterator[str]:
         text = fact.line.text
         if fact.name not in text and not text.startswith("return"):
             yield f"read: {fact.name} at {text!r}"
+
+
+def _none(report: Report) -> Iterator[str]:
+    """Whose gradient was read and None, where, and what made it if it is no leaf."""
+    truth = report.program.truth
+    names = frozenset(fact.name for fact in report.of("no grad", "made", "read") if fact.name)
+    yield from _differ("without a gradient", report.same(names), report.same(truth.unused))
+    yield from _lack("made", report.number(truth.saved) or report.lines("made"), report.lines("made"))
+    yield from _lack("read", {report.failed}, report.lines("no grad", "read", "failed"))
+
+
+def _frozen(report: Report) -> Iterator[str]:
+    """What is frozen, where it was used, and where it was switched; nothing was cut."""
+    cuts = report.program.truth.cuts
+    yield from _differ("cuts", report.lines("cut", "left"), set())
+    yield from _of_cuts(report, cuts)
+
+
+_FAMILIES = {
+    "cuts": _cuts,
+    "frozen": _frozen,
+    "shared": _shared,
+    "changed": _changed,
+    "unused": _unused,
+    "none": _none,
+}
 
 
 def _growth(report: Report) -> Iterator[str]:

@@ -7,6 +7,8 @@ So `Program.truth` is known without running anything. The families:
 * `cuts`: the loss has no graph; one to three cuts in series, of all kinds, and cuts beside the way.
 * `shared`: a pass needs what an earlier pass has freed.
 * `changed`: a value or a parameter was changed in place after its use, once or several times.
+* `frozen`: the loss has no graph, and nothing was cut.
+* `none`: a gradient is read that is None.
 * `unused`: a derivative is asked for by something that the loss does not depend on.
 * `growth`: a loop that runs, and of which something may hold the graphs of all iterations.
 """
@@ -137,6 +139,7 @@ NO_GRAPH = "does not require grad"
 FREED = "second time"
 CHANGED = "modified by an inplace operation"
 UNUSED = "appears to not have been used"
+NONE = "'NoneType' object has no attribute"
 
 _MARK = re.compile(r"  #@(\w+)$")
 
@@ -152,6 +155,7 @@ class Writer:
     data: list[Value] = field(default_factory=list)
     modules: dict[str, frozenset[str]] = field(default_factory=dict)
     owners: dict[str, frozenset[str]] = field(default_factory=dict)
+    outputs: dict[str, frozenset[str]] = field(default_factory=dict)
     depth: int = 0
     number: int = 0
 
@@ -305,6 +309,7 @@ class Writer:
         module = self.random.choice(modules)
         name = self.fresh("v")
         self.add(f"{name} = {module}({self.random.choice(self.data).name})")
+        self.outputs[name] = self.modules[module]
         return Value(name, self.modules[module])
 
     def constant(self) -> Value:
@@ -354,6 +359,46 @@ class Writer:
         if self.random.random() < 0.3:
             self.add(f"{self.fresh('aside')} = {helper}({self.source(value.leaves).name})")
         return self._ended(name, value, mark)
+
+    def _in_forward(self, value: Value) -> Value:
+        """In the forward of a module of the program's own."""
+        kind, mark, name, net = self.fresh("Net"), self.fresh("cut"), self.fresh("c"), self.fresh("net")
+        off = ""
+        if self.random.random() < 0.5:
+            lines = [f"        return a.detach().tanh()  #@{mark}"]
+        else:
+            off = self.fresh("off")
+            lines = [f"        with torch.no_grad():  #@{off}", f"            return a.tanh()  #@{mark}"]
+        self.helper([f"class {kind}(nn.Module):", "    def forward(self, a):", *lines])
+        self.add(f"{net} = {kind}()")
+        if self.random.random() < 0.5:
+            self.add(f"{self.fresh('aside')} = {net}({self.source(value.leaves).name})")
+        self.add(f"{name} = {net}({value.name})")
+        return self._ended(name, value, mark, off=off)
+
+    def _stored(self, value: Value) -> Value:
+        """In a container, which is read where it is needed."""
+        ended, store = self.cut(value), self.fresh("store")
+        key = self.random.choice(("'a'", "0", "(1, 'a')"))
+        self.add(f"{store} = {{{key}: {ended.name}}}")
+        return Value(f"{store}[{key}]", frozenset(), ended.cuts)
+
+    def _in_loop(self, value: Value) -> Value:
+        """In a loop over several values, of which all enter the result, or the last does."""
+        others = [self.source(value.leaves).name, self.source(value.leaves).name]
+        leaves = [self._leaves_of(other) for other in others]
+        each, name = self.fresh("each"), self.fresh("c")
+        keeps = self.random.random() < 0.5
+        self.add(f"{name} = torch.zeros(3)")
+        with self.block(f"for {each} in ({', '.join(others)}, {value.name}):"):
+            text = f"{name} + ({each} * 2).detach()" if keeps else f"({each} * 2).detach()"
+            mark = self.add(f"{name} = {text}")
+        cuts = [Cut(mark, value.leaves, value.cuts)]
+        cuts += [Cut(mark, each) for each in leaves] if keeps else []
+        return Value(name, frozenset(), frozenset(cuts))
+
+    def _leaves_of(self, name: str) -> frozenset[str]:
+        return self.outputs.get(name, frozenset({name}))
 
     def _off_context(self, value: Value) -> Value:
         """In a block under which gradients are off; maybe with other blocks around or before."""
@@ -463,6 +508,9 @@ SMOOTH = ("{}.sin()", "torch.tanh({})", "{}.exp()", "({}).square()", "torch.sigm
 CUTS = (
     "detached",
     "by_function",
+    "in_forward",
+    "stored",
+    "in_loop",
     "off_context",
     "off_in_function",
     "off_by_statement",
@@ -499,6 +547,30 @@ def cuts(w: Writer) -> Truth:
     return Truth(NO_GRAPH, w.fails(form), value.cuts, w.owned)
 
 
+def frozen(w: Writer) -> Truth:
+    """All that the loss was computed from is frozen, or data."""
+    kind = w.random.choice(("module", "parameter", "data"))
+    loss = w.fresh("loss")
+    cut, operations = frozenset[Cut](), "{}.square().sum()"
+    if kind == "module":
+        w._module()
+        net = list(w.modules)[-1]
+        switch = w.random.choice(
+            (f"{net}.requires_grad_(False)", f"for p in {net}.parameters(): p.requires_grad = False")
+        )
+        off = w.add(switch)
+        mark = w.add(f"{loss} = {operations.format(f'{net}({w.constant().name})')}")
+        cut = frozenset({Cut(mark, w.modules[net], off=off)})
+    elif kind == "parameter":
+        name = w.fresh("p")
+        w.add(f"{name} = nn.Parameter(torch.rand(3), requires_grad=False)")
+        mark = w.add(f"{loss} = {operations.format(f'({name} * {w.constant().name})')}")
+        cut = frozenset({Cut(mark, frozenset({name}))})
+    else:
+        w.add(f"{loss} = {operations.format(w.constant().name)}")
+    return Truth(NO_GRAPH, w.fails(f"{loss}.backward()"), cut, w.owned)
+
+
 def _way(w: Writer) -> Value:
     value = w.operation(w.source())
     for _ in range(w.random.choice((0, 0, 1, 2))):
@@ -514,7 +586,7 @@ def _way(w: Writer) -> Value:
 
 def shared(w: Writer) -> Truth:
     """A pass needs what an earlier one has freed."""
-    form = w.random.choice((_two_losses, _same_loss, _hoisted, _carried, _two_parts))
+    form = w.random.choice((_two_losses, _same_loss, _hoisted, _carried, _two_parts, _adversarial, _in_store))
     return form(w)
 
 
@@ -622,6 +694,37 @@ def _two_parts(w: Writer) -> Truth:
     return Truth(FREED, failed, owners=w.owned, parts=tuple(parts))
 
 
+def _adversarial(w: Writer) -> Truth:
+    """A discriminator's pass frees the generator's part, and steps; its second output is of its new parameters."""
+    made_by, judge, opt = w.fresh("gen"), w.fresh("disc"), w.fresh("opt")
+    for net in (made_by, judge):
+        w.add(f"{net} = nn.Linear(3, 3)")
+        w.modules[net] = frozenset({f"{net}.weight", f"{net}.bias"})
+    w.add(f"{opt} = torch.optim.SGD({judge}.parameters(), lr=0.1)")
+    w.owners[opt] = w.modules[judge]
+    fake, loss, second = w.fresh("fake"), w.fresh("loss"), w.fresh("loss")
+    made = w.add(f"{fake} = {made_by}({w.constant().name}).tanh()")
+    w.add(f"{loss} = {judge}({fake}).square().sum()")
+    freed = w.add(f"{loss}.backward()")
+    w.add(f"{opt}.step()")
+    w.add(f"{second} = {judge}({fake}).exp().sum()")
+    failed = w.add(f"{second}.backward()")
+    return Truth(FREED, failed, owners=w.owned, parts=(Part(fake, made, w.modules[made_by], freed),))
+
+
+def _in_store(w: Writer) -> Truth:
+    """A value that is computed once, by a function, and kept in a container or an object."""
+    part = w.operation(w.source())
+    store = w.fresh("store")
+    text, path = w.random.choice((("{}", f"{store}['a']"), ("nn.Module()", f"{store}.part"), ("[0]", f"{store}[0]")))
+    w.add(f"{store} = {text}")
+    made = w.add(f"{path} = ({part.name} * 1.5).exp()")
+    with w.block("for step in range(3):"):
+        loss = _loss(w, Value(path, part.leaves))
+        mark = w.add(f"{loss.name}.backward()")
+    return Truth(FREED, mark, owners=w.owned, parts=(Part(path, made, part.leaves, mark),), turn=1)
+
+
 def changed(w: Writer) -> Truth:
     """Changed in place after its use: a value, or a parameter; changes before the use do no harm."""
     return w.random.choice((_changed_value, _changed_value, _changed_leaf, _stepped))(w)
@@ -639,12 +742,17 @@ def _changed_value(w: Writer) -> Truth:
     saved = w.add(f"{used} = {text.format(name)}")
     names = {name}
     marks = []
+    other = w.fresh("other")
+    w.add(f"{other} = {name} * 1")
     for _ in range(w.random.randint(1, 4)):
         target = name
-        if w.random.random() < 0.25:
+        if w.random.random() < 0.3:
             target = w.fresh("view")
-            w.add(f"{target} = {name}.view(3)")
+            text = w.random.choice(("{}.view(3)", "{}.detach()", "{}[:]"))
+            w.add(f"{target} = {text.format(name)}")
             names.add(target)
+        if w.random.random() < 0.3:  # of another value, and a value of another name
+            w.add(w.random.choice(CHANGES).format(other))
         if w.random.random() < 0.25:
             helper, mark = w.fresh("adjust"), w.fresh("change")
             w.helper([f"def {helper}(a):", f"    {w.random.choice(CHANGES).format('a')}  #@{mark}"])
@@ -727,6 +835,20 @@ def unused(w: Writer) -> Truth:
     return Truth(UNUSED, failed, ended, w.owned, unused=frozenset(lacking), reached=value.leaves)
 
 
+def none(w: Writer) -> Truth:
+    """`.grad` is read and None: of what is no leaf, or of a leaf that no pass has reached."""
+    w._plain()
+    leaf, other = w.leaves[-2:]
+    name, loss = w.fresh("y"), w.fresh("loss")
+    made = w.add(f"{name} = {leaf.name} * 2")
+    w.add(f"{loss} = {name}.square().sum()")
+    w.add(f"{loss}.backward()")
+    asked = w.random.choice((name, other.name))
+    text = w.random.choice(("{}.grad.sign()", "print({}.grad.norm())", "{}.grad.zero_()", "{}.grad.abs().max()"))
+    failed = w.fails(text.format(asked))
+    return Truth(NONE, failed, owners=w.owned, unused=frozenset({asked}), saved=made if asked == name else "")
+
+
 def growth(w: Writer) -> Truth:
     """A loop of steps; something may keep what it computes, with its graph or without."""
     w._deep()
@@ -768,12 +890,14 @@ def growth(w: Writer) -> Truth:
 
 FAMILIES: dict[str, Callable[[Writer], Truth]] = {
     "cuts": cuts,
+    "frozen": frozen,
     "shared": shared,
     "changed": changed,
     "unused": unused,
+    "none": none,
     "growth": growth,
 }
-WEIGHTS = (5, 2, 2, 1, 1)
+WEIGHTS = (10, 1, 5, 4, 2, 1, 2)
 
 
 def program(seed: int) -> Program:
