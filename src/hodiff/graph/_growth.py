@@ -56,50 +56,39 @@ _serial = itertools.count()
 class _Token:
     """What a pass leaves on nodes, or a look: it lives as long as one of them."""
 
-    __slots__ = ("__weakref__", "leaf", "used")
+    __slots__ = ("__weakref__", "used")
 
     def __init__(self) -> None:
-        self.leaf: Callable[[], Tensor | None] = lambda: None
         self.used = False
 
 
 _RAN = _Token()
 
 
-class _Count:
-    """How many iterations have graphs alive, pass by pass.
-
-    `peak`: the most; `level`: since it last fell; `idle`: passes since it last rose or fell.
-    """
-
-    def __init__(self) -> None:
-        self.peak = self.level = self.idle = 0
-        self._look_at = RISES
-
-    def step(self, level: int) -> bool:
-        """Note the next count; whether it is twice that at which this was last true."""
-        self.idle = 0 if level > self.level or level < self.level // 2 else self.idle + 1
-        self.level = level if self.idle == 0 else self.level
-        self.peak = max(level, self.peak)
-        if level < self._look_at:
-            return False
-        self._look_at = 2 * level
-        return True
-
-
 class _Line:
-    """The passes that one line (with its callers) has asked for, and the tokens that they left."""
+    """The passes that one line (with its callers) has asked for, and the tokens that they left.
+
+    `peak`: the most that were alive; `level`: since their number last fell; `idle`: passes since it
+    last rose or fell.
+    """
 
     def __init__(self, first: Pass) -> None:
         self.first = self.last = first
         self.alive: weakref.WeakSet[_Token] = weakref.WeakSet()
-        self.count = _Count()
         self.again = False
+        self.peak = self.level = self.idle = 0
+        self._look_at = RISES
 
-
-def _has_graph(leaf: Tensor | None) -> bool:
-    """Whether a leaf's `.grad` has a graph, which leads back to the leaf: a cycle."""
-    return leaf is not None and leaf.grad is not None and leaf.grad.grad_fn is not None
+    def count(self, alive: int) -> bool:
+        """Note how many are alive; whether they are twice as many as when this was last true."""
+        moved = alive > self.level or alive < self.level // 2
+        self.idle = 0 if moved else self.idle + 1
+        self.level = alive if moved else self.level
+        self.peak = max(alive, self.peak)
+        if alive < self._look_at:
+            return False
+        self._look_at = 2 * alive
+        return True
 
 
 class Growth(Listener):
@@ -144,13 +133,12 @@ class Growth(Listener):
             self.untrained.look()
             if failed or token is None or line is None:
                 return
-            look = line.count.step(len(line.alive))
+            look = line.count(len(line.alive))
             line.alive.add(token)
             line.last = call
             for leaf in leaves:
                 if leaf.grad is not None and leaf.grad.grad_fn is not None:
                     _saved.tags(leaf.grad.grad_fn).setdefault(self._key, token)
-                    token.leaf = weakref.ref(leaf)
             if look and (leaves or not call.built):  # a gradient with a graph is there to be used
                 self._look(record, line, call, TensorNames(user_frames(sys._getframe(1))))
 
@@ -163,8 +151,6 @@ class Growth(Listener):
             kind = "again" if line.again else kind
             kind = "gradient" if most[0].endswith(".grad") else kind
             self._grown[call.path] = grown(kind, record, names, *most, call)
-        elif sum(_has_graph(token.leaf()) for token in alive) > RISES:  # leaves of so many passes
-            self._grown[call.path] = Grown("cycle", "", 0, call=call)
 
     def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
         """Were twice as many nodes made as at the last look? Then graphs that no pass runs may pile up."""
@@ -184,34 +170,29 @@ class Growth(Listener):
         """Find what leads to more graphs that no pass has run than at each of the last two looks."""
         now: dict[str, int] = {}
         for path, tensors in _groups(names).items():
-            nodes, now[path] = self._beside(record, tensors)
+            nodes, now[path] = self._beside(record, [tensor.grad_fn for tensor in tensors])
             counts = [before.get(path, 0) for before in (*self._before, now)]
             rises = counts[-1] >= ITEMS and all(0 < GROWS * a <= b for a, b in pairwise(counts))
-            size = _inspect.saved_bytes(nodes) if rises else 0
             told = path.rpartition("[")[0] in self._unused
-            if size and not told and not _is_bounded(names, path):
-                token = _Token()
-                for node in nodes:
-                    _saved.tags(node)[self._unused_key] = token
+            if rises and not told and not _is_bounded(names, path):
                 said = grown("unused", record, names, path, counts[-1], tensors)
-                self._unused[path] = token, replace(said, bytes=size)
+                token = _Token()
+                for node in nodes if said.bytes else ():
+                    _saved.tags(node)[self._unused_key] = token
+                    self._unused[path] = token, said
         self._before = [self._before[1], now]
 
-    def _beside(self, record: Record, tensors: list[Tensor]) -> tuple[list[Node], int]:
-        """The nodes behind some tensors that no pass has run, and their iterations."""
-        own: list[list[Node]] = []
-        seen: set[Node] = set()
-        for tensor in tensors:
-            nodes = [node for node in _nodes.walk([tensor.grad_fn], seen) if node not in seen]
-            seen.update(nodes)
-            inner = [node for node in nodes if _saved.leaf(node) is None]
-            own.append([node for node in inner if self._key not in _saved.tags(node)])
-        if len(tensors) >= ITEMS:
-            return list(itertools.chain(*own)), sum(map(bool, own))
+    def _beside(self, record: Record, nodes: list[Node]) -> tuple[list[Node], int]:
+        """Those of a container's nodes that no pass has run, or of a state's; of how many iterations."""
+        many = len(nodes) >= ITEMS
+        reached = nodes if many else _nodes.walk(nodes[:1])
+        fresh = [node for node in reached if self._key not in _saved.tags(node)]
+        if many:
+            return fresh, len(fresh)
         # The line that made a state makes some kinds of nodes once in each iteration.
-        made = record.path(tensors[0].grad_fn)
-        kinds = Counter(type(node) for node in own[0] if record.path(node) == made)
-        return own[0], min(kinds.values(), default=0)
+        made = record.path(nodes[0])
+        kinds = Counter(type(node) for node in fresh if record.path(node) == made)
+        return fresh[:1], min(kinds.values(), default=0)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
@@ -222,8 +203,8 @@ class Growth(Listener):
         """What grew, each holder once; `ended`: the program came to its end, and would have used it."""
         grew = []
         for path, each in self._grown.items():
-            count = self._lines[path].count
-            grew += [replace(each, count=count.peak)] if count.idle <= RISES else []
+            line = self._lines[path]
+            grew += [replace(each, count=line.peak)] if line.idle <= RISES else []
         grew += [each for token, each in self._unused.values() if ended and not token.used]
         return list({(each.variable, each.line): each for each in reversed(grew)}.values())[::-1]
 
@@ -598,12 +579,6 @@ KINDS = {
         "backward(create_graph=True) adds a gradient with its graph to `.grad`, which was never reset.",
         "if the gradients of all iterations are not to add up, set `.grad = None` before each "
         "pass; hodiff.grad and torch.autograd.grad return a gradient and do not write `.grad`.",
-    ),
-    "cycle": Kind(
-        "{count} tensors and more hold their own graphs in `.grad`, and will until the program ends",
-        "backward(create_graph=True) leaves in `.grad` a gradient whose graph leads back to the tensor: a "
-        "cycle\n       that no garbage collector sees.",
-        "take the gradient with hodiff.grad or torch.autograd.grad(..., create_graph=True), which write no `.grad`.",
     ),
     "again": Kind(
         "`{variable}` holds the graphs of {count} iterations, and each pass runs all of them again",

@@ -272,7 +272,9 @@ def test_a_graph_that_was_freed_out_of_sight():
         return total
 
     losses = [spent()]
-    with pytest.raises(hodiff.GraphError, match=r"`losses\[0\]`: SumBackward0(?s:.*)PowBackward0, output shape \(3,\); freed"):
+    with pytest.raises(
+        hodiff.GraphError, match=r"`losses\[0\]`: SumBackward0(?s:.*)PowBackward0, output shape \(3,\); freed"
+    ):
         hodiff.grad(losses[0], x)
 
 
@@ -316,7 +318,9 @@ def test_an_input_or_a_loss_that_was_cut():
     w = torch.ones_like(x, requires_grad=True)
     h = x.detach()
     loss = (h * w).sum()
-    with pytest.raises(hodiff.GraphError, match=r"does not require grad, so f was computed without tracking it.*x\)\.$"):
+    with pytest.raises(
+        hodiff.GraphError, match=r"does not require grad, so f was computed without tracking it.*x\)\.$"
+    ):
         hodiff.grad(loss, h)  # which line cut it, is told by a record alone
     with watch():
         h = x.detach()
