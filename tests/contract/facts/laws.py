@@ -271,10 +271,13 @@ def _unused(report: Report) -> Iterator[str]:
 def _none(report: Report) -> Iterator[str]:
     """Whose gradient was read and None, where, and what made it if it is no leaf."""
     truth = report.program.truth
-    names = frozenset(fact.name for fact in report.of("no grad", "made", "read") if fact.name)
-    yield from _differ("without a gradient", report.same(names), report.same(truth.unused))
-    yield from _lack("made", report.number(truth.saved) or report.lines("made"), report.lines("made"))
-    yield from _lack("read", {report.failed}, report.lines("no grad", "read", "failed"))
+    for kind, number in {"no grad": {report.failed}, "made": report.number(truth.saved)}.items():
+        yield from _differ(kind, report.lines(kind), number)
+        names = frozenset(fact.name for fact in report.of(kind))
+        yield from _differ(f"{kind}: whose", report.same(names), report.same(truth.unused))
+    yield from _differ("last pass", report.lines("last pass"), report.number(truth.last))
+    leaves = frozenset(leaf for fact in report.of("made of") for leaf in fact.leaves)
+    yield from _differ("made of", report.same(leaves), report.same(truth.reached))
 
 
 def _frozen(report: Report) -> Iterator[str]:

@@ -96,7 +96,8 @@ class Truth:
         stepped: The line of that step.
         changed: The lines that changed the value after it was used.
         variable: The names of what was changed.
-        saved: The line that used it.
+        saved: The line that used it, or that made what has no gradient.
+        last: The last pass before a gradient was read.
         unused: What the loss does not depend on.
         reached: The leaves that it does depend on.
         holder: What holds graphs that grow; empty if nothing does.
@@ -116,6 +117,7 @@ class Truth:
     changed: tuple[str, ...] = ()
     variable: frozenset[str] = frozenset()
     saved: str = ""
+    last: str = ""
     unused: frozenset[str] = frozenset()
     reached: frozenset[str] = frozenset()
     holder: str = ""
@@ -156,6 +158,7 @@ class Writer:
     modules: dict[str, frozenset[str]] = field(default_factory=dict)
     owners: dict[str, frozenset[str]] = field(default_factory=dict)
     outputs: dict[str, frozenset[str]] = field(default_factory=dict)
+    made: dict[str, str] = field(default_factory=dict)
     depth: int = 0
     number: int = 0
 
@@ -224,7 +227,7 @@ class Writer:
     def _plain(self) -> None:
         for _ in range(2):
             name = self.fresh("w")
-            self.add(f"{name} = {self.random.choice(LEAVES)}")
+            self.made[name] = self.add(f"{name} = {self.random.choice(LEAVES)}")
             self._leaf(name)
 
     def _list(self) -> None:
@@ -840,13 +843,15 @@ def none(w: Writer) -> Truth:
     w._plain()
     leaf, other = w.leaves[-2:]
     name, loss = w.fresh("y"), w.fresh("loss")
-    made = w.add(f"{name} = {leaf.name} * 2")
+    w.made[name] = w.add(f"{name} = {leaf.name} * 2")
     w.add(f"{loss} = {name}.square().sum()")
-    w.add(f"{loss}.backward()")
+    last = w.add(f"{loss}.backward()")
     asked = w.random.choice((name, other.name))
     text = w.random.choice(("{}.grad.sign()", "print({}.grad.norm())", "{}.grad.zero_()", "{}.grad.abs().max()"))
     failed = w.fails(text.format(asked))
-    return Truth(NONE, failed, owners=w.owned, unused=frozenset({asked}), saved=made if asked == name else "")
+    reached = leaf.leaves if asked == name else frozenset[str]()
+    lines = {"saved": w.made[asked], "last": last}
+    return Truth(NONE, failed, owners=w.owned, unused=frozenset({asked}), reached=reached, **lines)
 
 
 def growth(w: Writer) -> Truth:
