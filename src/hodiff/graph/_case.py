@@ -19,7 +19,7 @@ from hodiff.graph import _inspect, _source
 from hodiff.graph._classes import CLASSES, PAGE, anchor
 from hodiff.graph._names import TensorNames
 from hodiff.graph._record import NOTHING, Pass, Record
-from hodiff.graph._source import Line, Path, line_of, quoted
+from hodiff.graph._source import Line, Path, line_of, lines_of, quoted
 
 TITLE = "hodiff: why this"
 LIKELY = "nothing was recorded; run `hodiff explain SCRIPT` for lines and passes"
@@ -171,6 +171,12 @@ def labeled(label: str, what: object) -> str:
     return f"{label:<12} {quoted(what) if isinstance(what, Line) else what}"
 
 
+def callers(path: Path, known: Sequence[Line | None]) -> list[Fact]:
+    """How the user's program came to a line: the nearest caller and the outermost, but for those that are known."""
+    lines = [line for line in lines_of(path)[1:] if line not in known]
+    return [Fact("called", "", line) for line in dict.fromkeys([*lines[:1], *lines[-1:]])]
+
+
 def fact_of_pass(kind: str, call: Pass) -> Fact:
     """A pass, by its line and its number there."""
     number = f"call #{call.repeat} on that line" if call.repeat >= 0 else ""
@@ -268,7 +274,7 @@ class FailedPass:
         return tuple(dict.fromkeys(name for leaf in leaves for name in self.steppers.get(id(leaf), ())))
 
     def leaf(self, tensor: Tensor) -> str:
-        """A leaf for a list: a parameter by the name that its module gives it, not that of a loop, or an optimizer's."""
+        """A leaf for a list: a parameter by the name that its module gives it, not a loop or an optimizer."""
         steppers = tuple(f"{name}." for name in self.names.optimizers.values())
         paths = self.names.paths.get(id(tensor), [""])
         own = [path for path in paths if not path.startswith(steppers)] or paths

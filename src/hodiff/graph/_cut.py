@@ -11,7 +11,7 @@ from torch import Tensor
 from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _saved, _source
-from hodiff.graph._case import Explanation, Fact, FailedPass
+from hodiff.graph._case import Explanation, Fact, FailedPass, callers
 from hodiff.graph._record import COPY, Cut, joined
 from hodiff.graph._source import Line, line_of, lines_of
 
@@ -85,12 +85,13 @@ def _without(case: FailedPass, tensor: Tensor, variable: str, facts: list[Fact])
     origin = case.record.cuts.origin(tensor)
     latest = case.record.cuts.latest
     if origin is not None and not any(cut.kind not in ("left", "frozen") for cut in cuts):
-        facts.append(Fact("made", variable, case.record.maker(tensor), f"by {origin.call}"))
+        path = case.record.making(tensor)
+        facts += [Fact("made", variable, path[0].line, f"by {origin.call}"), *callers(path, lines_of(case.path))]
     if not cuts:
         left = _of_cut(case, Cut("left", 0, latest.path, latest.call))[:1] if latest is not None else []
         cause = "nothing requires grad" if origin is not None else "no graph"
         return case.explanation(cause, *facts, *left, variable=variable)
-    kind = cuts[0].behind[0].kind if cuts[0].kind == "left" else cuts[0].kind
+    kind = "made a constant" if cuts[0].kind == "left" else cuts[0].kind
     way = _messages.CONSTANTS.get(cuts[0].call, "") if kind == "undeclared derivative" else ""
     more = (f"Of {cuts[0].call}: {way}.",) if way else ()
     return case.explanation(kind, *facts, *facts_of(case, cuts), variable=variable, more=more)

@@ -14,10 +14,10 @@ from hodiff._core import _arguments, _messages, _nodes
 from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError, InputError
 from hodiff.graph import _cut, _in_place, _saved, _second_time
-from hodiff.graph._case import TITLE, Explanation, Fact, FailedPass, fact_of_pass
+from hodiff.graph._case import Explanation, Fact, FailedPass, fact_of_pass
 from hodiff.graph._names import is_users, user_frames
 from hodiff.graph._record import PASSES, Pass, Record, as_list, starts_of
-from hodiff.graph._source import Line, line_of
+from hodiff.graph._source import Line, Path, line_of
 
 
 def of_pass(case: FailedPass) -> Explanation | None:
@@ -39,7 +39,7 @@ def of_operation(
     error: BaseException,
     func: Any,
     arguments: Any,
-    lines: tuple[Line, ...],
+    path: Path,
     frames: list[FrameType],
     record: Record,
 ) -> Explanation | None:
@@ -50,7 +50,7 @@ def of_operation(
     name = getattr(func, "__name__", "") or "an operation"
     call = {"__set__": "x.requires_grad ="}.get(name, name)
     with _saved.without_modes():
-        return _in_place.explain_refused(FailedPass(error, call, [], [], None, frames, record), cause, arguments, lines)
+        return _in_place.explain_refused(FailedPass(error, call, [], [], None, frames, record), cause, arguments, path)
 
 
 FAILURES: dict[str, Callable[[FailedPass], Explanation | None]] = {
@@ -78,6 +78,12 @@ def _dispatch(case: FailedPass) -> Explanation | None:
     return _cut.own_function(case, [step.tb_frame.f_code for step in steps_of(case.error.__traceback__)])
 
 
+class Note(str):
+    """The note that an exception is given: the words of an explanation, which it holds as well."""
+
+    explanation: Explanation
+
+
 def note(error: BaseException, explanation: Callable[[], Explanation | None]) -> None:
     """Add what explains an error to it, once; an explanation must not hide what it explains."""
     try:
@@ -85,14 +91,17 @@ def note(error: BaseException, explanation: Callable[[], Explanation | None]) ->
     except Exception as other:
         if interrupts(other):
             raise
-        import os
-        import traceback
-
-        if os.environ.get("DBG"):
-            traceback.print_exc()
         return
-    if explained is not None and not any(text.startswith(TITLE) for text in getattr(error, "__notes__", ())):
-        error.add_note(str(explained))
+    if explained is not None and recorded(error) is None:
+        said = Note(explained)
+        said.explanation = explained
+        error.add_note(said)
+
+
+def recorded(error: BaseException) -> Explanation | None:
+    """What a watch has said of an error."""
+    notes = getattr(error, "__notes__", ())
+    return next((each.explanation for each in notes if isinstance(each, Note)), None)
 
 
 def explain(exc: BaseException | None = None) -> Explanation | None:
@@ -100,7 +109,8 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
 
     The loss is still in the traceback, and the user's variables are there: they tell the class of
     the failure, the states of nodes, and names. Which pass freed a graph and which line cut it is
-    told by a record alone: run the program under `hodiff explain`, or the part of it under `watch`.
+    told by a record alone: run the program under `hodiff explain`, or the part of it under `watch`;
+    then this returns what was recorded at the time.
 
     Args:
         exc: The exception; None means the one being handled, or the last one that ended at the
@@ -137,7 +147,7 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
     error: BaseException | None = exc
     while error is not None:
         with _saved.without_modes():
-            explanation = _after_the_fact(error)
+            explanation = recorded(error) or _after_the_fact(error)
         if explanation is not None:
             return explanation
         error = error.__cause__

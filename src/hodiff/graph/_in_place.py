@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hodiff._core._nodes import Node
 from hodiff.graph import _saved, _second_time, _source
-from hodiff.graph._case import Explanation, Fact, FailedPass
+from hodiff.graph._case import Explanation, Fact, FailedPass, callers
 from hodiff.graph._record import Change, tensors_in
-from hodiff.graph._source import Line, lines_of
+from hodiff.graph._source import Line, Path, lines_of
 
 
 class _Stale(NamedTuple):
@@ -44,7 +44,7 @@ def explain(case: FailedPass) -> Explanation | None:
         "changed value" if stale.leaf is None else "changed parameter",
         Fact("saved", stale.variable, case.record.made(stale.node), f"{shape}; {saved}"),
         *(Fact("changed", stale.variable, line, by) for line, by in _told(changes).items()),
-        *(Fact("called", "", line) for line in _callers(case, changes)),
+        *(callers(changes[-1].path, lines_of(case.path))[:1] if changes else ()),
         *case.of_leaves("changed", _moved(case)),
         variable=stale.variable,
     )
@@ -87,13 +87,6 @@ def _find(case: FailedPass) -> _Stale | None:
     return next((each for each in values if each.variable), values[0] if values else None)
 
 
-def _callers(case: FailedPass, changes: list[Change]) -> list[Line]:
-    """How the program came to the last change, where that is not how it came to the pass."""
-    here = lines_of(case.path)
-    lines = lines_of(changes[-1].path)[1:] if changes else ()
-    return [line for line in lines if line not in here][:1]
-
-
 def _stale_slots(case: FailedPass) -> Iterator[tuple[Node, str, Tensor]]:
     """What the pass needs and was changed: the node that saved it, what that calls it, and the value as it is."""
     for node in case.nodes:
@@ -120,17 +113,16 @@ REFUSALS = {
 """The classes of operations that are refused, by the kind of PyTorch's error."""
 
 
-def explain_refused(case: FailedPass, cause: str, arguments: Any, lines: tuple[Line, ...]) -> Explanation:
+def explain_refused(case: FailedPass, cause: str, arguments: Any, path: Path) -> Explanation:
     """The explanation of such an operation."""
-    line = lines[0]
+    line = path[0].line
     tensor = _which(arguments, cause)
     variable = _changed(case, line) if cause == "refused in place" else _name(case, tensor)
-    outer = [each for each in dict.fromkeys(lines[1:2] + lines[-1:]) if each != line]
     return case.explanation(
         cause,
         Fact("refused", variable, line, case.name),
         *_maker(case, tensor),
-        *(Fact("called", "", each) for each in outer),
+        *callers(path, (line,)),
         variable=variable,
     )
 

@@ -334,6 +334,8 @@ class Cuts:
         while frame is not None and frame.f_code.co_filename == _SWITCHING and frame.f_code.co_name != "clone":
             step, context = frame.f_code.co_name, frame.f_locals.get("self")
             frame = frame.f_back
+        if frame is not None and frame.f_code.co_name == "clone":  # what decorates is made anew for each call
+            frame = frame.f_back
         self.off = self._after(on, step, context, frame, self.off)
 
     def inferring(self, on: bool, step: str, context: Any, frame: FrameType | None) -> None:
@@ -411,7 +413,7 @@ class Cuts:
             refs = tuple(map(weakref.ref, frozen))
             cuts.append(Cut("frozen", place, self._paths[place], name, None, refs))
         if name in _OF_VALUES and not sources and self.latest is not None:
-            cuts.append(replace(self.latest, kind="left", behind=(self.latest,)))
+            cuts.append(replace(self.latest, kind="left", behind=()))
         cuts.sort(key=lambda cut: cut.kind in ("left", "frozen"))
         if name in LEAVING:
             self.latest = cuts[0] if cuts and cuts[0].kind not in ("left", "frozen") else self.latest
@@ -594,14 +596,19 @@ class Record:
         path = self.path(node)
         return path[0].line if path else None
 
-    def maker(self, tensor: Tensor) -> Line | None:
-        """The line that made a tensor, or said of it that it requires grad; None if it was not seen."""
+    def making(self, tensor: Tensor) -> Path:
+        """The user's frames in which a tensor was made, or was said to require grad; empty if it was not seen."""
         if tensor.grad_fn is not None:
-            return self.made(tensor.grad_fn)
+            return self.path(tensor.grad_fn)
         origin, switched = self.cuts.origin(tensor), self.switched(tensor)
         if switched and tensor.requires_grad:
-            return switched[0].line
-        return None if origin is None else self._paths[origin.place][0].line
+            return switched
+        return () if origin is None else self._paths[origin.place]
+
+    def maker(self, tensor: Tensor) -> Line | None:
+        """The innermost line of these frames."""
+        path = self.making(tensor)
+        return path[0].line if path else None
 
     def ran_again(self, node: Node, since: Pass) -> bool:
         """Whether the lines that made a node made others since a pass."""

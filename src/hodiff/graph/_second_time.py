@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _names, _saved, _source
-from hodiff.graph._case import Explanation, Fact, FailedPass, fact_of_pass
+from hodiff.graph._case import Explanation, Fact, FailedPass, callers, fact_of_pass
 from hodiff.graph._names import NamedVariable
 from hodiff.graph._record import Pass
-from hodiff.graph._source import Frame, Line, Path, line_of, lines_of
+from hodiff.graph._source import Frame, Line, Path, line_of
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _recorded(case: FailedPass, part: SharedPart) -> Explanation:
         part.cause,
         *values[:SHOWN],
         Fact("made", first.variable, first.created) if first.created is not None else None,
-        *(Fact("called", "", line) for line in _callers(part) if first.created is not None),
+        *callers(first.path, (first.created, *part.call.stack)),
         *case.of_leaves("behind", part.below),
         fact_of_pass("kept by" if freed.retained else "freed by", freed),
         None if freed.retained else Fact("freed nodes", text=_freed_below(part)),
@@ -170,14 +170,6 @@ SHOWN = 4
 def _what(node: Node) -> str:
     shape = _saved.shape(node)
     return type(node).__name__ + (f", output shape {shape}" if shape is not None else "")
-
-
-def _callers(part: SharedPart) -> list[Line]:
-    """How the user's program came to the line that made the part: the nearest caller and the outermost."""
-    first = part.values[0]
-    known = (first.created, *part.call.stack)
-    lines = [line for line in lines_of(first.path)[1:] if line not in known]
-    return list(dict.fromkeys([*lines[:1], *lines[-1:]]))
 
 
 def _freed_below(part: SharedPart) -> str:

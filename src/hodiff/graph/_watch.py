@@ -41,7 +41,6 @@ from hodiff.graph._record import (
     Record,
     Switch,
 )
-from hodiff.graph._source import lines_of
 
 # --- the steps of PyTorch's own optimizers, of which a recorder sees no call, only what they changed ------------------
 # A step makes five to fifteen calls per parameter, and an explanation needs none of them: the mode
@@ -250,8 +249,7 @@ class WatchMode(Record, TorchFunctionMode):
         """PyTorch refused an operation: if that is about gradients, say why."""
 
         def explanation() -> Explanation | None:
-            lines, frames = lines_of(self._path_of(frame)), list(user_frames(frame))
-            return _explain.of_operation(error, func, arguments, lines, frames, self)
+            return _explain.of_operation(error, func, arguments, self._path_of(frame), list(user_frames(frame)), self)
 
         _explain.note(error, explanation)
 

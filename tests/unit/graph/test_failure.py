@@ -256,11 +256,11 @@ def test_a_graph_that_was_freed():
     h = x.sin()
     first, second = h.sum(), h.square().sum()
     first.backward()
-    words = r"already been freed(?s:.*)\(`h`: SinBackward0, output shape \(3,\); freed\)\n(?s:.*)=> freed before"
+    words = r"already been freed(?s:.*)\(`h`: SinBackward0, output shape \(3,\); freed\)(?s:.*)=> freed before"
     with pytest.raises(hodiff.GraphError, match=words) as caught:
         hodiff.hvp(second, x, V)
     assert "second time" in str(caught.value.__cause__)
-    assert "freed by" not in str(caught.value)  # which pass, is told by a record alone
+    assert "\n  freed by" not in str(caught.value)  # which pass, is told by a record alone
 
 
 def test_a_graph_that_was_freed_out_of_sight():
@@ -318,9 +318,7 @@ def test_an_input_or_a_loss_that_was_cut():
     w = torch.ones_like(x, requires_grad=True)
     h = x.detach()
     loss = (h * w).sum()
-    with pytest.raises(
-        hodiff.GraphError, match=r"does not require grad, so f was computed without tracking it.*x\)\.$"
-    ):
+    with pytest.raises(hodiff.GraphError, match=r"does not require grad, so f was computed without .*x\)\.$"):
         hodiff.grad(loss, h)  # which line cut it, is told by a record alone
     with watch():
         h = x.detach()

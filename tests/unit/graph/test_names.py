@@ -90,8 +90,8 @@ def test_results_are_no_leaves_and_no_optimizers_tensors():
     y, optimizer = w.exp(), torch.optim.SGD([w], lr=0.1)
     found = TensorNames(roots={"w": w, "y": y, "optimizer": optimizer}, results=True)
     assert [id(tensor) for tensor in found.all] == [id(y)]
-    assert found.trained == {}
-    assert set(of(optimizer=optimizer).trained.values()) == {id(optimizer)}
+    assert found.optimizers == {}
+    assert of(optimizer=optimizer).optimizers == {id(optimizer): "optimizer"}
 
 
 def test_four_steps_and_no_more():
