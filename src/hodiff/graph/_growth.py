@@ -474,20 +474,26 @@ def _line(names: TensorNames, record: Record, variable: str, tensors: list[Tenso
     paths = names.paths[id(tensors[0])]
     first = next((path for path in paths if path.startswith(variable)), variable)
     places = (variable, first.rpartition("[")[0], _SUBSCRIPTS.sub("", variable))
-    return next((line for path in places for line in _filling(path)), None)
+    owner = names.owners.get(root(variable))
+    file = owner.co_filename if owner is not None else ""
+    return next((line for path in places for line in _filling(path, file)), None)
 
 
 _SUBSCRIPTS = re.compile(r"(\[[^][]*\])*$")
 
 
-def _filling(variable: str) -> Iterator[Line]:
-    """The user's lines that put something into a container, or make it anew from itself."""
+def _filling(variable: str, own: str) -> Iterator[Line]:
+    """The user's lines that put something into a container, or make it anew from itself.
+
+    Those of its own file come first. In others the same name without an attribute is another's.
+    """
     forms = set(_source.forms(variable))
     if "_hooks[" in variable:
         forms.add(variable.rpartition(".")[2])
-    for file in [file for file, users in USERS.items() if users]:
+    elsewhere = forms if "." in variable else set[str]()
+    for file in sorted([file for file, users in USERS.items() if users], key=lambda file: file != own):
         for node in _source.nodes_in(file):
-            if any(_fills(node, name) for name in forms):
+            if any(_fills(node, name) for name in (forms if file == own else elsewhere)):
                 yield Line(file, getattr(node, "lineno", 0))
 
 
