@@ -183,7 +183,7 @@ class Growth(Listener):
         self._before = [self._before[1], now]
 
     def _beside(self, record: Record, nodes: list[Node]) -> tuple[list[Node], int]:
-        """Those of a container's nodes that no pass has run, or of a state's; of how many iterations."""
+        """The nodes of a container, or of a state, that no pass has run; and their iterations."""
         many = len(nodes) >= ITEMS
         reached = nodes if many else _nodes.walk(nodes[:1])
         fresh = [node for node in reached if self._key not in _saved.tags(node)]

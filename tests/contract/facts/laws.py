@@ -271,7 +271,11 @@ def _unused(report: Report) -> Iterator[str]:
 def _none(report: Report) -> Iterator[str]:
     """Whose gradient was read and None, where, and what made it if it is no leaf."""
     truth = report.program.truth
-    for kind, number in {"no grad": {report.failed}, "made": report.number(truth.saved)}.items():
+    wanted = {"no grad": {report.failed}, "made": report.number(truth.saved)}
+    parameter = any(isinstance(report.tensor(name), nn.Parameter) for name in truth.unused)
+    if parameter and not report.of("made"):  # by a constructor, of which no record can tell
+        del wanted["made"]
+    for kind, number in wanted.items():
         yield from _differ(kind, report.lines(kind), number)
         names = frozenset(fact.name for fact in report.of(kind))
         yield from _differ(f"{kind}: whose", report.same(names), report.same(truth.unused))
