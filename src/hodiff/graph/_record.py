@@ -500,6 +500,9 @@ class Listener:
     def cut(self, cut: Cut, sources: Any) -> None:
         """The graph of `sources` ended."""
 
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+
     def before(self, call: Pass, nodes: Sequence[Node]) -> None:
         """A pass will run these nodes."""
 
@@ -541,6 +544,11 @@ class Record:
     def _tell(self, cut: Cut, sources: Any) -> None:
         for listener in self._listeners:
             listener.cut(cut, sources)
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        for listener in self._listeners:
+            listener.stepping(optimizer)
 
     def _note_gradient(self, gradient: Any, tensor: Tensor, frame: FrameType) -> None:
         """`x.grad`: of interest where the user reads it; an optimizer does so all the time."""

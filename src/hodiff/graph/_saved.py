@@ -419,6 +419,11 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._base is not None
 
 
+def hooks_of(tensor: Tensor) -> dict[int, Any]:
+    """The hooks that run with a tensor's gradient."""
+    return tensor._backward_hooks or {}
+
+
 def version(tensor: Tensor) -> int:
     """How often the tensor was changed in place; -1 where that is not counted."""
     return -1 if tensor.is_inference() else tensor._version

@@ -227,25 +227,6 @@ def receiver(line: Line, method: str) -> str:
     return ""
 
 
-_GROW = ("append", "extend", "insert", "appendleft")
-
-
-def filled_at(name: str, file: str) -> list[int]:
-    """The lines of a file that put something into a container: `name.append(x)`, `name[i] = x`, `name += [x]`."""
-    return sorted(
-        getattr(node, "lineno", 0)
-        for node in nodes_in(file)
-        if _puts_into(node, name) or (isinstance(node, ast.AugAssign) and name in targets(node))
-    )
-
-
-def _puts_into(node: ast.AST, name: str) -> bool:
-    call = node.func if isinstance(node, ast.Call) else None
-    if isinstance(call, ast.Attribute) and call.attr in _GROW and ast.unparse(call.value) == name:
-        return True
-    return any(target.startswith(f"{name}[") for target in targets(node))
-
-
 # --- what the user's source says of backward passes: what each differentiates ---------------------
 
 

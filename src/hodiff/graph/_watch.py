@@ -92,6 +92,7 @@ class OptimizerSteps:
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return None
+        self._watch.stepping(optimizer)
         self._back()  # from a step that raised, if someone still holds its error
         closures = [value for value in (*args[1:], *kwargs.values()) if value is not None]  # which ask for passes
         hooks = [hook for hook in _saved.step_hooks(optimizer) if not isinstance(_owner(hook), OptimizerSteps)]
