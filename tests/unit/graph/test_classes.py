@@ -22,11 +22,9 @@ def page() -> str:
     """The page, as the table has it."""
     parts = [HEAD]
     for name, known in CLASSES.items():
-        typed = "\n".join(f"* `{text}`" for text in known.typed)
-        helps = "\n".join(f"* {text}" for text in known.helps)
-        parts.append(
-            f"## {name[0].upper()}{name[1:]}\n\n{known.what}\n\nWhat helps:\n\n{helps}\n\nSeen as:\n\n{typed}\n"
-        )
+        typed = ", ".join(f"`{text}`" for text in known.typed)
+        helps = " ".join(known.helps)
+        parts.append(f"## {name[0].upper()}{name[1:]}\n\n{known.what}\n**What helps:** {helps}\n\nSeen as {typed}.\n")
     return "\n".join(parts)
 
 
