@@ -20,11 +20,12 @@ To have the facts, run the program with `hodiff explain SCRIPT`, or the part tha
 
 def page() -> str:
     """The page, as the table has it."""
-    parts = [HEAD]
+    parts, said = [HEAD], set[str]()
     for name, known in CLASSES.items():
-        typed = ", ".join(f"`{text}`" for text in known.typed)
-        helps = " ".join(known.helps)
-        parts.append(f"## {name[0].upper()}{name[1:]}\n\n{known.what}\n**What helps:** {helps}\n\nSeen as {typed}.\n")
+        typed = [f"`{text}`" for text in known.typed if text not in said]  # what several share stands at the first
+        said.update(known.typed)
+        parts.append(f"## {name[0].upper()}{name[1:]}\n\n{known.what}\n**What helps:** {' '.join(known.helps)}\n")
+        parts += [f"Seen as {', '.join(typed)}.\n"] if typed else []
     return "\n".join(parts)
 
 
