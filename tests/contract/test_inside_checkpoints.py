@@ -390,3 +390,16 @@ def test_another_threads_checkpoints_are_left_alone() -> None:
 
     hodiff.grad(f, X)
     torch.testing.assert_close(results[0], expected)
+
+
+@pytest.mark.parametrize("method", ["auto", "reverse"])
+@pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
+def test_a_block_in_a_block_of_f(method: str) -> None:
+    """Taylor mode cannot: the outer block would give the inner one its argument back without its series."""
+    w = X[0].clone().requires_grad_()
+    inner = lambda z: F.layer_norm(z * w, (3,), w) * z
+    results = []
+    for f in (inner, checkpointed(inner), checkpointed(checkpointed(inner))):
+        value = hodiff.laplacian(lambda z, f=f: f(z).sin().sum(-1), X, method=method)
+        results += [torch.autograd.grad(value.sum(), w)[0]]
+    torch.testing.assert_close(results[1:], [results[0]] * 2)
