@@ -74,12 +74,11 @@ class SharedPart:
 
     @cached_property
     def moved(self) -> list[Tensor]:
-        """The leaves of the failing pass that were changed in place since the part was freed."""
+        """The leaves below the part that were changed in place since it was freed."""
         record, number = self.case.record, self.freed_by.number
-        leaves = [leaf for node in self.case.nodes if (leaf := _saved.leaf(node)) is not None]
         return [
             leaf
-            for leaf in leaves
+            for leaf in self.below
             if ((change := record.changed(leaf)) is not None and change.passes > number)
             or record.tags.moved(leaf, self.freed_by)
         ]

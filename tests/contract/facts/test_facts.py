@@ -20,17 +20,10 @@ FIXED, MANY, BLOCK = 300, 3000, 50
 def awaited(written: Program) -> str:
     """What explanations do not tell rightly yet of programs of a form; empty of all others.
 
-    Such programs are not collected. Each sentence goes with its mend, and this function with the last.
+    Such programs are not collected. The sentence goes with its mend, and this function with it.
     """
-    truth, last = written.truth, written.text.splitlines()[written.lines.get(written.truth.failed, 1) - 1]
-    if len(truth.parts) > 1:
+    if len(written.truth.parts) > 1:
         return "of two parts that two passes freed, each has its own pass"
-    if "argsort" in written.text:
-        return "argsort makes a node, and integers without a graph: a cut"
-    if "disc" in written.text:
-        return "a leaf above the part, changed before it was used again, makes no kept graph old"
-    if truth.stepped and "autograd.grad" in last:
-        return "a leaf below the part that was stepped, where the failing pass is by inputs"
     return ""
 
 
