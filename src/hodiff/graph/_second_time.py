@@ -30,6 +30,7 @@ class SharedValue:
         replaced: Whether the variable that held it then holds another value now.
         path: The user's frames in which it was made, the innermost first.
         again: Whether the same lines made others since that pass.
+        freed_by: The pass that freed what it needs, or kept it; None for what no pass ran.
     """
 
     node: Node
@@ -38,6 +39,7 @@ class SharedValue:
     replaced: bool
     path: Path
     again: bool
+    freed_by: Pass | None
 
     @property
     def created(self) -> Line | None:
@@ -133,6 +135,7 @@ def left_behind(case: FailedPass) -> Explanation | None:
 def _recorded(case: FailedPass, part: SharedPart) -> Explanation:
     first, freed = part.values[0], part.freed_by
     values = [Fact("part", value.variable or "a value without a name", text=_what(value.node)) for value in part.values]
+    passes = dict.fromkeys(value.freed_by for value in part.values if value.freed_by is not None)
     compiled = type(first.node).__name__ == "CompiledFunctionBackward"
     changes = {line: None for leaf in part.moved if (line := _changed(case, leaf, freed)) is not None}
     return case.explanation(
@@ -141,7 +144,7 @@ def _recorded(case: FailedPass, part: SharedPart) -> Explanation:
         Fact("made", first.variable, first.created) if first.created is not None else None,
         *callers(first.path, (first.created, *part.call.stack)),
         *case.of_leaves("behind", part.below),
-        fact_of_pass("kept by" if freed.retained else "freed by", freed),
+        *(fact_of_pass("kept by" if each.retained else "freed by", each) for each in passes),
         None if freed.retained else Fact("freed nodes", text=_freed_below(part)),
         *(
             Fact("changed", "", line, "since: a kept graph would be of the old values")
@@ -213,10 +216,9 @@ def gather(case: FailedPass) -> SharedPart | None:
     tag, needs = case.record.tags.tag, _needing(case)
     again = [root for root in case.roots if tag(root) is not None and needs(root)]
     begin = again[:1] or [_named(case, node) for node in _begin(case, needs)]
-    calls = {node: _last_pass(case, node) for node in begin}
-    values = [_part(case, node, call) for node, call in calls.items()]
+    values = [_part(case, node, _last_pass(case, node)) for node in begin]
     values.sort(key=lambda value: (value.variable == "", not value.replaced, value.variable[:1] == "_"))
-    freed_by = calls[values[0].node] if values else None
+    freed_by = values[0].freed_by if values else None
     return None if freed_by is None else SharedPart(case, case.call, freed_by, tuple(values))
 
 
@@ -325,7 +327,7 @@ def _part(case: FailedPass, node: Node, call: Pass | None) -> SharedValue:
     if not path and best.path:  # the result of a Python Function, which no watch sees made
         made = _assigned_once(case, best.path)
         path = tuple(Frame(frame.f_code, made.number) for frame in case.frames[:1]) if made is not None else ()
-    return SharedValue(node, best.path, bool(now), replaced, path, again)
+    return SharedValue(node, best.path, bool(now), replaced, path, again, call)
 
 
 def _among_entries(case: FailedPass, now: list[NamedVariable]) -> bool:

@@ -221,7 +221,8 @@ class WatchMode(Record, TorchFunctionMode):
             self._refused(error, func, (args, kwargs or {}), frame)
             raise
         after = counter()
-        if after != before and getattr(result, "requires_grad", True):  # argsort makes a node, and drops it
+        # argsort drops the node that it was given
+        if after != before and (result.__class__ is not Tensor or result.requires_grad):
             place = self._paths.number(frame, self._entered)
             self._log.add(before, after, place)
             self.cuts.enter((*args, *kwargs.values()) if kwargs else args, place, result)
