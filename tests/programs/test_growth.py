@@ -246,7 +246,7 @@ HELD = {  # what is run before the loop, what keeps a graph, what is said to hol
 }
 
 
-@pytest.mark.table(plain=11)
+@pytest.mark.table(plain=4)
 @pytest.mark.parametrize("name", HELD)
 def test_the_holder_is_named_by_its_path(name, process, capsys, tmp_path):
     start, each, holder = HELD[name]
