@@ -37,14 +37,22 @@ def rows(quick: bool) -> Iterator[Row]:
         warnings.simplefilter("ignore")  # the peers' deprecations
         for problem in networks():
             yield from against_gradients(problem, 5 if quick else 15)
-        for problem, bars in ((networks()[0], SMALL), (large(), LARGE)):
+        for problem, bars in ((networks()[0], SMALL), (middle(), MIDDLE), (large(), LARGE)):
             yield from against_peers(problem, bars, 3 if quick else 9)
         yield from memory(large())
         yield from eigenpairs(networks()[0], 1 if quick else 5)
 
 
 SMALL = {"product": 0.3, "many": 0.55, "ggn": 0.5}
+MIDDLE = {"product": 0.3, "many": 0.55, "ggn": 0.5, "ggn many": 0.65}
 LARGE = {"product": 0.55, "many": 0.65, "ggn": 0.5}
+
+
+def middle() -> Problem:
+    """Eight vectors of its parameters fit one batched pass; of `large`, none do."""
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 10))
+    return Problem("MLP 256-256-64-10", mlp, torch.randn(8, 256), torch.randint(10, (8,)))
 
 
 def large() -> Problem:
@@ -118,7 +126,7 @@ def functional(problem: Problem, v: dict[str, Tensor]) -> dict[str, Callable[[],
 
 
 def against_peers(problem: Problem, bars: dict[str, float], rounds: int) -> Iterator[Row]:
-    """One product, eight, and a Gauss-Newton product, over those of curvlinops."""
+    """One product and eight, of the Hessian and of Gauss-Newton, over those of curvlinops."""
     peer = module("curvlinops")
     size = sum(p.numel() for p in problem.model.parameters())
     if peer is None:
@@ -136,15 +144,17 @@ def against_peers(problem: Problem, bars: dict[str, float], rounds: int) -> Iter
         "many, curvlinops": lambda: theirs["HessianLinearOperator"] @ V,
         "ggn": lambda: G @ v,
         "ggn, curvlinops": lambda: theirs["GGNLinearOperator"] @ v,
+        "ggn many": lambda: G @ V,
+        "ggn many, curvlinops": lambda: theirs["GGNLinearOperator"] @ V,
         "gradient": gradient(problem),
     }
     other = eigenthings(problem)
     if other is not None:
         contenders["product, eigenthings"] = lambda: other.matvec(v)
     times = race(contenders, rounds=rounds)
-    labels = {"product": "H @ v", "many": f"H @ V, K = {MANY}", "ggn": "G @ v"}
+    labels = {"product": "H @ v", "many": f"H @ V, K = {MANY}", "ggn": "G @ v", "ggn many": f"G @ V, K = {MANY}"}
     for key, label in labels.items():
-        yield compared(f"{label} / curvlinops", f"{problem.name}, D = {size}", times, key, "curvlinops", bars[key])
+        yield compared(f"{label} / curvlinops", f"{problem.name}, D = {size}", times, key, "curvlinops", bars.get(key))
     if other is None:
         yield Row("H @ v / hessian-eigenthings", problem.name, f"{EIGENTHINGS} is not installed")
     else:

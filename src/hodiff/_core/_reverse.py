@@ -295,7 +295,7 @@ def fitting(largest: int, elements: int, itemsize: int, device: torch.device) ->
     """How many vectors of `elements` fit, where the largest tensor of a pass has so many elements itself."""
     fit = CHUNK_BYTES // max(1, (4 * largest + 6 * elements) * itemsize)
     # Large vectors fill a device one by one, and a processor's caches soon: then batching them costs time.
-    least = 25 if device.type == "cpu" else 8
+    least = 12 if device.type == "cpu" else 8
     return fit if fit >= least else 1
 
 
