@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
+from hodiff._core._versions import RELEASE
 from tests.support.callers import CALLERS, SCALE, Caller, D, tensors
 
 X = torch.tensor([[0.3, -0.5, 0.7], [0.9, 0.2, -0.4]], dtype=D)
@@ -231,7 +232,7 @@ def test_a_block_is_as_without(name: str, passes: str) -> None:
 
 def test_what_is_compared_is_mostly_computed() -> None:
     refused = [name for name in BLOCKS if isinstance(outcome(lambda name=name: plain_passes(BLOCKS[name])), tuple)]
-    assert not refused
+    assert refused == ([] if RELEASE >= (2, 13) else ["blocks of ours"])
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------

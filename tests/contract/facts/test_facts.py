@@ -13,6 +13,7 @@ import pytest
 
 from tests.contract.facts.laws import Report, close, told, violations
 from tests.contract.facts.programs import FAMILIES, Program, program
+from tests.support.releases import CHANGES
 
 FIXED, MANY, BLOCK = 300, 3000, 50
 
@@ -29,12 +30,14 @@ def judged(seed: int, folder: Path) -> list[str]:
     return [*found, *written.text.splitlines()] if found else []
 
 
+@CHANGES
 @pytest.mark.table(plain=20)
 @pytest.mark.parametrize("seed", range(FIXED))
 def test_what_is_said_is_so(seed: int, tmp_path: Path) -> None:
     assert judged(seed, tmp_path) == []
 
 
+@CHANGES
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(FIXED, MANY, BLOCK))
 def test_what_is_said_is_so_of_many(first: int, tmp_path: Path) -> None:
@@ -95,6 +98,7 @@ HARMLESS = re.compile(
 """A fact that a reader can do without, and lines that the laws know in part."""
 
 
+@CHANGES
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "growth"])
 def test_a_wrong_fact_is_noticed(family: str, tmp_path: Path) -> None:
     noticed, missed = Counter[str](), Counter[str]()
