@@ -436,6 +436,42 @@ def test_a_surrogate_is_told_of_each_function_that_a_line_differentiates() -> No
     assert [len(outcome(lambda f=f: penalty(f))) for f in (once, once, twice, twice)] == [1, 0, 1, 0]
 
 
+def test_one_code_is_held_again_where_it_is_another_function() -> None:
+    """Of other parameters, or with another module in its closure: by ways that the first did not take."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, scale: Tensor, x: Tensor) -> Tensor:
+            ctx.save_for_backward(scale, x)
+            return scale * x**3
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+            scale, x = ctx.saved_tensors
+            return g * x**3, g * 3 * scale * x.detach() ** 2
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.point = (nn.Parameter(X.clone()) for _ in range(2))
+
+        def forward(self) -> Tensor:
+            return Scaled.apply(self.scale, self.point).sum()
+
+    model = Mixed()
+    f = lambda _: model()
+    for pattern, words in (("scale", 0), ("point", 1), ("*", 1), ("scale", 0)):
+        where = hodiff.select(model, pattern)
+        v = {name: torch.ones_like(x) for name, x in where.items()}
+        assert len(outcome(lambda where=where, v=v: hodiff.hvp(f, where, v))) == words, pattern
+
+    def around(given: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[Tensor], Tensor]:
+        return lambda x: Scaled.apply(*given(x)).sum()
+
+    for given, words in ((lambda x: (x, X), 0), (lambda x: (X, x), 1)):
+        assert len(outcome(lambda given=given: hodiff.hvp(around(given), X, X))) == words
+
+
 def test_a_jacobian_product_asks_for_no_second_derivative() -> None:
     """It is held by the linearity of J'u in u, of which a Function with a wrong second derivative has nothing wrong."""
     f = lambda x: WrongSecond.apply(x).sin()

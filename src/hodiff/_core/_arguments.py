@@ -596,10 +596,10 @@ NODE = "RegisterPostBackwardFunction"
 def freed() -> GraphError:
     """The error for a second pass over a graph that needs such parameters: PyTorch may end the process there."""
     return GraphError.about(
-        "the graph goes through a model that is sharded over processes (fully_shard), whose "
-        "parameters are freed between passes, so it has no second derivative. Compute the tensor "
-        "with a plain copy of the model (p.full_tensor() for each parameter p); the documentation "
-        "has more, under 'Several processes'."
+        "the memory of a tensor that the graph needs is freed between passes, so there is no second "
+        "derivative. A model that is sharded over processes (fully_shard) does that: compute the tensor "
+        "with a plain copy of it (p.full_tensor() for each parameter p); the documentation has more, "
+        "under 'Several processes'. Reversible blocks do it, too: use plain ones."
     )
 
 

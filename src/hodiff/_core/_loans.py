@@ -11,6 +11,7 @@ Evaluations nested in one thread share a module's loan; the outermost one puts t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -367,5 +368,9 @@ class ParameterLoan:
                 for name, parameter in [*module._parameters.items()]:
                     if isinstance(parameter, nn.Parameter) and parameter.is_leaf:  # others are refreshed by `forward`
                         setattr(module, name, parameter)
+                # By these it tells whether the list is of its parameters: a block that runs again
+                # has those of the loan once more, and would take the list for theirs.
+                held: Any = module
+                held._flat_weight_refs = [x if x is None else weakref.ref(x) for x in held._flat_weights]
         _locks.release(self.modules, self)
         self._places, self._rest = [], []

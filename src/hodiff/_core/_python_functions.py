@@ -79,7 +79,7 @@ def hold(graph: Any, chain: Chain) -> None:
     if code is None or not _can_compare(graph):
         warn_of(functions, code)
         return
-    key = code, code.co_filename, graph.call.order, graph.leaves[0].dtype
+    key = code, code.co_filename, graph.call.order, graph.leaves[0].dtype, _way(graph)
     unknown = [function for function in functions if key not in _findings.setdefault(function, {})]
     comparison = _Comparison(graph, chain) if unknown else None
 
@@ -89,12 +89,26 @@ def hold(graph: Any, chain: Chain) -> None:
             for function in unknown:
                 _findings[function][key] = finding
         known = {function: _findings[function][key] for function in functions}
-        _say(known, code, loss=graph.create_graph or graph.surrogates)
+        _say(known, key, loss=graph.create_graph or graph.surrogates)
 
     if comparison is not None and graph.context.undo:
         graph.last = finish
     else:
         finish(graph)
+
+
+def _way(graph: Any) -> object:
+    """The leaves, and the operations and arguments of Functions by which they are reached.
+
+    One code is many functions: of the parameters that are selected, of the module in its closure.
+    """
+    survey = _nodes.survey(graph.tensors())
+    given = [
+        (kind.__qualname__, *[node is not None for node, _ in each.next_functions])
+        for kind, nodes in survey.functions()
+        for each in nodes
+    ]
+    return frozenset(graph.call.where.names), frozenset(survey.names()), frozenset(given)
 
 
 def _can_compare(graph: Any) -> bool:
@@ -209,11 +223,11 @@ def _signed(like: Tensor) -> Tensor:
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def _say(findings: dict[type, Finding], code: Any, *, loss: bool) -> None:
+def _say(findings: dict[type, Finding], key: tuple[Any, ...], *, loss: bool) -> None:
     """Raise where numbers contradict; a loss, for which a surrogate may be meant, warns."""
     wrong = {function: words for function, words in findings.items() if words}
     if not wrong:
-        warn_of((function for function, words in findings.items() if words is None), code)
+        warn_of((function for function, words in findings.items() if words is None), *key)
         return
     names = sorted(function.__name__ for function in wrong)
     text = (
@@ -228,7 +242,7 @@ def _say(findings: dict[type, Finding], code: Any, *, loss: bool) -> None:
     )
     if not loss:
         raise GraphError.about(text, functions=names)
-    _warn(wrong, text, code)
+    _warn(wrong, text, key)
 
 
 _COMMUNICATES = (
@@ -242,7 +256,7 @@ def _communicates(function: type) -> bool:
     return function.__module__ == "torch.distributed.nn.functional" or "_c10d_functional" in function.__name__
 
 
-def warn_of(functions: Iterable[type], code: Any = None) -> None:
+def warn_of(functions: Iterable[type], code: Any = None, *key: Any) -> None:
     """Say that nobody has verified a second derivative, of a function with that code."""
     for function in functions if not _thread.compares else ():
         text = (
@@ -253,14 +267,14 @@ def warn_of(functions: Iterable[type], code: Any = None) -> None:
             f"{_COMMUNICATES if _communicates(function) else ''}"
             f"(This warning appears once for each place that calls, and each f.)"
         )
-        _warn([function], text, code)
+        _warn([function], text, (code, *key))
 
 
-def _warn(functions: Iterable[type], text: str, code: Any) -> None:
+def _warn(functions: Iterable[type], text: str, key: tuple[Any, ...]) -> None:
     """Once for each line of the user's and each function that it hands over."""
     level = outside()
     frame = sys._getframe(level - 1)
-    place = frame.f_code.co_filename, frame.f_lineno, code
+    place = frame.f_code.co_filename, frame.f_lineno, key
     known = [_places.setdefault(function, set()) for function in functions]
     if not all(place in places for places in known):
         for places in known:

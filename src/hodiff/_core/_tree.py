@@ -103,7 +103,8 @@ def _build(branch: Branch, items: list[Any]) -> Any:
     template = branch.template
     if isinstance(template, dict):
         filled = copy.copy(template)
-        filled.update(zip(branch.keys, items, strict=True))
+        for key, item in zip(branch.keys, items, strict=True):  # transformers forbids `update`
+            filled[key] = item
         return filled
     if template is dict:
         return dict(zip(branch.keys, items, strict=True))

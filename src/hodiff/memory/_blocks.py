@@ -123,10 +123,23 @@ class Pullback:
         outputs, given = zip(*live, strict=True)
         options: Any = {"keep": build, "build": build, "recorded": self.recorded}
         gradients = _reverse.vjp_between(outputs, inputs, given, **options)
+        if len(live) == len(results) and isinstance(self.form, BlockForm):
+            read = [*zip(inputs, gradients, strict=True)][self.form.arguments :]
+            _check_reads([x for x, gradient in read if gradient is None], outputs)
         if build:
             made = [g for g in gradients if g is not None and g.requires_grad]
             _reverse.search_block(outputs, made, inputs, self.order)
         return gradients
+
+
+def _check_reads(without: Tensors, outputs: Tensors) -> None:
+    """Raise where the graph of the results lacks a tensor that was in that of the first run."""
+    if without and not all(map(_nodes.survey(outputs).contains, without)):
+        raise GraphError(
+            "a block that runs again (checkpoint=) does not read what its first run read: a module "
+            "of it holds its parameters in another place as well, such as a list or weak references. "
+            "Read them as attributes of the module, or leave checkpoint= out."
+        )
 
 
 def _dense(gradient: Tensor | None, like: Tensor) -> Tensor | None:

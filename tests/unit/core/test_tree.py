@@ -58,3 +58,22 @@ def test_the_first_difference_is_named(got, words):
     _, _, expected = _tree.flatten((1, 2))
     _, _, tree = _tree.flatten(got)
     assert _tree.difference(expected, tree, "v") == words
+
+
+class Output(OrderedDict):
+    """Of transformers: it has its items as attributes, and forbids `update`."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def update(self, *given, **named):
+        raise TypeError("You cannot use ``update``.")
+
+
+def test_a_dict_that_forbids_update():
+    value = Output()
+    value["state"], value["logits"] = 1, (2, 3)
+    built = _tree.tree_map(lambda x: x + 1, value)
+    assert type(built) is Output and built.logits is built["logits"]
+    assert dict(built) == {"state": 2, "logits": (3, 4)} and value.state == 1

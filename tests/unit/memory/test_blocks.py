@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -336,6 +337,31 @@ def test_a_third_derivative_against_differences(norm: nn.Module | None) -> None:
         down = total(False)
         p += step * along
     torch.testing.assert_close((found * along).sum(), (up - down) / (2 * step), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_third_derivative_through_recurrent_blocks(kind: type[nn.Module]) -> None:
+    """They keep their parameters in a list, and take it for current by weak references."""
+    model = made(nn.ModuleList([nn.Linear(6, 6), kind(6, 6, batch_first=True)]))
+    f = lambda m: (m[1](m[0](X)[:, None])[0] * X[:, None].cos()).sum()
+    total = lambda m, **blocks: flat(hodiff.hvp(f, m, like(model), **blocks)).square().sum()
+    agree(hodiff.grad(lambda m: total(m, checkpoint="1"), model), hodiff.grad(total, model))
+
+
+def test_parameters_that_are_held_in_another_place_too_are_not_lost() -> None:
+    class ByReference(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if getattr(self, "held", lambda: None)() is not self.weight:
+                self.held, self.kept = weakref.ref(self.weight), [self.weight]
+            elif self.weight is not real[0]:  # as of a list that is refreshed by setting alone
+                return torch.tanh(x @ real[0].T)
+            return torch.tanh(x @ self.kept[0].T)
+
+    model = made(nn.Sequential(nn.Linear(6, 6), ByReference(6, 6, bias=False)))
+    real = [model[1].weight]
+    total = lambda m: flat(hodiff.hvp(lambda m: m(X).sin().sum(), m, like(model), checkpoint="1")).square().sum()
+    with pytest.raises(hodiff.GraphError, match=r"does not read what its first run read.*weak references"):
+        hodiff.grad(total, model)
 
 
 def test_inside_another_call() -> None:
