@@ -26,6 +26,7 @@ from hodiff._core._call import tangents
 from hodiff._core._compiled_callers import uncompiled
 from hodiff._core._faults import interrupt_behind, interrupts
 from hodiff._core._graph import split
+from hodiff._core._hooks import others
 from hodiff._core._settings import Scope, Undo
 from hodiff._core._where import Selection, Where
 from hodiff.errors import GraphError, HodiffError, HodiffWarning, InputError
@@ -61,6 +62,9 @@ class StepReport:
 
     def __repr__(self) -> str:
         return f"StepReport({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+_ELSEWHERE = "another thread was in a call of hodiff's, which keeps PyTorch from compiling"
 
 
 class Different(Exception):
@@ -255,12 +259,13 @@ class CompiledStep(Unlike):
                     _traceable(self._loss, self._where, self._has_aux)  # each has code of its own
                 )
         try:
-            if self._make(args, kwargs):
+            if self._make(args, kwargs) and not others():
                 self._settle("it cannot be compiled: it changes a Python object that it reads; return that as aux")
                 self._call.before = None
             return self._result()
         except Different as error:
-            return self._for_once(str(error) or "torch.compile is switched off", args, kwargs)
+            reason = str(error) or (_ELSEWHERE if others() else "torch.compile is switched off")
+            return self._for_once(reason, args, kwargs)
         except self._dynamo.SizesVary:
             self._dynamic, self._traceable = False, None
             return self._compiled(args, kwargs)
@@ -269,8 +274,10 @@ class CompiledStep(Unlike):
                 raise
             if limit := interrupt_behind(self._dynamo.inner(error) or error):
                 raise limit from None
-            reason = self._dynamo.reason(error)
+            reason = "" if others() else self._dynamo.reason(error)
         self._dynamo.forget()
+        if not reason:
+            return self._for_once(_ELSEWHERE, args, kwargs)
         return self._failed(f"it cannot be compiled: {reason}", args, kwargs)
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -280,6 +287,8 @@ class CompiledStep(Unlike):
         call.arguments = args, kwargs
         try:
             with dynamo.lock, dynamo.settings():
+                if others():
+                    raise Different(_ELSEWHERE)
                 compiled = torch.compile(self._traceable, backend=self._compiler, fullgraph=True, dynamic=self._dynamic)
                 varying = dynamo.numbers(dynamo.unheld(compiled, args, kwargs)) if self.report.graphs else []
                 if known := sorted(self._told.intersection(varying)):
