@@ -32,7 +32,6 @@ DISCIPLINE = {
     "_core._kernels.OURS": IMPORT,
     "_core._kernels.registered": LOCKED,
     "_core._kernels.plain_attention": LOCKED,
-    "_core._hooks._began": LOCKED,
     "_core._hooks._frames": LOCKED,
     "_core._hooks._hooked": CACHE,
     "_core._hooks._watchers": CACHE,

@@ -23,7 +23,7 @@ from hodiff._core import _call, _kernels, _locks, _nodes, _refusals, _settings, 
 from hodiff._core._settings import Counted, Undo
 from hodiff.errors import GraphError
 
-__all__ = ["lend_module", "others", "watch_checkpoints"]
+__all__ = ["lend_module", "met", "watch_checkpoints"]
 
 # --- derivatives that `f` takes itself, by `torch.autograd.grad` or `torch.func.grad` ---------------------------------
 # Each is seen where it begins, with the graph that it goes over: afterwards that may be out of reach, for what PyTorch
@@ -177,7 +177,8 @@ def _watch_modules(undo: Undo) -> None:
     # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its subclasses forgets
     # what it had looked up, and slows what comes after.
     undo += [restore]
-    _began[_locks.here.thread] = None
+    if met.threads is not None:
+        met.threads[_locks.here.thread] = None
     modules._global_forward_pre_hooks[WATCH] = lend_module
     autograd._engine_run_backward = passes
     if checkpoint._CheckpointFrame is not _frame:
@@ -191,19 +192,19 @@ def _watch_modules(undo: Undo) -> None:
         _settings.force_eager(WATCH)
 
 
-_began: dict[int, None] = {}
-"""The threads that have begun calls since `others` was asked."""
+class _Met:
+    """The threads that have begun calls, while that is noted: what one switches, all have."""
+
+    threads: dict[int, None] | None = None
+
+    def others(self) -> bool:
+        """Whether other threads are among them, or in calls now."""
+        with _locks.lock:
+            threads = {*(self.threads or ()), *watch_modules._users.values()}
+        return bool(threads - {_locks.here.thread})
 
 
-def others() -> bool:
-    """Whether other threads are in calls, or have begun some since this was asked.
-
-    What a call switches, it switches for all.
-    """
-    with _locks.lock:
-        threads = {*_began, *watch_modules._users.values()} - {_locks.here.thread}
-        _began.clear()
-    return bool(threads)
+met = _Met()
 
 
 WHILE_CALLS: list[tuple[dict[str, Any], str, Any, Any]] = []
