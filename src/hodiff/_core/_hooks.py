@@ -192,7 +192,7 @@ def _watch_modules(undo: Undo) -> None:
         _settings.force_eager(WATCH)
 
 
-class _Met:
+class _Beginners:
     """The threads that have begun calls, while that is noted: what one switches, all have."""
 
     threads: dict[int, None] | None = None
@@ -204,7 +204,7 @@ class _Met:
         return bool(threads - {_locks.here.thread})
 
 
-met = _Met()
+met = _Beginners()
 
 
 WHILE_CALLS: list[tuple[dict[str, Any], str, Any, Any]] = []
