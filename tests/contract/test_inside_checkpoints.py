@@ -230,6 +230,27 @@ def test_a_block_is_as_without(name: str, passes: str) -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore[attr-defined]
 
 
+VALUES = {
+    "singular values": lambda z: torch.linalg.svdvals(z).sin().sum(),
+    "a nuclear norm": lambda z: torch.linalg.matrix_norm(z, "nuc").sin(),
+    "eigenvalues": lambda z: torch.linalg.eigvalsh(z @ z.mT).sin().sum(),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_of_a_matrix_in_a_checkpoint_of_f(name: str) -> None:
+    """Whether they are equal is not looked at, for the look would run the block; that is said."""
+
+    def block(f: Callable[[Tensor], Tensor], **way: Any) -> Callable[[Tensor], Tensor]:
+        return checkpointed(lambda x: total(hodiff.hvp(f, x, X.cos(), **PURE)), **way)
+
+    expected = plain_passes(lambda x: total(hodiff.hvp(VALUES[name], x, X.cos(), **PURE)))
+    for way in WAYS:
+        with pytest.warns(hodiff.HodiffWarning, match="inside another one hides whether some are equal"):
+            found = plain_passes(block(checkpointed(VALUES[name]), **way))
+        agree(found, expected)
+
+
 def test_what_is_compared_is_mostly_computed() -> None:
     refused = [name for name in BLOCKS if isinstance(outcome(lambda name=name: plain_passes(BLOCKS[name])), tuple)]
     assert refused == ([] if RELEASE >= (2, 13) else ["blocks of ours"])

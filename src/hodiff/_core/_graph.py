@@ -66,7 +66,7 @@ class OutputGraph:
         self.context = EvaluationContext(self.call).__enter__()
         try:
             if self.call.builds_graph:
-                theirs = _hooks.hooks_on(True)
+                theirs = _versions.hooks_on(True)
                 if theirs is not None:
                     shared = self.call.create_graph and not self.call.keep
                     _hooks.keep(theirs, self.context.undo, shared=shared)

@@ -19,11 +19,11 @@ from torch.nn.utils import stateless as _stateless
 from torch.utils import checkpoint as _checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from hodiff._core import _call, _kernels, _nodes, _refusals, _settings, _versions
+from hodiff._core import _call, _kernels, _locks, _nodes, _refusals, _settings, _versions
 from hodiff._core._settings import Counted, Undo
 from hodiff.errors import GraphError
 
-__all__ = ["lend_module", "watch_checkpoints"]
+__all__ = ["lend_module", "met", "watch_checkpoints"]
 
 # --- derivatives that `f` takes itself, by `torch.autograd.grad` or `torch.func.grad` ---------------------------------
 # Each is seen where it begins, with the graph that it goes over: afterwards that may be out of reach, for what PyTorch
@@ -91,7 +91,6 @@ def _node(output: Any) -> Any:
 
 Hook = Callable[..., Any]
 checkpoint: Any = _checkpoint
-_autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 stateless: Any = _stateless
 
 
@@ -178,6 +177,8 @@ def _watch_modules(undo: Undo) -> None:
     # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its subclasses forgets
     # what it had looked up, and slows what comes after.
     undo += [restore]
+    if met.threads is not None:
+        met.threads[_locks.here.thread] = None
     modules._global_forward_pre_hooks[WATCH] = lend_module
     autograd._engine_run_backward = passes
     if checkpoint._CheckpointFrame is not _frame:
@@ -189,6 +190,21 @@ def _watch_modules(undo: Undo) -> None:
         place[name] = ours
     if not _settings.eager.needs:
         _settings.force_eager(WATCH)
+
+
+class _Beginners:
+    """The threads that have begun calls, while that is noted: what one switches, all have."""
+
+    threads: dict[int, None] | None = None
+
+    def others(self) -> bool:
+        """Whether other threads are among them, or in calls now."""
+        with _locks.lock:
+            threads = {*(self.threads or ()), *watch_modules._users.values()}
+        return bool(threads - {_locks.here.thread})
+
+
+met = _Beginners()
 
 
 WHILE_CALLS: list[tuple[dict[str, Any], str, Any, Any]] = []
@@ -246,10 +262,6 @@ def _again(reference: Callable[[], Any], task: Any) -> Any:
 # what it saves. The checkpoint counts along what a differentiable result needs, and has it alone when the call ends.
 
 
-hooks_on: Callable[[bool], tuple[Hook, Hook] | None] = _autograd._top_saved_tensors_default_hooks
-"""The hooks that have what is saved at this moment, asked with True; None where there are none."""
-
-
 def keep(theirs: tuple[Hook, Hook], undo: Undo, *, shared: bool) -> None:
     """Keep what is saved from now on until it is undone, if hooks of a checkpoint would have it.
 
@@ -281,7 +293,7 @@ def push_hooks(undo: Undo, hooks: Any) -> None:
     """Let hooks have what is saved until it is undone."""
 
     def leave() -> None:
-        top = hooks_on(True)
+        top = _versions.hooks_on(True)
         if top is not None and top[0] is hooks.pack_hook:
             hooks.__exit__(None, None, None)
 

@@ -300,7 +300,7 @@ class EvaluationContext(_settings.Scope[Any]):
         evaluations, swapped = [context.evaluation() for context in _call.state.running], _swapped()
         modes, begun = _settings.those_on(_substitutes.ExactNorms), self.loan.at_hand()
         tags = [context.leaf_tag for context in _call.state.running]
-        self.packs_blocks = self.packs_blocks or _hooks.hooks_on(True) is not None
+        self.packs_blocks = self.packs_blocks or _versions.hooks_on(True) is not None
 
         def resume(undo: _settings.Undo) -> None:
             _hooks.set_aside(undo, evaluations)

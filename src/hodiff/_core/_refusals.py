@@ -422,7 +422,16 @@ class _Spectrum:
 
 
 def _watch_spectrum(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    for node in [node for node in nodes if _versions.spectrum(node)[0].numel()]:
+    unseen = [node for node in nodes if _versions.is_read_once(node)]
+    if unseen:
+        warnings.warn(
+            f"f depends on {SPECTRA[type(unseen[0]).__name__]}, and a checkpoint inside another "
+            "one hides whether some are equal or nearly equal: then a second or higher derivative "
+            "has few correct digits, or none.",
+            HodiffWarning,
+            stacklevel=outside(),
+        )
+    for node in [] if unseen else [node for node in nodes if _versions.spectrum(node)[0].numel()]:
         spectrum = _Spectrum(node, order)
         if bool((spectrum.least <= spectrum.wide).any()) and _nodes.reaches([node], leaves):
             spectrum.handles += [node.register_prehook(spectrum.warn)]

@@ -586,6 +586,15 @@ def is_packed(node: Node) -> bool:
     return False
 
 
+hooks_on: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+"""The two that have what is saved at this moment, asked with True; None where there are none."""
+
+
+def is_read_once(node: Node) -> bool:
+    """Whether it is of a block that runs again, inside of another: passes read it, no look."""
+    return hooks_on(True) is not None and is_packed(node)
+
+
 def function_of(kind: type) -> type:
     """The Python `autograd.Function` whose backward a class of nodes is."""
     return kind._forward_cls  # type: ignore[attr-defined]

@@ -177,6 +177,7 @@ class BlockFunction(Chunked):
         return (*BlockFunction.apply(*tensors, *(cotangents[n] for n in given), form), None)
 
 
+_needed.check("checkpoint=")
 _nodes.HIDING.append(BlockFunction._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
 
 # --- a block of the user's: what it reads, and how it runs again ----------------------------------
@@ -498,7 +499,6 @@ def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
         return f
     if _needed.RELEASE < (2, 13):  # blocks that run again lose their graphs there
         raise InputError(f"checkpoint= needs PyTorch 2.13 or newer; this is {torch.__version__}. Leave it out.")
-    _needed.check("checkpoint=")
     if isinstance(f, Tensor):
         raise InputError("checkpoint: f is a tensor, whose graph already exists. Give the function.")
     if checkpoint is True:

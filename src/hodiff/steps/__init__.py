@@ -26,6 +26,7 @@ from hodiff._core._call import tangents
 from hodiff._core._compiled_callers import uncompiled
 from hodiff._core._faults import interrupt_behind, interrupts
 from hodiff._core._graph import split
+from hodiff._core._hooks import met
 from hodiff._core._settings import Scope, Undo
 from hodiff._core._where import Selection, Where
 from hodiff.errors import GraphError, HodiffError, HodiffWarning, InputError
@@ -63,6 +64,9 @@ class StepReport:
         return f"StepReport({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
+_ELSEWHERE = "another thread was in a call of hodiff's, which keeps PyTorch from compiling"
+
+
 class Different(Exception):
     """What a call has that no graph was traced with, in words that end a sentence; without words, its guards say so."""
 
@@ -79,6 +83,7 @@ class _Call(threading.local):
     gradients: Sequence[Tensor] = ()
     before: Before | None = None
     arguments: Any = None
+    beside: bool = False
 
     def forget(self) -> None:
         """Hold nothing of a call that has ended."""
@@ -255,12 +260,13 @@ class CompiledStep(Unlike):
                     _traceable(self._loss, self._where, self._has_aux)  # each has code of its own
                 )
         try:
-            if self._make(args, kwargs):
+            if self._make(args, kwargs) and not self._call.beside:
                 self._settle("it cannot be compiled: it changes a Python object that it reads; return that as aux")
                 self._call.before = None
             return self._result()
         except Different as error:
-            return self._for_once(str(error) or "torch.compile is switched off", args, kwargs)
+            reason = str(error) or (_ELSEWHERE if self._call.beside else "torch.compile is switched off")
+            return self._for_once(reason, args, kwargs)
         except self._dynamo.SizesVary:
             self._dynamic, self._traceable = False, None
             return self._compiled(args, kwargs)
@@ -269,8 +275,10 @@ class CompiledStep(Unlike):
                 raise
             if limit := interrupt_behind(self._dynamo.inner(error) or error):
                 raise limit from None
-            reason = self._dynamo.reason(error)
+            reason = "" if self._call.beside else self._dynamo.reason(error)
         self._dynamo.forget()
+        if not reason:
+            return self._for_once(_ELSEWHERE, args, kwargs)
         return self._failed(f"it cannot be compiled: {reason}", args, kwargs)
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -280,12 +288,12 @@ class CompiledStep(Unlike):
         call.arguments = args, kwargs
         try:
             with dynamo.lock, dynamo.settings():
-                compiled = torch.compile(self._traceable, backend=self._compiler, fullgraph=True, dynamic=self._dynamic)
-                varying = dynamo.numbers(dynamo.unheld(compiled, args, kwargs)) if self.report.graphs else []
-                if known := sorted(self._told.intersection(varying)):
-                    raise Different(f"it reads a Python number that varies, {known[0]}; {_AS_TENSOR}")
-                compiled(dynamo.state(), *args, **kwargs)
-                changes = call.graph is not None and bool(dynamo.unheld(compiled, args, kwargs))
+                if met.others():
+                    raise Different(_ELSEWHERE)
+                try:
+                    varying, changes = self._make_inside(args, kwargs)
+                finally:
+                    call.beside = met.others()
         finally:
             if call.graph is None:  # nothing ran, and the eager loss draws the same
                 random.setstate(before)
@@ -300,6 +308,15 @@ class CompiledStep(Unlike):
                 stacklevel=outside(),
             )
         return changes
+
+    def _make_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], bool]:
+        dynamo = self._dynamo
+        compiled = torch.compile(self._traceable, backend=self._compiler, fullgraph=True, dynamic=self._dynamic)
+        varying = dynamo.numbers(dynamo.unheld(compiled, args, kwargs)) if self.report.graphs else []
+        if known := sorted(self._told.intersection(varying)):
+            raise Different(f"it reads a Python number that varies, {known[0]}; {_AS_TENSOR}")
+        compiled(dynamo.state(), *args, **kwargs)
+        return varying, self._call.graph is not None and bool(dynamo.unheld(compiled, args, kwargs))
 
     def _result(self) -> Any:
         """What the graph gave, as the loss returns it."""

@@ -23,7 +23,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import eval_frame, exc
 from torch.utils import _pytree
 
-from hodiff._core import _settings
+from hodiff._core import _hooks, _settings
 from hodiff._core._faults import interrupts
 from hodiff._core._settings import Scope, Undo, assign
 from hodiff.errors import InputError
@@ -64,6 +64,7 @@ def settings() -> Scope[None]:
 def _enter(undo: Undo) -> None:
     assign(undo, torch._dynamo.config, _SETTINGS)
     assign(undo, _shadows.inside, {"on": True, "order": 0})
+    assign(undo, _hooks.met, {"threads": {}})
     for name in _LOGGERS:
         assign(undo, logging.getLogger(f"torch.{name}"), {"disabled": True})
     undo += [partial(sys.setrecursionlimit, sys.getrecursionlimit())]  # inductor raises it

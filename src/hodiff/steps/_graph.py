@@ -141,7 +141,7 @@ class StepGraph:
         """What has changed that Dynamo does not guard, in words; empty where nothing has."""
         leaves = [inputs[i] for i in self.wanted]
         if torch.nn.modules.module._has_any_global_hook():
-            return "there are hooks for all modules"
+            return "there are hooks for all modules, or another thread is in a call of hodiff's"
         if len({id(x) for x in leaves}) < len(leaves):
             return "two of its tensors have become one"
         if [x.is_leaf for x in leaves] != self.leaves:

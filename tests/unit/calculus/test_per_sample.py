@@ -190,6 +190,23 @@ def test_coarse_parameters_beside_data_of_double_precision(mixing, calls):
     torch.testing.assert_close(found["0.weight"], expected["0.weight"], rtol=1e-4, atol=1e-5)
 
 
+TYPES = [(D, torch.float32), (D, torch.bfloat16), (torch.float32, D), (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["(N,)", "(N, K)"])
+@pytest.mark.parametrize(("parameters", "of_losses"), TYPES)
+def test_losses_of_another_precision_than_the_parameters(parameters, of_losses, several):
+    """As of a residual that a model keeps in float32."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2, dtype=parameters), X.to(parameters)
+    f = lambda m, batch: m(batch).to(of_losses) ** 2 if several else m(batch).to(of_losses).square().sum(1)
+    found = hodiff.per_sample_grad(f, model, x)
+    for k in range(2 if several else 1):
+        expected = one_by_one((lambda m, b, k=k: f(m, b)[:, k]) if several else f, model, x)
+        for key in found:
+            torch.testing.assert_close(found[key][:, k] if several else found[key], expected[key], rtol=0.02, atol=1e-3)
+
+
 def test_samples_that_mix_though_their_gradients_add_up(routes):
     f = lambda w, batch: batch @ w + (batch @ w).mean()
     found = hodiff.per_sample_grad(f, torch.ones(3, dtype=D), X)

@@ -325,6 +325,7 @@ BAD = {
     "iterations: exactly so many are taken, whatever rtol says": {"iterations": 3, "rtol": 1e-3},
     "iterations: exactly so many are taken, whatever products says": {"iterations": 3, "products": 8},
     "iterations: got 0": {"iterations": 0},
+    "products: got 1, expected an integer of at least 2": {"products": 1},
     "restart is an option of method='gmres', not of 'cg'": {"restart": 5},
     "restart: got 0": {"restart": 0, "method": "gmres"},
     "callback: got an int": {"callback": 3},
@@ -339,6 +340,11 @@ BAD = {
 def test_bad_calls(pattern: str) -> None:
     with pytest.raises(hodiff.InputError, match=pattern):
         hodiff.solve(hodiff.MatrixOperator(torch.ones(4)), torch.ones(4), **BAD[pattern])
+
+
+def test_two_products_are_enough_for_one_step() -> None:
+    found = hodiff.solve(hodiff.MatrixOperator(2 * torch.ones(4, dtype=D)), torch.ones(4, dtype=D), products=2)
+    assert found.converged and found.value.tolist() == [0.5] * 4
 
 
 @pytest.mark.parametrize("method", ["cg", "minres"])

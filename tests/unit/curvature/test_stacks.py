@@ -127,6 +127,16 @@ def test_singular_matrices_among_others_do_not_lie(dtype: torch.dtype) -> None:
         assert found.converged.tolist() == [True] * 4  # the last is in the range
 
 
+def test_a_singular_matrix_keeps_no_other_from_its_solution_by_factors() -> None:
+    """Steps would find all of them from zeros, too: many products later."""
+    A, b = matrices((4,), 6), torch.ones(4, 6, dtype=D)
+    A[1] = 0
+    stack = hodiff.MatrixOperator(A, batch_ndim=1)
+    found = _solve._dense_solutions(stack, 0.0, _solve.Sides(stack, b), False)
+    assert found is not None and not found[1].any()
+    agree(found[[0, 2, 3]], each(A[[0, 2, 3]], b[[0, 2, 3]]), 1e-12)
+
+
 def samples(batch: tuple[int, ...]) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     return (lambda x: (x**4).sum(-1) + x.sin().sum(-1).square() + 3 * x.square().sum(-1)), draw(*batch, 5)
 

@@ -1,5 +1,6 @@
 """watch changes no number and no error, in the company of compile, checkpoints, hooks, Functions and threads."""
 
+import contextlib
 import re
 import sys
 
@@ -339,6 +340,17 @@ def test_explain_looks_behind_an_exception_that_was_made_from_it():
     found = hodiff.graph.explain(error)
     assert (found.cause, found.variable) == ("freed before", "y")
     assert found.failed.text == "y.mean().backward()"
+
+
+@pytest.mark.parametrize("passes", ["loss.backward(); loss.backward()", "[loss.backward() for _ in range(2)]"])
+@pytest.mark.parametrize("watched", [False, True])
+def test_both_passes_on_one_line_are_explained(passes, watched):
+    program = f"import torch\na = torch.rand(3, requires_grad=True)\nloss = a.exp().sum()\n{passes}\n"
+    with watch() if watched else contextlib.nullcontext(), pytest.raises(RuntimeError, match="second time") as caught:
+        exec(compile(program, "one_line.py", "exec"), {})
+    found = hodiff.graph.explain(caught.value)
+    assert found is not None and found.cause == ("same loss twice" if watched else "freed before")
+    assert found.variable == "loss"
 
 
 def test_explain_sees_the_frames_around_the_one_that_caught_it():

@@ -338,6 +338,31 @@ def test_far_from_the_solution_it_warns() -> None:
     assert relative_error(polished.detach(), closed(THETA)) < 1e-12
 
 
+UNLIKE = {
+    "dtype": (lambda x: x.float(), r"for x_star, f returned torch\.float32, \(3,\), expected torch\.float64, \(3,\)"),
+    "shape": (lambda x: x[:2], r"for x_star, f returned torch\.float64, \(2,\), expected torch\.float64, \(3,\)"),
+}
+
+
+@pytest.mark.parametrize("solution", [root, fixed_point])
+@pytest.mark.parametrize("part", UNLIKE)
+def test_what_is_unlike_the_solution_is_named(solution: Any, part: str) -> None:
+    wrong, words = UNLIKE[part]
+    with pytest.raises(InputError, match=rf"f must return the structure and shapes of x_star.*{words}"):
+        solution(lambda x: wrong(x * 2), torch.ones(3, dtype=D))
+
+
+WHERE = {argmin: "the gradient of f", root: r"F\(x\)", fixed_point: r"x - g\(x\)"}
+
+
+@pytest.mark.parametrize("solution", WHERE)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_residual_that_is_not_finite_is_refused(solution: Any, bad: float) -> None:
+    f = (lambda x: (x * bad).sum()) if solution is argmin else (lambda x: x * bad)
+    with pytest.raises(InputError, match=rf"{WHERE[solution]} is not finite at x_star"):
+        solution(f, torch.ones(3, dtype=D))
+
+
 def test_how_far_is_too_far() -> None:
     """At 1.1 times the solution of a quadratic problem the gradient is H x* / 10, an eleventh of that at zero."""
     theta = THETA.clone().requires_grad_()

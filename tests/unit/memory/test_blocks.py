@@ -893,12 +893,22 @@ def test_a_buffer_that_is_replaced_by_each_run_is_refused_where_it_matters() -> 
         G @ like(model)
 
 
-def test_the_padding_of_an_embedding_is_a_constant_in_both_directions() -> None:
+class Table(nn.Embedding):
+    """By the function, which takes places counted from the end, too."""
+
+    padding = 0
+
+    def forward(self, at: Tensor) -> Tensor:
+        return F.embedding(at, self.weight, self.padding)
+
+
+@pytest.mark.parametrize("padding", [0, 2, -1, -3])
+def test_the_padding_of_an_embedding_is_a_constant_in_both_directions(padding: int) -> None:
     """The matrix is symmetric, and that without blocks."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(4, 2, padding_idx=0), nn.Tanh(), nn.Linear(2, 2)).to(D)
-    nn.init.normal_(model[0].weight)
-    data = [(torch.tensor([0, 1, 2]), torch.zeros(3, 2, dtype=D))]
+    model = nn.Sequential(Table(4, 2), nn.Tanh(), nn.Linear(2, 2)).to(D)
+    model[0].padding = padding
+    data = [(torch.tensor([0, 1, 2, 3]), torch.zeros(4, 2, dtype=D))]
     made = [
         hodiff.GaussNewtonOperator(lambda m, b: m(b[0]), nn.MSELoss(), model, data=data, checkpoint=blocks).dense()
         for blocks in (False, "*")

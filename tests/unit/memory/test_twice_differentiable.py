@@ -223,6 +223,21 @@ WRONG: dict[str, tuple[Callable[[Tensor], object], type[Exception], str]] = {
     "width": (lambda x: attention(x, x[..., :2], x), RuntimeError, "[Ee]xpected size|must match"),
     "batch": (lambda x: attention(x, x[:, :, None].expand(2, 2, 3, 6, 4), x), RuntimeError, "size|dimension"),
     "mask": (lambda x: attention(x, x, x, torch.ones(6, dtype=D)), IndexError, "Dimension out of range"),
+    "more dimensions of a mask": (
+        lambda x: attention(x[0], x[0], x[0], torch.ones(3, 2, 6, 6, dtype=D)),
+        RuntimeError,
+        "match the broadcast shape",
+    ),
+    "a mask of more samples": (
+        lambda x: attention(x[:1], x[:1], x[:1], torch.ones(2, 1, 6, 6, dtype=D)),
+        RuntimeError,
+        "match the broadcast shape",
+    ),
+    "a mask of other samples": (
+        lambda x: attention(x, x, x, torch.ones(3, 1, 6, 6, dtype=D)),
+        RuntimeError,
+        "must match the size",
+    ),
     "label": (lambda x: F.cross_entropy(x[0, 0], torch.full((6,), 9)), IndexError, "Target 9 is out of bounds"),
 }
 

@@ -156,6 +156,7 @@ def jacobian_of_slopes(net: nn.Module, x: Tensor) -> Tensor:
 
 
 GENERATOR = torch.Generator()
+ONE_AND_A_HALF = np.float64(1.5)
 HALF = torch.tensor(0.5)
 COMPUTED = torch.ones(3, requires_grad=True) * 2
 TOLD = {
@@ -179,6 +180,9 @@ TOLD = {
     "numpy": (lambda net, x: plain(net, x) * float(np.sin(x.numpy()).sum()), NETS["tanh"], r"as NumPy does"),
     "numpy and back": (
         lambda net, x: plain(net, x) * torch.from_numpy(np.sin(x.numpy())).sum(), NETS["tanh"], r"as NumPy does"
+    ),
+    "a number of NumPy in a function of ours": (
+        lambda net, x: hodiff.gradient_penalty(lambda z: net(z * ONE_AND_A_HALF), x), NETS["tanh"], r"as NumPy does"
     ),
     "item": (lambda net, x: plain(net, x) * x.sum().item(), NETS["tanh"], r"the number that a tensor holds"),
     "item of a closure": (lambda net, x: plain(net, x) * HALF.item(), NETS["tanh"], r"the number that a tensor holds"),

@@ -759,6 +759,40 @@ def test_threads_compile_steps_of_their_own_at_once() -> None:
     assert counts == [0] * 6
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_call_of_another_thread_keeps_a_step_from_being_compiled_for_once(ended: bool, monkeypatch) -> None:
+    """What calls switch, they switch for all threads: Dynamo fails at it, in one of many ways."""
+    net, x, inside, leave = NETS["tanh"](), torch.randn(4, 3), threading.Event(), threading.Event()
+    step = hodiff.compile_step(forces, net, backend="replay")
+
+    def f(z: Tensor) -> Tensor:
+        inside.set()
+        leave.wait(60)
+        return z.sin().sum()
+
+    other = threading.Thread(target=hodiff.grad, args=(f, torch.ones(2)), daemon=True)
+
+    def compiled(*args: object, **kwargs: object) -> None:
+        other.start()
+        leave.set()
+        other.join(60)
+        raise KeyError("hodiff")
+
+    if ended:
+        monkeypatch.setattr(torch, "compile", compiled)
+    else:
+        other.start()
+        inside.wait(60)
+    with pytest.warns(hodiff.HodiffWarning, match="another thread was in a call of hodiff's.* This call"):
+        step(x)
+    assert step.report.eager == 1 and not step.report.graphs
+    leave.set()
+    other.join(60)
+    monkeypatch.undo()
+    step(x)
+    assert step.report.eager == 1 and step.report.graphs == 1
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo reads it
 def test_a_step_inside_a_compiled_function_runs_beside_its_graphs() -> None:
     net, x = NETS["tanh"](), torch.randn(4, 3)
