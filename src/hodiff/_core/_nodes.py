@@ -177,6 +177,13 @@ class Survey:
             if is_function(kind):
                 yield _versions.function_of(kind), self.of(kind)
 
+    def ways(self) -> frozenset[object]:
+        """The Python `autograd.Function`s by name, and of which arguments each is a function here."""
+        uses = [(function, each) for function, nodes in self.functions() for each in nodes]
+        return frozenset(
+            (function.__qualname__, *[node is not None for node, _ in each.next_functions]) for function, each in uses
+        )
+
     def variables(self) -> list[Tensor]:
         """The leaf tensors that would accumulate a gradient."""
         return [*map(_variable, self._ends)]

@@ -103,12 +103,7 @@ def _way(graph: Any) -> object:
     One code is many functions: of the parameters that are selected, of the module in its closure.
     """
     survey = _nodes.survey(graph.tensors())
-    given = [
-        (kind.__qualname__, *[node is not None for node, _ in each.next_functions])
-        for kind, nodes in survey.functions()
-        for each in nodes
-    ]
-    return frozenset(graph.call.where.names), frozenset(survey.names()), frozenset(given)
+    return frozenset(graph.call.where.names), frozenset(survey.names()), survey.ways()
 
 
 def _can_compare(graph: Any) -> bool:
