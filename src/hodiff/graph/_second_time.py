@@ -143,14 +143,11 @@ def _recorded(case: FailedPass, part: SharedPart) -> Explanation:
         *values[:SHOWN],
         Fact("made", first.variable, first.created) if first.created is not None else None,
         *callers(first.path, (first.created, *part.call.stack)),
-        *case.of_leaves("behind", part.below),
+        case.of_leaves(Fact("behind"), part.below),
         *(fact_of_pass("kept by" if each.retained else "freed by", each) for each in passes),
         None if freed.retained else Fact("freed nodes", text=_freed_below(part)),
-        *(
-            Fact("changed", "", line, "since: a kept graph would be of the old values")
-            for line in list(changes)[:SHOWN]
-        ),
-        *case.of_leaves("changed", part.moved),
+        *(Fact("changed", "", line, OLD) for line in list(changes)[:SHOWN]),
+        case.of_leaves(Fact("changed"), part.moved),
         Fact("part", text=ONE_NODE) if compiled else None,
         fact_of_pass("failed", part.call),
         variable=first.variable,
