@@ -57,8 +57,8 @@ class Fact(NamedTuple):
         said = ": ".join(filter(None, (name, self.text)))
         if self.leaves:
             own, others = self.leaves[: self.stepped], self.leaves[self.stepped :]
-            parts = [f"{_listed(own)} (stepped by {_listed(self.owners)})"] if own else []
-            parts += [f"{_listed(others)} (in no live optimizer)"] if others else []
+            parts = [f"{listed(own)} (stepped by {listed(self.owners)})"] if own else []
+            parts += [f"{listed(others)} (in no live optimizer)"] if others else []
             behind = "behind it " * (self.line is not None) + ", ".join(parts)
             said = "; ".join(filter(None, (said, behind)))
         indent = " " * len(label)
@@ -70,7 +70,7 @@ class Fact(NamedTuple):
         return f"{place}\n{textwrap.fill(f'({said})', COLUMNS - 2, initial_indent=indent, subsequent_indent=indent)}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Some names for a sentence."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(f"`{name}`" for name in names[:SHOWN]) + more
