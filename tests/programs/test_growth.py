@@ -293,7 +293,10 @@ def test_of_outputs_and_a_state_the_state_is_named(passes, process, capsys, tmp_
 
 STATE = """
 import torch
-rnn, hidden = torch.nn.RNN(3, 4), torch.zeros(1, 2, 4)
+class Net(torch.nn.RNN):
+    def forward(self, x, h):
+        return super().forward(x * 2, h)
+rnn, hidden = Net(3, 4), torch.zeros(1, 2, 4)
 for _ in range(300):
     out, hidden = rnn(torch.randn(1, 2, 3), hidden)
     {passes}

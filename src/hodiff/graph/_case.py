@@ -226,17 +226,6 @@ class FailedPass:
         """The nodes among some of the graph that have this trouble."""
         return [node for node in nodes if self.troubles.get(node) == reason]
 
-    def below(self, roots: Iterable[Node]) -> dict[Node, list[Node]]:
-        """The part of the graph below some of its nodes."""
-        part = {root: self.graph[root] for root in roots}
-        reached = list(part)
-        for node in reached:  # which grows
-            for child in self.graph[node]:
-                if child not in part:
-                    part[child] = self.graph[child]
-                    reached += [child]
-        return part
-
     @property
     def record(self) -> Record:
         """What was recorded; an empty record where nothing was."""

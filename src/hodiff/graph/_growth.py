@@ -176,7 +176,7 @@ class Growth(Listener):
             if rises and not _is_bounded(names, path):
                 rising[path] = nodes
         self._before = [self._before[1], now]
-        handed = [path for path in rising if _is_handed_on(names, path, at)]
+        handed = [path for path in rising if _is_handed_on(path, at)]
         for path, nodes in rising.items():
             said, token = grown("unused", record, names, path, now[path], groups[path]), _Token()
             output = handed and path not in handed and len(groups[path]) == 1  # beside its state
@@ -433,17 +433,16 @@ def holder(
     equal = [each for each in held if held[each][0] == most]
     if not most:
         return None
-    variable = max(equal, key=lambda each: (_is_handed_on(names, each, path), held[each]))
+    variable = max(equal, key=lambda each: (_is_handed_on(each, path), held[each]))
     around = variable[: max(variable.rfind("["), 0)]
     if around in groups and sum(each.startswith(f"{around}[") for each in equal) > 1:
         variable = around  # `sums`, not `sums[0]` alone
     return None if _is_bounded(names, variable) else (variable, most, groups[variable])
 
 
-def _is_handed_on(names: TensorNames, variable: str, path: Path) -> bool:
-    """Whether a loop hands a variable to its next round: it reads it before it assigns it."""
-    code = names.owners.get(root(variable))
-    return any(frame.code is code and _source.hands_on(variable, frame.line) for frame in path)
+def _is_handed_on(variable: str, path: Path) -> bool:
+    """Whether a loop around a path reads a variable before it assigns it: what it hands to its next round."""
+    return any(_source.hands_on(variable, frame.line) for frame in path)
 
 
 def _is_bounded(names: TensorNames, path: str) -> bool:

@@ -10,6 +10,7 @@ from types import CodeType
 
 from torch import Tensor
 
+from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _names, _saved, _source
 from hodiff.graph._case import Explanation, Fact, FailedPass, callers, fact_of_pass
@@ -67,7 +68,7 @@ class SharedPart:
     @cached_property
     def under(self) -> dict[Node, list[Node]]:
         """The nodes of the part, and below it, with the nodes that each leads to."""
-        return self.case.below([value.node for value in self.values])
+        return _nodes.walk(value.node for value in self.values)
 
     @cached_property
     def below(self) -> list[Tensor]:
@@ -243,7 +244,7 @@ def _last_pass(case: FailedPass, node: Node) -> Pass | None:
 
     Its values have changed then. One that frees what it runs, and left all of this, was another's.
     """
-    inner = (each for each in case.below([node]) if _saved.leaf(each) is None)
+    inner = (each for each in _nodes.walk([node]) if _saved.leaf(each) is None)
     tags = (tag for each in inner if (tag := case.record.tags.tag(each)) is not None)
     held = case.record.tags.held_at(node)
     return next(tags, held if held is not None and held.retained else None)
