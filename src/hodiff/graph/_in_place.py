@@ -36,7 +36,8 @@ def explain(case: FailedPass) -> Explanation | None:
     changes = case.record.changes(stale.value, _saved.sequence(stale.node))
     if not stale.variable and changes:
         line = changes[-1].line
-        names = _source.changed_at(line, changes[-1].call) or _source.given_by(line)
+        call = "" if _saved.is_view(stale.value) else changes[-1].call
+        names = _source.changed_at(line, call) or _source.given_by(line)
         stale = stale._replace(variable=names[0] if names else "")
     saved = f"{type(stale.node).__name__} saved it as {stale.slot!r}"
     shape = f"of shape {tuple(stale.value.shape)}"
