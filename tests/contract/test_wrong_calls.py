@@ -852,7 +852,7 @@ WRONG = {
         "graph.explain()": (lambda: hodiff.graph.explain(), r"exc: got None, and no exception is being handled"),
     },
     "graph.monitor": {
-        "a list in itself": (lambda: hodiff.graph.monitor().step(a=endless()), "a: containers are nested more than"),
+        "a list in itself": (lambda: hodiff.graph.monitor().step(a=endless()), "a: containers are nested deeper than"),
     },
     "graph.predict": {
         "graph.predict([1, 2])": (

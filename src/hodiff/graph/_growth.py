@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _messages, _nodes, _tree
+from hodiff._core import _arguments, _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.graph import _inspect, _saved, _source
@@ -149,8 +149,8 @@ class Growth(Listener):
         if most is not None and 2 * most[1] > len(alive):  # else several hold parts of it
             kind = "again" if line.again else "kept" if call.retained else "spent"
             kind = "gradient" if most[0].endswith(".grad") else kind
-            found = grown(kind, record, names, *most, call)
-            self._grown.setdefault(call.path, []).append(found)
+            said = grown(kind, record, names, *most, call)
+            self._grown.setdefault(call.path, []).append(said)
 
     def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
         """Were twice as many nodes made as at the last look? Then graphs that no pass runs may pile up."""
@@ -178,7 +178,8 @@ class Growth(Listener):
         self._before = [self._before[1], now]
         handed = [path for path in rising if _is_handed_on(path, at)]
         for path, nodes in rising.items():
-            said, token = grown("unused", record, names, path, now[path], groups[path]), _Token()
+            said = grown("unused", record, names, path, now[path], groups[path])
+            token = _Token()
             output = handed and path not in handed and len(groups[path]) == 1  # beside its state
             if said.bytes and not output and path.rpartition("[")[0] not in self._unused:
                 self._unused[path] = token, said
@@ -335,21 +336,29 @@ def _grows(past: list[Step]) -> bool:
     return len(last) == RISES_IN_A_ROW + 1 and all(a < b for a, b in pairwise(last))
 
 
-def _tensors(root: Any, name: str) -> list[Tensor]:
-    """The tensors of a root: tensors, modules (their gradients), functions of these, containers of any."""
-    found: list[Tensor] = []
-    for each in _tree.flatten(root, name)[0]:
-        if isinstance(each, nn.Module):
-            found += [leaf.grad for leaf in each.parameters() if leaf.grad is not None]
-        elif isinstance(each, Tensor):
-            found.append(each)
-        elif callable(each):
-            found += _tensors(each(), name)
-        elif each is not None and not isinstance(each, (int, float)):
-            raise InputError(
-                f"{name}: got {_arguments.kind(each)}, expected tensors, a module, or a function that returns them."
-            )
-    return found
+DEEPEST = 100
+"""Containers in containers; more is a list in itself."""
+
+
+def _tensors(root: Any, name: str, depth: int = 0) -> list[Tensor]:
+    """The tensors of a root: it may be a tensor, a container, a module (its gradients), or a function of these."""
+    if depth > DEEPEST:
+        raise InputError(f"{name}: containers are nested deeper than {DEEPEST}.")
+    if isinstance(root, nn.Module):
+        return [parameter.grad for parameter in root.parameters() if parameter.grad is not None]
+    if isinstance(root, Tensor):
+        return [root]
+    if isinstance(root, dict):
+        root = list(root.values())
+    if isinstance(root, (list, tuple)):
+        return [tensor for item in root for tensor in _tensors(item, name, depth + 1)]
+    if callable(root):
+        return _tensors(root(), name, depth + 1)
+    if root is None or isinstance(root, (int, float)):
+        return []
+    raise InputError(
+        f"{name}: got {_arguments.kind(root)}, expected tensors, a module, or a function that returns them."
+    )
 
 
 def monitor(**roots: Tensor | nn.Module | Callable[[], Any] | Any) -> Monitor:
@@ -534,11 +543,12 @@ class Grown:
         return body([what, *(f"  {place}" for place in places if place)], reason, [("helps", helps)])
 
 
-def _lasting(found: list[Grown], peak: int) -> Grown:
+def _lasting(looks: list[Grown], peak: int) -> Grown:
     """What most looks have found, with what it came to hold until a look found something else."""
-    names = [each.variable for each in found]
-    last = max(range(len(found)), key=lambda index: (names.count(names[index]), index))
-    said, count = found[last], found[last + 1].count if last + 1 < len(found) else peak
+    names = [each.variable for each in looks]
+    last = max(range(len(looks)), key=lambda index: (names.count(names[index]), index))
+    said = looks[last]
+    count = looks[last + 1].count if last + 1 < len(looks) else peak
     return replace(said, count=count, bytes=said.bytes * count // said.count)
 
 
