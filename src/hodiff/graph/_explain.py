@@ -209,7 +209,8 @@ def _none_read(case: FailedPass) -> Explanation | None:
     tensors = [each for read in case.record.without if (each := read.ref()) is not None and read.line == case.line]
     if not facts:
         return None
-    name, results = facts[-1].name, [each for each in tensors if not each.is_leaf]
+    name = facts[-1].name
+    results = [each for each in tensors if not each.is_leaf]
     if results:
         return _not_a_leaf(case, results[-1], *facts[-1:])
     made = [Fact("made", case.leaf(each), line) for each in tensors if (line := case.record.maker(each)) is not None]
