@@ -168,7 +168,9 @@ class Growth(Listener):
 
     def _look_beside(self, record: Record, names: TensorNames, at: Path) -> None:
         """Find what leads to more graphs that no pass has run than at each of the last two looks."""
-        groups, now, rising = _groups(names), dict[str, int](), dict[str, list[Node]]()
+        groups = _groups(names)
+        now: dict[str, int] = {}
+        rising: dict[str, list[Node]] = {}
         for path, tensors in groups.items():
             nodes, now[path] = self._beside(record, [tensor.grad_fn for tensor in tensors])
             counts = [before.get(path, 0) for before in (*self._before, now)]
