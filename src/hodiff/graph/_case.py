@@ -56,7 +56,8 @@ class Fact(NamedTuple):
         name = f"`{self.name}`" if self.name else ""
         said = ": ".join(filter(None, (name, self.text)))
         if self.leaves:
-            own, others = self.leaves[: self.stepped], self.leaves[self.stepped :]
+            own = self.leaves[: self.stepped]
+            others = self.leaves[self.stepped :]
             parts = [f"{listed(own)} (stepped by {listed(self.owners)})"] if own else []
             parts += [f"{listed(others)} (in no live optimizer)"] if others else []
             behind = "behind it " * (self.line is not None) + ", ".join(parts)
