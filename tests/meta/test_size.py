@@ -30,7 +30,7 @@ from tests.meta.source import (
 # 122 before least squares came, 125 before the closed forms, 129 before blocks, 130 before steps and now
 MODULES = 133
 # Of strings that stand alone none is counted: a docstring costs nothing.
-STATEMENTS = 22687
+STATEMENTS = 22688
 # What `grad`, `jacobian`, `hessian`, `hvp` and `laplacian` import.
 MODULES_OF_FIVE_CALLS = 52
 STATEMENTS_OF_FIVE_CALLS = 7720

@@ -147,7 +147,8 @@ class Growth(Listener):
         alive = set(line.alive)
         most = holder(names, lambda node: _saved.tags(node).get(self._key), alive, call.path)
         if most is not None and 2 * most[1] > len(alive):  # else several hold parts of it
-            kind = "again" if line.again else "kept" if call.retained else "spent"
+            kind = "kept" if call.retained else "spent"
+            kind = "again" if line.again else kind
             kind = "gradient" if most[0].endswith(".grad") else kind
             said = grown(kind, record, names, *most, call)
             self._grown.setdefault(call.path, []).append(said)
