@@ -33,7 +33,7 @@ GROWING = {  # what is said, the line that grows, the line of the pass, and word
         r"helps: store only the value in `meter\.average`",
     ),
     "graphs_in_grad": (
-        r"`w\.grad` holds the graphs of 23 iterations, and \d+ B",
+        r"`w\.grad` holds the graphs of 23 iterations, and some \d+ B",
         "",
         "loss.backward(create_graph=True)",
         r"helps: if the gradients of all iterations are not to(?s:.*)`\.grad = None`",
@@ -161,7 +161,8 @@ def test_too_few_iterations_are_no_growth(process, capsys, tmp_path):
 def test_of_kept_graphs_it_is_not_said_that_they_are_useless(process, capsys, tmp_path):
     main(["explain", summed(tmp_path, "", 15, "loss.backward(retain_graph=True)")])
     said = capsys.readouterr().err
-    assert re.search(r"`total` holds the graphs of 14 iterations, and \d+ B that they saved", said)
+    # Each saves 12 B; when they were looked at, 10 were alive.
+    assert "`total` holds the graphs of 14 iterations, and some 168 B that they saved" in said
     assert "helps: if no other pass goes through them" in said
     assert "useless" not in said
 
@@ -256,6 +257,50 @@ def test_the_holder_is_named_by_its_path(name, process, capsys, tmp_path):
     lines = re.findall(r"^    grows at +looped\.py:\d+   (.*)$", said, re.MULTILINE)
     assert all(re.search(r"\b(kept|total)\b", line) for line in lines)
     assert len(lines) == (name != "what a hook was given")
+
+
+def test_the_sum_of_an_epoch_is_named_and_not_the_mean_that_is_made_of_it(process, capsys, tmp_path):
+    script = tmp_path / "epochs.py"
+    script.write_text(EPOCHS, "utf-8")
+    assert main(["explain", str(script)]) == 0
+    said = capsys.readouterr().err
+    assert re.findall(r"`(\w+)` holds the graphs of (\d+)", said) == [("running", "40")]
+    assert re.search(r"grows at +epochs\.py:\d+   running \+= loss$", said, re.MULTILINE)
+
+
+EPOCHS = """
+import torch
+net = torch.nn.Linear(3, 1)
+for epoch in range(2):
+    running = 0
+    for _ in range(40):
+        loss = net(torch.randn(5, 3)).square().mean()
+        loss.backward()
+        running += loss
+    mean = running / 40
+"""
+
+
+@pytest.mark.parametrize("passes", ["out.mean().backward(retain_graph=True)", "pass"])
+def test_of_outputs_and_a_state_the_state_is_named(passes, process, capsys, tmp_path):
+    script = tmp_path / "state.py"
+    script.write_text(STATE.format(passes=passes), "utf-8")
+    assert main(["explain", str(script)]) == 0
+    said = capsys.readouterr().err
+    assert re.findall(r"^  `(\w+)` holds", said, re.MULTILINE) == ["hidden"]
+    assert "out, hidden = rnn(torch.randn(1, 2, 3), hidden)" in said
+
+
+STATE = """
+import torch
+class Net(torch.nn.RNN):
+    def forward(self, x, h):
+        return super().forward(x * 2, h)
+rnn, hidden = Net(3, 4), torch.zeros(1, 2, 4)
+for _ in range(300):
+    out, hidden = rnn(torch.randn(1, 2, 3), hidden)
+    {passes}
+"""
 
 
 RIGHT = {

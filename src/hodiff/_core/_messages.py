@@ -319,6 +319,7 @@ _KINDS = {
     "is being used in an in-place operation": "leaf's view changed",
     "view was created in no_grad mode": "view without gradients",
     "view was created in inference mode": "view without gradients",
+    "arguments don't support automatic differentiation": "written out",
     "only change requires_grad flags of leaf": "flag of a result",
     "inside of a function being transformed": "inside transform",
     "t optimize a non-leaf Tensor": "result to optimize",

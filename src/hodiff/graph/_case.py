@@ -40,6 +40,7 @@ class Fact(NamedTuple):
         text: More words.
         leaves: The names of the leaves concerned: those behind a cut, those below a part.
         owners: The optimizers that step any of these leaves.
+        stepped: How many of them they step: the first.
     """
 
     kind: str
@@ -48,15 +49,19 @@ class Fact(NamedTuple):
     text: str = ""
     leaves: tuple[str, ...] = ()
     owners: tuple[str, ...] = ()
+    stepped: int = 0
 
     def __str__(self) -> str:
         label = f"{self.kind:<12} "
         name = f"`{self.name}`" if self.name else ""
         said = ": ".join(filter(None, (name, self.text)))
         if self.leaves:
-            where = f"stepped by {_listed(self.owners)}" if self.owners else "in no live optimizer"
-            behind = f"behind it {_listed(self.leaves)}" if self.line is not None else _listed(self.leaves)
-            said = "; ".join(filter(None, (said, f"{behind} ({where})")))
+            own = self.leaves[: self.stepped]
+            others = self.leaves[self.stepped :]
+            parts = [f"{listed(own)} (stepped by {listed(self.owners)})"] if own else []
+            parts += [f"{listed(others)} (in no live optimizer)"] if others else []
+            behind = "behind it " * (self.line is not None) + ", ".join(parts)
+            said = "; ".join(filter(None, (said, behind)))
         indent = " " * len(label)
         if self.line is None:
             return textwrap.fill(said, COLUMNS - 2, initial_indent=label, subsequent_indent=indent)
@@ -66,7 +71,7 @@ class Fact(NamedTuple):
         return f"{place}\n{textwrap.fill(f'({said})', COLUMNS - 2, initial_indent=indent, subsequent_indent=indent)}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Some names for a sentence."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(f"`{name}`" for name in names[:SHOWN]) + more
@@ -222,17 +227,6 @@ class FailedPass:
         """The nodes among some of the graph that have this trouble."""
         return [node for node in nodes if self.troubles.get(node) == reason]
 
-    def below(self, roots: Iterable[Node]) -> dict[Node, list[Node]]:
-        """The part of the graph below some of its nodes."""
-        part = {root: self.graph[root] for root in roots}
-        reached = list(part)
-        for node in reached:  # which grows
-            for child in self.graph[node]:
-                if child not in part:
-                    part[child] = self.graph[child]
-                    reached += [child]
-        return part
-
     @property
     def record(self) -> Record:
         """What was recorded; an empty record where nothing was."""
@@ -280,12 +274,13 @@ class FailedPass:
         own = [path for path in paths if not path.startswith(steppers)] or paths
         return max(own, key=lambda path: "." in path) or f"a tensor of shape {tuple(tensor.shape)}"
 
-    def of_leaves(self, kind: str, leaves: Sequence[Tensor]) -> list[Fact]:
-        """A fact about some leaves, those of an optimizer before the others, and who steps them."""
-        stepped = [leaf for leaf in leaves if id(leaf) in self.steppers]
-        others = [leaf for leaf in leaves if id(leaf) not in self.steppers]
-        parts = [part for part in (stepped, others) if part]
-        return [Fact(kind, leaves=tuple(map(self.leaf, part)), owners=self.owners(part)) for part in parts]
+    def of_leaves(self, fact: Fact, leaves: Iterable[Tensor]) -> Fact:
+        """A fact with its leaves, those of an optimizer before the others, and who steps them."""
+        given = {id(leaf): leaf for leaf in leaves}
+        own = [leaf for key, leaf in given.items() if key in self.steppers]
+        others = [leaf for key, leaf in given.items() if key not in self.steppers]
+        names = tuple(map(self.leaf, own + others))
+        return fact._replace(leaves=names, owners=self.owners(own), stepped=len(own))
 
     def explanation(self, cause: str, *facts: Fact | None, **parts: Any) -> Explanation:
         """An explanation of this case; what is None, and a line that is not known where it is all, is left out."""

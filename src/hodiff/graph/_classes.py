@@ -266,19 +266,22 @@ CLASSES = {
         (_IN_PLACE, "optimizer.step() before backward()", "two optimizers"),
     ),
     "refused in place": FailureClass(
-        "PyTorch refuses this change in place: of a leaf that requires grad, or of a view whose base could not follow "
-        "(one of several that an operation returned, one that a full backward hook made).",
+        "PyTorch refuses this change in place: of a leaf that requires grad, of a view whose base "
+        "could not follow (one of several that an operation returned, one that a Function or a "
+        "full backward hook made), or by out=, which has no derivative.",
         (
             "A parameter is updated under torch.no_grad(). Where the new value should be part of the graph, make a "
             "new tensor under another name (w = p + ...).",
-            "Of a view, change all of the whole tensor at once into a new one, use the form without an underscore, or "
-            "inplace=False.",
+            "Elsewhere make a new tensor, and go on with that one: by the form without an "
+            "underscore, without out=, by inplace=False; or change a clone().",
         ),
         (
             "a leaf Variable that requires grad is being used in an in-place operation",
             "a view of a leaf Variable that requires grad is being used in an in-place operation",
             "Output 0 of UnbindBackward0 is a view and is being modified inplace",
             "Output 0 of BackwardHookFunctionBackward is a view and is being modified inplace",
+            "This view was created inside a custom Function",
+            "functions with out=... arguments don't support automatic differentiation",
         ),
     ),
     "view made without gradients": FailureClass(
@@ -334,8 +337,9 @@ CLASSES = {
     "no gradient yet": FailureClass(
         "A .grad was read that is None: no pass has reached this leaf since it was made or its gradient was reset.",
         (
-            "Read it after the pass; if there was one, the loss does not depend on this leaf (a layer that is not "
-            "used), or the pass was asked for other inputs.",
+            "Read it after the pass. If there was one, this leaf does not require grad, the loss "
+            "does not depend on it (a layer that is not used), it was cut off on the way "
+            "(detach(), no_grad), or the pass was asked for other inputs.",
             "hodiff.graph.inspect(loss, names=model).unreached lists the parameters that a loss does not reach.",
         ),
         ("'NoneType' object has no attribute 'data'", "'NoneType' object has no attribute 'zero_'", "grad is None"),
@@ -381,10 +385,11 @@ CLASSES = {
         ),
     ),
     "copied": FailureClass(
-        "A tensor with a graph cannot be copied, and an attribute of the object holds one: a result of its forward.",
+        "A tensor with a graph cannot be copied, and an attribute of the object holds one: a result "
+        "of its forward, or what its constructor computed from parameters.",
         (
-            "Copy before the first forward; or store a detached value in the attribute, and keep the one that is "
-            "trained through in a local variable.",
+            "What is computed from parameters is computed in forward, and kept in a local variable; "
+            "an attribute stores a detached value. Or copy before the first forward.",
         ),
         ("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment",),
     ),

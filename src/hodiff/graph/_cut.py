@@ -54,8 +54,7 @@ def _of_cut(case: FailedPass, cut: Cut) -> list[Fact]:
     kind = cut.kind if cut.kind in ("frozen", "left") else "cut"
     text = HOW[cut.kind] if cut.exact else f"{HOW[cut.kind]}; what is behind it is as of an earlier call"
     name = {"__get__": "data", COPY: "tensor"}.get(cut.call, cut.call)
-    leaves = tuple(dict.fromkeys(map(case.leaf, cut.leaves)))
-    facts = [Fact(kind, name, cut.line, text, leaves, case.owners(cut.leaves))]
+    facts = [case.of_leaves(Fact(kind, name, cut.line, text), cut.leaves)]
     if cut.off is not None:
         called = f", called at {cut.off.caller}" if cut.off.caller is not None else ""
         facts.append(Fact("off since", "", cut.off.line, f"{cut.off.how}{called}"))
@@ -175,11 +174,21 @@ def no_tensor(case: FailedPass) -> Explanation:
 def without_gradient(case: FailedPass, line: Line | None = None) -> list[Fact]:
     """The tensors whose `.grad` was read and None, at a line or at all, each once."""
     reads = {id(each): (each, read.line) for read in case.record.without if (each := read.ref()) is not None}
-    return [
-        Fact("no grad", case.leaf(each) if each.is_leaf else case.names.of(each), at, "its .grad was None")
-        for each, at in reads.values()
-        if line in (None, at)
-    ]
+    facts = []
+    for each, at in reads.values():
+        if line in (None, at):
+            name = case.leaf(each) if each.is_leaf else case.names.of(each)
+            frozen = "" if each.requires_grad else "; it does not require grad"
+            facts.append(Fact("no grad", name, at, f"its .grad was None{frozen}"))
+    return facts
+
+
+def between(case: FailedPass, nodes: Iterable[Node], leaves: Iterable[Tensor]) -> list[Cut]:
+    """The cuts that some nodes were given values from, and that lead to any of some leaves."""
+    ids = set(map(id, leaves))
+    cuts = joined(cut for node in nodes for cut in case.record.cuts.entering(node))
+    behind = {cut: [leaf for each in (cut, *cut.behind) for leaf in each.leaves] for cut in cuts}
+    return [cut for cut in cuts if not ids.isdisjoint(map(id, behind[cut]))]
 
 
 def _input_without_grad(case: FailedPass) -> Explanation | None:
@@ -203,9 +212,7 @@ def not_used(case: FailedPass) -> Explanation | None:
         return None
     record = case.record
     facts = [fact for tensor in missing[:FACTS] for fact in _of_unused(case, tensor)]
-    cuts = joined(cut for node in case.graph for cut in record.cuts.entering(node))
-    ids = set(map(id, missing))
-    mine = [cut for cut in cuts if any(id(leaf) in ids for each in (cut, *cut.behind) for leaf in each.leaves)]
+    mine = between(case, case.graph, missing)
     built = {call.stack[0] for call in record.passes if call.built and call.path}
     made = dict.fromkeys(map(record.made, case.graph))
     taken = [line for line in made if line is not None and line in built]
@@ -220,7 +227,7 @@ def not_used(case: FailedPass) -> Explanation | None:
         *facts,
         *facts_of(case, mine),
         *gradients,
-        *case.of_leaves("in graph", there),
+        case.of_leaves(Fact("in graph"), there),
         _loss(case),
         variable=facts[0].name,
         certain=True,

@@ -209,11 +209,14 @@ def _none_read(case: FailedPass) -> Explanation | None:
     tensors = [each for read in case.record.without if (each := read.ref()) is not None and read.line == case.line]
     if not facts:
         return None
+    name = facts[-1].name
     results = [each for each in tensors if not each.is_leaf]
     if results:
         return _not_a_leaf(case, results[-1], *facts[-1:])
     made = [Fact("made", case.leaf(each), line) for each in tensors if (line := case.record.maker(each)) is not None]
-    return case.explanation("no gradient yet", *facts, *made[:1], *_last_pass(case), variable=facts[-1].name)
+    cuts = _cut.facts_of(case, _cut.between(case, _nodes.walk(case.names.nodes), tensors))
+    facts += [*made[:1], *cuts, *_last_pass(case)]
+    return case.explanation("no gradient yet", *facts, variable=name)
 
 
 def _not_a_leaf(case: FailedPass, tensor: Any, *facts: Fact) -> Explanation | None:
@@ -224,8 +227,8 @@ def _not_a_leaf(case: FailedPass, tensor: Any, *facts: Fact) -> Explanation | No
     kind = type(tensor.grad_fn).__name__
     made = Fact("made", name, case.record.maker(tensor), f"no leaf: the result of {kind}")
     below = [leaf for node in _nodes.walk([tensor.grad_fn]) if (leaf := _saved.leaf(node)) is not None]
-    leaves = case.of_leaves("made of", below)
-    return case.explanation("not a leaf", *facts, made, *leaves, *_last_pass(case), variable=name, certain=True)
+    leaves = case.of_leaves(Fact("made of"), below)
+    return case.explanation("not a leaf", *facts, made, leaves, *_last_pass(case), variable=name, certain=True)
 
 
 def _last_pass(case: FailedPass) -> list[Fact]:

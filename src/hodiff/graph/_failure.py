@@ -22,7 +22,7 @@ from hodiff._core import _nodes, _settings
 from hodiff._core._messages import CONSTANTS, Failure
 from hodiff._core._nodes import Node
 from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
-from hodiff.graph._case import FailedPass, body, labeled
+from hodiff.graph._case import Explanation, FailedPass, body, labeled
 from hodiff.graph._classes import CLASSES
 from hodiff.graph._names import TensorNames, path_of, user_frames
 from hodiff.graph._record import GRADIENT, NOTHING, Cut, Listener, Pass, kind_of, tensors_in
@@ -165,15 +165,19 @@ def _of_tensors(failure: Failure, frames: list[FrameType]) -> str:
             return _untracked(_case(failure, untracked[:1], frames, record))
         graph = _nodes.survey(failure.outputs)
         if not all(graph.contains(leaf) for leaf in failure.leaves):
-            explanation = _cut.not_used(_case(failure, failure.outputs, frames, record))
-            return explanation.body if explanation is not None else ""
+            return _body(_cut.not_used(_case(failure, failure.outputs, frames, record)))
         return _blamed(failure, failure.outputs, TensorNames(frames), record)
 
 
 def _untracked(case: FailedPass) -> str:
     """Where a tensor lost its graph; nothing if that cannot be told."""
     explanation = _cut.no_graph(case)
-    return explanation.body if explanation is not None and explanation.line("cut", "frozen") is not None else ""
+    told = explanation is not None and explanation.line("cut", "frozen") is not None
+    return _body(explanation) if told else ""
+
+
+def _body(explanation: Explanation | None) -> str:
+    return explanation.body if explanation is not None else ""
 
 
 # --- both -----------------------------------------------------------------------------------------
@@ -199,26 +203,18 @@ def _from_engine(
     """The engine refused: what was freed, or changed, and by which line."""
     kind = failure.error._facts.kind
     case = _case(failure, outputs, frames, record, cause)
-    if kind == "freed":
-        if failure.function is not None:
-            return _freed_by_f(case)
-        explanation = _second_time.explain(case)
-        return explanation.body if explanation is not None else ""
-    if kind == "changed":
-        explanation = _in_place.explain(case)
-        return explanation.body if explanation is not None else ""
+    if kind == "freed" and failure.function is not None:
+        return _freed_by_f(case)
+    if kind in ("freed", "changed"):
+        return _body((_second_time if kind == "freed" else _in_place).explain(case))
     return _blamed(failure, outputs, case.names, record)
-
-
-def _freed_part(case: FailedPass) -> list[Node]:
-    """Where the freed part begins. That is exact: a pass of hodiff's over tensors retains what it runs."""
-    return _inspect.topmost(case.roots, case.having(case.nodes, "freed"))
 
 
 def _freed_by_f(case: FailedPass) -> str:
     """The pass that `f` ran itself."""
-    tags = map(case.record.tags.tag, _freed_part(case))
-    call = next((tag for tag in tags if tag is not None), None)
+    # Where the freed part begins is exact: a pass of hodiff's over tensors retains what it runs.
+    begin = _inspect.topmost(case.roots, case.having(case.nodes, "freed"))
+    call = next(filter(None, map(case.record.tags.tag, begin)), None)
     if call is None:
         return ""
     reason = "f differentiates by itself, and frees what its result needs."

@@ -33,10 +33,10 @@ from hodiff._core import _arguments, _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.graph import _inspect, _saved, _source
-from hodiff.graph._case import body, labeled
-from hodiff.graph._names import USERS, TensorNames, is_users, root, user_frames
+from hodiff.graph._case import body, labeled, listed
+from hodiff.graph._names import USERS, TensorNames, path_of, root, user_frames
 from hodiff.graph._record import Listener, Pass, Record
-from hodiff.graph._source import Line, line_of, lines_of
+from hodiff.graph._source import Line, Path, line_of, lines_of
 
 RISES = 10
 """Iterations whose graphs must be alive before anything is looked for."""
@@ -98,7 +98,7 @@ class Growth(Listener):
         self._key = f"hodiff growth {next(_serial)}"
         self._unused_key = f"{self._key} unused"
         self._lines: dict[Any, _Line] = {}
-        self._grown: dict[Any, Grown] = {}
+        self._grown: dict[Any, list[Grown]] = {}
         self._unused: dict[str, tuple[_Token, Grown]] = {}
         self._before: list[dict[str, int]] = [{}, {}]
         self._token: _Token | None = None
@@ -145,12 +145,13 @@ class Growth(Listener):
     def _look(self, record: Record, line: _Line, call: Pass, names: TensorNames) -> None:
         """Find the variable that holds what grows."""
         alive = set(line.alive)
-        most = holder(names, lambda node: _saved.tags(node).get(self._key), alive)
+        most = holder(names, lambda node: _saved.tags(node).get(self._key), alive, call.path)
         if most is not None and 2 * most[1] > len(alive):  # else several hold parts of it
             kind = "kept" if call.retained else "spent"
             kind = "again" if line.again else kind
             kind = "gradient" if most[0].endswith(".grad") else kind
-            self._grown[call.path] = grown(kind, record, names, *most, call)
+            said = grown(kind, record, names, *most, call)
+            self._grown.setdefault(call.path, []).append(said)
 
     def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
         """Were twice as many nodes made as at the last look? Then graphs that no pass runs may pile up."""
@@ -164,23 +165,29 @@ class Growth(Listener):
         if record is None:
             return
         with _saved.without_modes():
-            self._look_beside(record, TensorNames(user_frames(frame)))
+            self._look_beside(record, TensorNames(user_frames(frame)), path_of(frame))
 
-    def _look_beside(self, record: Record, names: TensorNames) -> None:
+    def _look_beside(self, record: Record, names: TensorNames, at: Path) -> None:
         """Find what leads to more graphs that no pass has run than at each of the last two looks."""
+        groups = _groups(names)
         now: dict[str, int] = {}
-        for path, tensors in _groups(names).items():
+        rising: dict[str, list[Node]] = {}
+        for path, tensors in groups.items():
             nodes, now[path] = self._beside(record, [tensor.grad_fn for tensor in tensors])
             counts = [before.get(path, 0) for before in (*self._before, now)]
             rises = counts[-1] >= ITEMS and all(0 < GROWS * a <= b for a, b in pairwise(counts))
-            told = path.rpartition("[")[0] in self._unused
-            if rises and not told and not _is_bounded(names, path):
-                said = grown("unused", record, names, path, counts[-1], tensors)
-                token = _Token()
-                for node in nodes if said.bytes else ():
-                    _saved.tags(node)[self._unused_key] = token
-                    self._unused[path] = token, said
+            if rises and not _is_bounded(names, path):
+                rising[path] = nodes
         self._before = [self._before[1], now]
+        handed = [path for path in rising if _is_handed_on(path, at)]
+        for path, nodes in rising.items():
+            said = grown("unused", record, names, path, now[path], groups[path])
+            token = _Token()
+            output = handed and path not in handed and len(groups[path]) == 1  # beside its state
+            if said.bytes and not output and path.rpartition("[")[0] not in self._unused:
+                self._unused[path] = token, said
+                for node in nodes:
+                    _saved.tags(node)[self._unused_key] = token
 
     def _beside(self, record: Record, nodes: list[Node]) -> tuple[list[Node], int]:
         """The nodes of a container, or of a state, that no pass has run; and their iterations."""
@@ -201,10 +208,8 @@ class Growth(Listener):
 
     def growing(self, *, ended: bool = True) -> list[Grown]:
         """What grew, each holder once; `ended`: the program came to its end, and would have used it."""
-        grew = []
-        for path, each in self._grown.items():
-            line = self._lines[path]
-            grew += [replace(each, count=line.peak)] if line.idle <= RISES else []
+        rising = [path for path in self._grown if self._lines[path].idle <= RISES]
+        grew = [_lasting(self._grown[path], self._lines[path].peak) for path in rising]
         grew += [each for token, each in self._unused.values() if ended and not token.used]
         return list({(each.variable, each.line): each for each in reversed(grew)}.values())[::-1]
 
@@ -219,10 +224,9 @@ class _Stepped:
         given = [leaf for group in optimizer.param_groups for leaf in group["params"]]
         leaves = [leaf for leaf in given if leaf.requires_grad and leaf.grad is None]
         names = TensorNames(user_frames(sys._getframe(1))) if leaves else TensorNames()
-        held = [name for name, value in names.values.items() if value is optimizer]
         self.optimizer, self.steps = weakref.ref(optimizer), 0
-        self.name = (held or [type(optimizer).__name__])[0]
-        self.never = [(names.of(leaf), weakref.ref(leaf)) for leaf in leaves]
+        self.name = names.optimizers.get(id(optimizer), type(optimizer).__name__)
+        self.never = [(names.of(leaf) or "one without a name", weakref.ref(leaf)) for leaf in leaves]
 
 
 class Untrained:
@@ -243,27 +247,20 @@ class Untrained:
     def look(self) -> None:
         """Forget what has a gradient now."""
         for each in self._known:
-            each.never = [(name, ref) for name, ref in each.never if not _has_gradient(ref())]
+            each.never = [held for held in each.never if getattr(held[1](), "grad", None) is None]
 
     def __str__(self) -> str:
-        lines = []
-        for each in self._known:
-            if each.never and each.steps >= STEPS:
-                told = [f"`{name}`" for name, _ in each.never if name][:SHOWN]
-                more = len(each.never) - len(told)
-                told += [f"{more} more"] if more else []
-                steps = f"stepped {each.steps} times by `{each.name}`"
-                lines.append(f"  {steps}, never had a gradient: {', '.join(told)}")
+        lines = [
+            f"  stepped {each.steps} times by `{each.name}`, never had a gradient: "
+            f"{listed([name for name, _ in each.never])}"
+            for each in self._known
+            if each.never and each.steps >= STEPS
+        ]
         return "\n".join([UNTRAINED, *lines]) if lines else ""
-
-
-def _has_gradient(leaf: Tensor | None) -> bool:
-    return leaf is not None and leaf.grad is not None
 
 
 STEPS = 2
 """Steps without a gradient before it is told."""
-SHOWN = 6
 UNTRAINED = "hodiff: parameters that were never trained"
 
 
@@ -313,10 +310,7 @@ class Monitor(_messages.Reported):
                 self._warn(name, past, nodes)
 
     def _warn(self, name: str, past: list[Step], nodes: list[Any]) -> None:
-        frame, level = sys._getframe(1), 1
-        while frame.f_back is not None and not is_users(frame.f_code):
-            frame, level = frame.f_back, level + 1
-        line = line_of(frame)
+        line = line_of(next(user_frames(sys._getframe(1)), sys._getframe(1)))
         loop = next(iter(_source.loops(line)), None)
         numbers = [n for n in _source.assignments(name, line) if loop is not None and _source.within(loop, n)]
         where = f" Line {numbers[-1]} ({Line(line.file, numbers[-1]).text}) extends it." if numbers else ""
@@ -328,7 +322,7 @@ class Monitor(_messages.Reported):
             f"the graph behind {name} grows with every step: {nodes_then} nodes, "
             f"{past[-1].bytes:,} B saved in them now.{where}{used} Detach what is carried from step to step.",
             HodiffWarning,
-            stacklevel=level + 1,
+            stacklevel=_arguments.outside(),
         )
 
     def __str__(self) -> str:
@@ -435,24 +429,32 @@ def _groups(names: TensorNames) -> dict[str, list[Tensor]]:
 
 
 def holder(
-    names: TensorNames, tag: Callable[[Node], Any], wanted: Collection[Any]
+    names: TensorNames, tag: Callable[[Node], Any], wanted: Collection[Any], path: Path = ()
 ) -> tuple[str, int, list[Tensor]] | None:
-    """What leads to most of the tags in `wanted`, to how many, and its tensors; of several, the least."""
+    """What leads to most of the tags in `wanted`, to how many, and its tensors.
+
+    Of several what a loop around `path` hands to its next round, and then the least.
+    """
     held: dict[str, tuple[int, int, int]] = {}
     groups = _groups(names)
-    for path, tensors in groups.items():
+    for variable, tensors in groups.items():
         nodes = list(_nodes.walk([tensor.grad_fn for tensor in tensors]))
         tags = {id(tagged) for node in nodes if (tagged := tag(node)) in wanted}
-        held[path] = len(tags), -len(nodes), -_source.steps(path)
-    variable = max(held, key=held.__getitem__, default="")
-    around = variable[: max(variable.rfind("["), 0)]
-    items = [path for path in held if path.startswith(f"{around}[")]
-    equal = [path for path in items if held[path][0] == held[variable][0]]
-    if around in groups and len(equal) > 1:
-        variable = around  # `sums`, not `sums[0]` alone
-    if not variable or not held[variable][0] or _is_bounded(names, variable):
+        held[variable] = len(tags), -len(nodes), -_source.steps(variable)
+    most = max((number for number, _, _ in held.values()), default=0)
+    equal = [each for each in held if held[each][0] == most]
+    if not most:
         return None
-    return variable, held[variable][0], groups[variable]
+    variable = max(equal, key=lambda each: (_is_handed_on(each, path), held[each]))
+    around = variable[: max(variable.rfind("["), 0)]
+    if around in groups and sum(each.startswith(f"{around}[") for each in equal) > 1:
+        variable = around  # `sums`, not `sums[0]` alone
+    return None if _is_bounded(names, variable) else (variable, most, groups[variable])
+
+
+def _is_handed_on(variable: str, path: Path) -> bool:
+    """Whether a loop around a path reads a variable before it assigns it: what it hands to its next round."""
+    return any(_source.hands_on(variable, frame.line) for frame in path)
 
 
 def _is_bounded(names: TensorNames, path: str) -> bool:
@@ -474,8 +476,7 @@ def _line(names: TensorNames, record: Record, variable: str, tensors: list[Tenso
     paths = names.paths[id(tensors[0])]
     first = next((path for path in paths if path.startswith(variable)), variable)
     places = (variable, first.rpartition("[")[0], _SUBSCRIPTS.sub("", variable))
-    owner = names.owners.get(root(variable))
-    file = owner.co_filename if owner is not None else ""
+    file = getattr(names.owners.get(root(variable)), "co_filename", "")
     return next((line for path in places for line in _filling(path, file)), None)
 
 
@@ -545,6 +546,15 @@ class Grown:
         return body([what, *(f"  {place}" for place in places if place)], reason, [("helps", helps)])
 
 
+def _lasting(looks: list[Grown], peak: int) -> Grown:
+    """What most looks have found, with what it came to hold until a look found something else."""
+    names = [each.variable for each in looks]
+    last = max(range(len(looks)), key=lambda index: (names.count(names[index]), index))
+    said = looks[last]
+    count = looks[last + 1].count if last + 1 < len(looks) else peak
+    return replace(said, count=count, bytes=said.bytes * count // said.count)
+
+
 def grown(
     kind: str,
     record: Record,
@@ -559,40 +569,33 @@ def grown(
     return Grown(kind, variable, count, size, _line(names, record, variable, tensors), call)
 
 
-class Kind(NamedTuple):
-    """The sentences of one kind of growth."""
-
-    what: str
-    reason: str
-    helps: str
-
-
-HELD = "`{variable}` holds the graphs of {count} iterations, and {bytes} B that they saved"
+HELD = "`{variable}` holds the graphs of {count} iterations, and some {bytes} B that they saved"
 VALUE = "store only the value in `{variable}`: `.detach()`, or `.item()` for a number."
+# What it is, why, and what helps.
 KINDS = {
-    "spent": Kind(
+    "spent": (
         "`{variable}` holds the graphs of {count} iterations, whose passes have run",
         "the passes freed what another pass would need; the rest is useless, and grows.",
         VALUE,
     ),
-    "kept": Kind(
+    "kept": (
         HELD,
         "the passes were told to keep them.",
         f"if no other pass goes through them, remove `retain_graph` and `create_graph`, and {VALUE}",
     ),
-    "gradient": Kind(
+    "gradient": (
         HELD,
         "backward(create_graph=True) adds a gradient with its graph to `.grad`, which was never reset.",
         "if the gradients of all iterations are not to add up, set `.grad = None` before each "
         "pass; hodiff.grad and torch.autograd.grad return a gradient and do not write `.grad`.",
     ),
-    "again": Kind(
+    "again": (
         "`{variable}` holds the graphs of {count} iterations, and each pass runs all of them again",
         "each iteration extends the graph of the one before, and `retain_graph=True` keeps them all.",
         "if gradients are not to reach back through all iterations, write `{variable} = "
         "{variable}.detach()` at the start of each; `retain_graph=True` is then no longer needed.",
     ),
-    "unused": Kind(
+    "unused": (
         "`{variable}` holds the graphs of {count} iterations and more, and {bytes} B that they saved",
         "no backward pass has gone through them.",
         f"if none is to, compute them under torch.no_grad(), or {VALUE}",

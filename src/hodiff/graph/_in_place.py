@@ -36,7 +36,8 @@ def explain(case: FailedPass) -> Explanation | None:
     changes = case.record.changes(stale.value, _saved.sequence(stale.node))
     if not stale.variable and changes:
         line = changes[-1].line
-        names = _source.changed_at(line) or _source.given_by(line)
+        call = "" if _saved.is_view(stale.value) else changes[-1].call
+        names = _source.changed_at(line, call) or _source.given_by(line)
         stale = stale._replace(variable=names[0] if names else "")
     saved = f"{type(stale.node).__name__} saved it as {stale.slot!r}"
     shape = f"of shape {tuple(stale.value.shape)}"
@@ -45,7 +46,7 @@ def explain(case: FailedPass) -> Explanation | None:
         Fact("saved", stale.variable, case.record.made(stale.node), f"{shape}; {saved}"),
         *(Fact("changed", stale.variable, line, by) for line, by in _told(changes).items()),
         *(callers(changes[-1].path, lines_of(case.path))[:1] if changes else ()),
-        *case.of_leaves("changed", _moved(case)),
+        case.of_leaves(Fact("changed"), _moved(case)),
         variable=stale.variable,
     )
 
@@ -103,6 +104,7 @@ REFUSALS = {
     "leaf's view changed": "refused in place",
     "hooked view changed": "refused in place",
     "view changed": "refused in place",
+    "written out": "refused in place",
     "view without gradients": "view made without gradients",
     "inference saved": "inference tensor",
     "inference changed": "inference tensor",
@@ -116,8 +118,10 @@ REFUSALS = {
 def explain_refused(case: FailedPass, cause: str, arguments: Any, path: Path) -> Explanation:
     """The explanation of such an operation."""
     line = path[0].line
-    tensor = _which(arguments, cause)
-    variable = _changed(case, line) if cause == "refused in place" else _name(case, tensor)
+    out = arguments[1].get("out")
+    tensor = out if isinstance(out, Tensor) else _which(arguments, cause)
+    named = cause != "refused in place" or tensor is out
+    variable = _name(case, tensor) if named else _changed(case, line)
     return case.explanation(
         cause,
         Fact("refused", variable, line, case.name),
@@ -141,7 +145,7 @@ def _maker(case: FailedPass, tensor: Tensor | None) -> list[Fact]:
 
 def _changed(case: FailedPass, line: Line) -> str:
     """What a line was to change."""
-    names = _source.changed_at(line)
+    names = _source.changed_at(line, case.name)
     return names[0] if names else _source.receiver(line, case.name)
 
 
@@ -156,4 +160,4 @@ def _which(arguments: Any, cause: str) -> Tensor | None:
 def _name(case: FailedPass, tensor: Tensor | None) -> str:
     """The variable of a tensor, by the name that its owner gives it."""
     paths = case.names.paths.get(id(tensor), ())
-    return max(paths, key=lambda path: path.count("."), default="")
+    return max(paths, key=lambda path: ("_hooks[" not in path, path.count(".")), default="")

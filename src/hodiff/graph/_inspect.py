@@ -425,11 +425,6 @@ def trouble(node: Node) -> str:
     return _saved.FREED if _saved.is_freed_like_others(node) else _asked_trouble(node)
 
 
-def having(nodes: Iterable[Node], reason: str) -> list[Node]:
-    """The nodes among some that have this trouble."""
-    return [node for node in nodes if trouble(node) == reason]
-
-
 def _asked_trouble(node: Node) -> str:
     """The trouble of a node, as PyTorch tells it of that very node."""
     if _saved.is_whole(node):

@@ -85,7 +85,7 @@ class _Spans(Listener):
         if not failed:
             self._collect(record, call, "held" if call.retained else "freed", sizes)
             return
-        ran = {node: size for node in _inspect.having(sizes, "freed") if (size := sizes[node]) >= 0}
+        ran = {node: size for node, size in sizes.items() if size >= 0 and _inspect.trouble(node) == "freed"}
         self._collect(record, call, "freed", ran)
         self._collect(record, call, "missing", {node: 0 for node, size in sizes.items() if size < 0})
 

@@ -133,10 +133,10 @@ class Cut:
 
 
 def joined(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
-    """Cuts of the same lines as one, with the leaves of each; and those that were under one switch, by the first."""
-    ones: dict[tuple[str, int, str], Cut] = {}
+    """Cuts of the same lines as one, with the leaves of each; those that one line switched off, by the first."""
+    ones: dict[tuple[Any, ...], Cut] = {}
     for cut in cuts:
-        key = (cut.kind, cut.place, cut.call) if cut.off is None else (cut.kind, id(cut.off), "")
+        key = (cut.kind, cut.place, cut.call) if cut.off is None else (cut.kind, *cut.off)
         one = ones.setdefault(key, cut)
         if one is not cut:
             refs = tuple(dict.fromkeys(one.refs + cut.refs))

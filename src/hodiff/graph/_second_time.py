@@ -10,6 +10,7 @@ from types import CodeType
 
 from torch import Tensor
 
+from hodiff._core import _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _inspect, _names, _saved, _source
 from hodiff.graph._case import Explanation, Fact, FailedPass, callers, fact_of_pass
@@ -67,7 +68,7 @@ class SharedPart:
     @cached_property
     def under(self) -> dict[Node, list[Node]]:
         """The nodes of the part, and below it, with the nodes that each leads to."""
-        return self.case.below([value.node for value in self.values])
+        return _nodes.walk(value.node for value in self.values)
 
     @cached_property
     def below(self) -> list[Tensor]:
@@ -143,14 +144,11 @@ def _recorded(case: FailedPass, part: SharedPart) -> Explanation:
         *values[:SHOWN],
         Fact("made", first.variable, first.created) if first.created is not None else None,
         *callers(first.path, (first.created, *part.call.stack)),
-        *case.of_leaves("behind", part.below),
+        case.of_leaves(Fact("behind"), part.below),
         *(fact_of_pass("kept by" if each.retained else "freed by", each) for each in passes),
         None if freed.retained else Fact("freed nodes", text=_freed_below(part)),
-        *(
-            Fact("changed", "", line, "since: a kept graph would be of the old values")
-            for line in list(changes)[:SHOWN]
-        ),
-        *case.of_leaves("changed", part.moved),
+        *(Fact("changed", "", line, OLD) for line in list(changes)[:SHOWN]),
+        case.of_leaves(Fact("changed"), part.moved),
         Fact("part", text=ONE_NODE) if compiled else None,
         fact_of_pass("failed", part.call),
         variable=first.variable,
@@ -246,7 +244,7 @@ def _last_pass(case: FailedPass, node: Node) -> Pass | None:
 
     Its values have changed then. One that frees what it runs, and left all of this, was another's.
     """
-    inner = (each for each in case.below([node]) if _saved.leaf(each) is None)
+    inner = (each for each in _nodes.walk([node]) if _saved.leaf(each) is None)
     tags = (tag for each in inner if (tag := case.record.tags.tag(each)) is not None)
     held = case.record.tags.held_at(node)
     return next(tags, held if held is not None and held.retained else None)

@@ -204,18 +204,23 @@ def hands_on(name: str, line: Line) -> bool:
 # --- what lines of the user's source change in place, or put into containers -----------------------
 
 
-def changed_at(line: Line) -> list[str]:
-    """The variables that the statement at a line changes in place: `x += 1`, `x[i] = 0`, `x.mul_(2)`."""
+def changed_at(line: Line, call: str = "") -> list[str]:
+    """The variables that the statement at a line changes in place: `x += 1`, `x[i] = 0`, `x.mul_(2)`.
+
+    If `call`, which changed them, assigned an item of `x`, it is `x` that was changed, and not `x[i]`.
+    """
     node = statement(line)
-    if isinstance(node, ast.AugAssign):
-        return [ast.unparse(node.target)]
-    if isinstance(node, ast.Assign):
-        return [ast.unparse(target) for target in node.targets if isinstance(target, ast.Subscript)]
-    call = node.value if isinstance(node, ast.Expr) else None
+    if isinstance(node, (ast.Assign, ast.AugAssign)):
+        given = [node.target] if isinstance(node, ast.AugAssign) else node.targets
+        items = [target for target in given if isinstance(target, ast.Subscript)]
+        if call == "__setitem__":
+            return [ast.unparse(target.value) for target in items]
+        return list(map(ast.unparse, items if isinstance(node, ast.Assign) else given))
+    calling = node.value if isinstance(node, ast.Expr) else None
     changed = None
-    while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):  # x.sub_(m).div_(s) changes x
-        changed = call.func.value if call.func.attr.endswith("_") else changed
-        call = call.func.value
+    while isinstance(calling, ast.Call) and isinstance(calling.func, ast.Attribute):  # x.sub_(m).div_(s) changes x
+        changed = calling.func.value if calling.func.attr.endswith("_") else changed
+        calling = calling.func.value
     return [ast.unparse(changed)] if changed is not None else []
 
 

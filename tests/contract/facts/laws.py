@@ -147,6 +147,8 @@ def _owners(report: Report) -> Iterator[str]:
         leaves = report.same(fact.leaves)
         true = {name for name, owned in report.program.truth.owners if report.same(owned) & leaves}
         yield from _differ(f"owners of {fact.leaves}", set(fact.owners), true)
+        stepped = frozenset[int]().union(*(report.same(owned) for _, owned in report.program.truth.owners))
+        yield from _differ(f"stepped of {fact.leaves}", report.same(fact.leaves[: fact.stepped]), leaves & stepped)
 
 
 def _made(report: Report) -> Iterator[str]:

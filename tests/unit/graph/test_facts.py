@@ -256,6 +256,30 @@ def test_a_gradient_whose_function_recorded_nothing_is_not_called_constant(told,
     assert "Cube" in {fact.name for fact in found.facts}
 
 
+def test_of_the_leaves_behind_a_cut_those_that_are_stepped_are_told_apart(told):
+    found = told("""
+net, x = nn.Linear(2, 1), torch.ones(3, 2, requires_grad=True)
+opt = torch.optim.SGD([x], lr=0.1)
+net(x).detach().sum().backward()
+""")
+    (cut,) = facts(found, "cut")
+    assert cut.leaves[: cut.stepped] == ("x",) and set(cut.leaves[1:]) == {"net.weight", "net.bias"}
+    words = r"behind it `x` \(stepped by `opt`\), `net\.\w+`, `net\.\w+` \(in no live optimizer\)"
+    assert re.search(words, " ".join(str(cut).split()))
+
+
+def test_a_switch_in_a_loop_is_told_once(told):
+    found = told("""
+w, losses = torch.ones(2, requires_grad=True), []
+for scale in range(3):
+    with torch.no_grad():
+        losses.append((w * scale).sum())
+sum(losses).backward()
+""")
+    assert lines(found, "cut") == ["losses.append((w * scale).sum())"]
+    assert lines(found, "off since") == ["with torch.no_grad():"]
+
+
 # --- who switched gradients off: told by what ran, and no source is read ----------------------------------------------
 
 OFF = {
@@ -406,7 +430,9 @@ def test_state_whose_graph_was_kept(told):
     found = told(RECURRENT.format(call="loss.backward(retain_graph=True)"))
     assert (found.cause, found.variable) == ("carried over", "h")
     assert lines(found, "kept by") == ["loss.backward(retain_graph=True)"]
-    assert (("cell.weight_hh",), ("opt",)) in leaves(found, "behind")  # the others no optimizer steps
+    (behind,) = facts(found, "behind")
+    assert behind.leaves[: behind.stepped] == ("cell.weight_hh",)  # the others no optimizer steps
+    assert len(behind.leaves) == 4 and behind.owners == ("opt",)
     assert found.freed is None
     found = told(RECURRENT.format(call="loss.backward()"))
     assert (found.cause, found.variable) == ("carried over", "h")
@@ -565,6 +591,65 @@ def test_an_explanation_of_an_operation_that_is_refused(told):
     assert (found.cause, found.variable, lines(found, "refused")) == ("refused in place", "w", ["w += 1"])
 
 
+def test_an_item_that_is_assigned_changes_all_of_the_tensor(told):
+    found = told("""
+class Head(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x).sigmoid()
+        y[0] = y[0] * 2
+        return y
+
+Head(2, 2)(torch.ones(3, 2)).sum().backward()
+""")
+    (saved,), (changed,) = facts(found, "saved"), facts(found, "changed")
+    assert (saved.name, changed.name, changed.text) == ("y", "y", "__setitem__")
+    assert "of shape (3, 2)" in saved.text
+    found = told("""
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+y = Scale.apply(torch.ones(3, requires_grad=True).exp())
+y[torch.tensor([0, 1])] += 1
+""")
+    assert (found.cause, found.variable) == ("refused in place", "y")
+
+
+def test_a_result_that_is_written_into_what_has_a_graph(told):
+    found = told("""
+w = torch.ones(3, requires_grad=True)
+gaps = w * 2
+torch.exp(w, out=gaps)
+""")
+    assert (found.cause, found.variable) == ("refused in place", "gaps")
+    assert lines(found, "refused") == ["torch.exp(w, out=gaps)"]
+    assert lines(found, "made") == ["gaps = w * 2"]
+
+
+def test_what_can_not_be_copied_is_named_as_its_owner_does(told):
+    found = told("""
+import copy
+
+class Kept(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_forward_hook(self.keep)
+
+    def keep(self, module, given, result):
+        self.hidden = result
+
+net = Kept()
+net(torch.ones(1, 2))
+copy.deepcopy(net)
+""")
+    assert (found.cause, found.variable) == ("copied", "net.hidden")
+
+
 def test_a_view_that_was_made_without_gradients(told):
     found = told("""
 w, x = torch.ones(2, 3, requires_grad=True), torch.zeros(2, 3)
@@ -578,6 +663,28 @@ rows[0] = w.sum() * torch.ones(2)
 
 
 # --- inputs, leaves and gradients that are None -----------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_none_as_the_leaf_was_cut_off(told):
+    start = """
+x, w = torch.rand(3).requires_grad_(), torch.ones(3, requires_grad=True)
+
+@torch.no_grad()
+def tower(x):
+    return x * 2
+
+loss = (HERE * w).sum()
+loss.backward()
+x.grad.sign()
+"""
+    found = told(start.replace("HERE", "tower(x)"))
+    assert (found.cause, found.variable) == ("no gradient yet", "x")
+    assert (lines(found, "cut"), leaves(found, "cut")) == (["return x * 2"], [(("x",), ())])
+    assert lines(found, "off since") == ["@torch.no_grad()"]
+    assert lines(told(start.replace("HERE", "tower(torch.ones(3))")), "cut") == []
+    (fact,) = facts(told("w = torch.ones(2)\nw -= w.grad * 0.1"), "no grad")
+    assert "it does not require grad" in fact.text
+    assert "does not require" not in str(facts(found, "no grad"))
 
 
 def test_an_input_that_is_cast_to_integers_is_cut_there(told):

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import hodiff
-from hodiff._core import _nodes
 from hodiff.graph import predict, shared
-from hodiff.graph._case import FailedPass
 from tests.unit.graph.random_graphs import Cube, Graphs
 
 CALLS = 4
@@ -145,16 +143,6 @@ def test_a_function_that_was_run_need_not_use_what_it_saved():
     found = predict(loss)
     assert (found.verdict, found.findings[0].reason) == ("maybe", "freed")
     assert "which need not use them" in found.findings[0].text
-
-
-def test_a_graph_that_was_walked_serves_for_its_parts():
-    x = torch.ones(3, requires_grad=True)
-    inner = x.exp()
-    outer, other = (inner * inner).sin(), x.cos() * 2
-    nodes = [each.grad_fn for each in (inner, outer, other)]
-    case = FailedPass(RuntimeError(), "", nodes, [], None, [])
-    for roots in (nodes[:1], nodes, nodes[1:2], nodes[2:], nodes[:1] + nodes[2:]):
-        assert case.below(roots) == _nodes.walk(roots)
 
 
 def test_a_derivative_that_is_missing():

@@ -33,6 +33,12 @@ def test_what_a_line_changes(line, text, changed):
     assert _source.changed_at(line(text)) == changed
 
 
+def test_a_line_that_assigns_an_item_changes_the_whole(line):
+    assert _source.changed_at(line("x[0] = y = 1"), "__setitem__") == ["x"]
+    assert _source.changed_at(line("x[0][1] += 1"), "__setitem__") == ["x[0]"]
+    assert _source.changed_at(line("state['h'] = state['h'].add_(1)"), "add_") == ["state['h']"]
+
+
 @pytest.mark.parametrize(
     ("text", "target"),
     [
