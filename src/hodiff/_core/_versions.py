@@ -547,6 +547,11 @@ def reduction(value: Tensor) -> tuple[Literal["mean", "sum"] | None, torch.Size 
     return None, None
 
 
+def kept(node: Node, name: str) -> Any:
+    """What a node has saved under a name. Not proved: who asks holds it against a pass."""
+    return getattr(node, f"_saved_{name}")
+
+
 def received(node: Node) -> Iterator[tuple[tuple[Any, ...], torch.dtype]]:
     """The shape and dtype of each gradient that a node receives; nothing where PyTorch cannot tell (nested tensors)."""
     try:
