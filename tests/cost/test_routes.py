@@ -112,6 +112,11 @@ ROUTES: dict[str, dict[str, tuple[Callable[[Any], object], Callable[..., Any], i
         "rows, to be differentiated": (
             lambda f: hodiff.per_sample_grad(f, X[:3], BATCH, create_graph=True), weighted, 1, 1),
     },
+    "gram": {
+        "in factors": (lambda f: hodiff.gram(f, X[:3], BATCH), weighted, 1, 1 + 1),
+        "rows, to be differentiated": (
+            lambda f: hodiff.gram(f, X[:3], BATCH, create_graph=True), weighted, 1, 1),
+    },
     "evaluation": {
         "once": (lambda f: hodiff.hvp(f, X, V), loss, 1, 2),
         "again, with norms written out": (lambda f: hodiff.hvp(f, X, V), weight_norm, 2, 2),

@@ -415,7 +415,8 @@ class Factors:
         with _settings.grad_mode(False), _settings.autocast(outputs[0].device.type):
             self._seeds = _units(outputs[0]) if seeds is None else seeds
             numbers, count = self._seeds[0].shape[:2]
-            if count and numbers and all(output.grad_fn is not None for output in outputs):
+            precise = self._seeds[0].element_size() >= 4  # else rounding would hide what is mixed
+            if precise and count and numbers and all(x.grad_fn is not None for x in outputs):
                 self.of = _Reading(graph, outputs, self._seeds).read()
         self.missing = {*range(len(graph.leaves))} - self.of.keys()
         self.shape = Size((count, numbers))
@@ -482,16 +483,18 @@ class _Reading:
             for end in ends:  # which grows
                 self._uses[end.node] = own = []
                 for use, turned in self._arguments(end.node, end.shape):
-                    [(shape, _), *others] = use.results()
-                    sampled = any(n and n % self._count == 0 for n in shape)
+                    shapes = [shape for shape, _ in use.results()]
+                    if not all(n.__class__ is int for shape in shapes for n in shape):  # nested
+                        shapes = []
+                    sampled = any(n and n % self._count == 0 for shape in shapes[:1] for n in shape)
                     if sampled and use.node not in self._shared:
                         self._sampled[use.node] = use
                         own += [(use, turned)]
-                    elif others:  # each with uses of its own
+                    elif len(shapes) != 1:  # each with uses of its own
                         own += [(use, turned)]
                     elif use.node not in met:
                         met.add(use.node)
-                        ends += [End(use.node, Size(shape), use.edge)]
+                        ends += [End(use.node, Size(shapes[0]), use.edge)]
             self._ends += [ends]
 
     def _arguments(self, node: _nodes.Node, shape: Size) -> Iterator[tuple[_nodes.Use, bool]]:
@@ -517,12 +520,14 @@ class _Reading:
     # --- passes
 
     def _place(self) -> bool:
-        """Take the derivatives by what has samples, and see where these lie; not beyond memory."""
+        """Whether the derivatives by what has samples could be taken, and where these lie."""
         edges = [use.edge for use in self._sampled.values()]
         shapes = [Size(use.results()[0][0]) for use in self._sampled.values()]
         if sum(map(Size.numel, shapes)) * self._numbers * self._seeds[0].element_size() > LARGEST:
             return False
         derivatives = self._pulled(self._outputs, self._seeds, edges, shapes)
+        if any(g.__class__ is not Tensor for g in derivatives):  # sharded
+            return False
         self._derivatives = dict(zip(self._sampled, derivatives, strict=True))
         weighed = self._weighed(edges, shapes)
         places = map(_place_of, derivatives, weighed, [self._weights] * len(edges))

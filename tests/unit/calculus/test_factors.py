@@ -350,6 +350,27 @@ def test_numbers_of_another_kind_are_missing(dtype: torch.dtype) -> None:
         assert Factors(graph, [graph.outputs]).missing == {0}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_that_hides_what_is_mixed(dtype: torch.dtype) -> None:
+    x, model = draw(N, 4).to(dtype), mlp(4, 3).to(dtype)
+    mixed = lambda m: (m(x) + 0.2 * m(x).mean(0)).tanh().sum(1)
+    with OutputGraph(call(mixed, model, 1, None, False, (), (), None)) as graph:
+        assert Factors(graph, [graph.outputs]).missing == {0, 1}
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_missing(layout: torch.layout) -> None:
+    parts = [draw(length, 4) for length in range(1, N + 1)]
+
+    def f(model: nn.Module) -> Tensor:
+        words = torch.nested.nested_tensor(parts, layout=layout, dtype=D)
+        return model(words).to_padded_tensor(0.0).sin().sum((1, 2))
+
+    with OutputGraph(call(f, mlp(4, 3), 1, None, False, (), (), None)) as graph:
+        assert Factors(graph, [graph.outputs]).missing == {0, 1}
+
+
 def test_images_that_are_one() -> None:
     """Samples may be the channels of one image."""
     x = draw(1, N, 5, 5)
