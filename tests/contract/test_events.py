@@ -42,7 +42,6 @@ from hodiff._core._where import Where
 from hodiff.cli._explain import Warnings
 from hodiff.curvature._memory import LiveBytes
 from hodiff.curvature._process_group import ProcessGroupSum
-from hodiff.graph import _source
 from hodiff.sparse import plan_hessian
 from tests.meta.source import ROOT, library_files, tree
 from tests.support import audit
@@ -531,7 +530,6 @@ ENTERED: dict[str, Call] = {
     "curvature/_probes.py: EstimatorProgress": CALLS["trace"],
     "_core/_lending.py: Scope(resume)": _swapped,
     "_core/_graph.py: Watched": CALLS["laplacian, reverse, module in f"],
-    "graph/_source.py: Scope(_count_reruns)": _entered(_source.reruns),
     "graph/_saved.py: Scope(_normal)": _inspected,
     "graph/_watch.py: Watch": CALLS["graph.watch"],
     "steps/_dynamo.py: Scope(_enter)": _OF_STEPS,

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.masked import masked_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -277,8 +278,14 @@ class Wrapped(Tensor):
         return tree_map(lambda each: Wrapped(each) if isinstance(each, Tensor) else each, func(*held[0], **held[1]))
 
 
+def functional(held: Tensor) -> Tensor:
+    with FunctionalTensorMode():
+        return FunctionalTensor.to_functional(held)
+
+
 STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
     "FakeTensor": lambda held: FakeTensorMode().from_tensor(held),
+    "FunctionalTensor": functional,
     "MaskedTensor": lambda held: masked_tensor(held, held > 0),
     "Wrapped": Wrapped,
 }
@@ -289,7 +296,7 @@ STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("caller", CALLERS, ids=str)
 @pytest.mark.table(wide=60)
 def test_a_point_of_such_a_class_is_refused(caller: Any, kind: str) -> None:
-    if caller.name == "jet" and kind == "MaskedTensor":
+    if caller.name == "jet" and kind in ("MaskedTensor", "FunctionalTensor"):
         pytest.skip("its directions cannot be made")
     with pytest.raises(hodiff.InputError, match=f"got an? {kind}, a tensor whose class computes by itself"):
         caller(lambda z, *rest: z.sin() * SCALE + z**3, STRANGE[kind](X))
@@ -336,6 +343,27 @@ def test_a_stand_in_goes_through_while_pytorch_traces() -> None:
     with FakeTensorMode() as mode:
         found = hodiff.hessian(lambda z: z.sin().sum(), mode.from_tensor(held))
     assert found.shape == (3, 3)
+
+
+BY_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "hvp": lambda x: hodiff.hvp(lambda z: z.sin().sum(), x, torch.stack([X[0], X[1]])),
+    "hessian": lambda x: hodiff.hessian(lambda z: z.sin().sum(), x),
+    "jacobian": lambda x: hodiff.jacobian(torch.sin, x, chunk_size=2),
+    "hessian_diagonal": lambda x: hodiff.hessian_diagonal(lambda z: z.sin().sum(), x),
+    "per_sample_grad": lambda x: hodiff.per_sample_grad(lambda w, b: (w * b).sin().sum(1), x, X),
+    "laplacian": lambda x: hodiff.laplacian(lambda z: z.sin().sum(), x, batch_ndim=0),
+}
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_a_functional_tensor_goes_through_while_pytorch_traces(name: str) -> None:
+    """Unit vectors were written by a view that PyTorch cannot follow."""
+    with FunctionalTensorMode() as mode:
+        found = BY_ROWS[name](FunctionalTensor.to_functional(X[0]))
+    assert isinstance(found, FunctionalTensor)
+    torch._sync(found)
+    with mode:
+        torch.testing.assert_close(torch._from_functional_tensor(found.elem), BY_ROWS[name](X[0]))
 
 
 def test_a_class_without_operations_of_its_own_is_a_tensor() -> None:

@@ -345,6 +345,37 @@ def test_a_collective_on_what_is_not_differentiated_is_let_through(two: Ranks) -
         assert outside == pytest.approx(2 * X.sum().item())
 
 
+IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
+    "all_reduce": lambda value: dist.all_reduce(value),
+    "broadcast": lambda value: dist.broadcast(value, 0),
+    "reduce": lambda value: dist.reduce(value, 0, async_op=True),
+}
+CALLS: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
+    "value_and_grad": lambda f: hodiff.value_and_grad(f, X),
+    "hvp": lambda f: hodiff.hvp(f, X, X),
+    "laplacian": lambda f: hodiff.laplacian(f, X, batch_ndim=0),
+    "HessianOperator": lambda f: hodiff.HessianOperator(f, X).value,
+}
+
+
+def written(rank: int, name: str) -> list[Any]:
+    def f(z: Tensor) -> Tensor:
+        value = z.square().sum()
+        IN_PLACE[name](value)
+        return value
+
+    return [said(lambda call=call: call(f)) for call in CALLS.values()]
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_collective_that_writes_into_what_is_differentiated_is_refused(two: Ranks, name: str) -> None:
+    """The value was that of all ranks, and the derivative that of one."""
+    for refused in on_each(two, written, name):
+        for words in refused:
+            assert isinstance(words, str), words
+            assert words.startswith(f"GraphError: f calls torch.distributed.{name} on a tensor that is differentiated")
+
+
 def differentiable(rank: int, functional: bool) -> Any:
     """A loss of both ranks' rows: its Hessian by this rank's copy, what was said, and the mean over the ranks."""
     from torch.distributed import _functional_collectives as collectives

@@ -421,6 +421,21 @@ def test_unverified_is_said_at_each_place_once() -> None:
     assert len(outcome(here)) == 1
 
 
+def test_a_surrogate_is_told_of_each_function_that_a_line_differentiates() -> None:
+    """A helper is one line for all that it is given."""
+
+    def penalty(f: Callable[[Tensor], Tensor]) -> object:
+        return hodiff.gradient_norm_penalty(f, X.clone().requires_grad_())
+
+    def once(x: Tensor) -> Tensor:
+        return WrongSecond.apply(x).sum()
+
+    def twice(x: Tensor) -> Tensor:
+        return 2 * WrongSecond.apply(x).sum()
+
+    assert [len(outcome(lambda f=f: penalty(f))) for f in (once, once, twice, twice)] == [1, 0, 1, 0]
+
+
 def test_a_jacobian_product_asks_for_no_second_derivative() -> None:
     """It is held by the linearity of J'u in u, of which a Function with a wrong second derivative has nothing wrong."""
     f = lambda x: WrongSecond.apply(x).sin()

@@ -385,7 +385,7 @@ WORDS = """
     A a allow args axes backend basis batch batch_ndim batch_weight batches blocks C c call callback check
     check_independence checkpoint chunk_size closure create_graph critic damping data decay detach directions
     epsilon exc exclude F f fake fallback first_order frame g gamma generator grad_scale gradient_tol grads h has_aux
-    index indices inputs iterations k keep kind kwargs label last leaf log_density loss losses made_of matrix
+    index indices inputs iterations k keep kind kinds kwargs label last leaf log_density loss losses made_of matrix
     memory_budget method min_damping module momentum more n name names node nodes one_sided operator ord order
     output outputs param_group params patch_reduction path pattern patterns place points polish power preconditioner
     predict primals probes process_group products progress radius rank real records reduction release residuals

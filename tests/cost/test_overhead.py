@@ -28,7 +28,7 @@ BOUNDS = {
     "vjp": (38, 40),
     "cached product": (-14, -10),  # one asks whether a tracer looks on
     "gradient penalty": (190, 199),
-    "tall jacobian": (-27, -25),  # one asks for room
+    "tall jacobian": (-26, -24),  # one asks for room, one takes a view that tracers follow
     "three steps of a solve": (445, 448),
     "solution and its backward pass": (594, 599),
 }

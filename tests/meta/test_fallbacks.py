@@ -113,7 +113,6 @@ def test_who_asks_what_a_failure_is():
         ("curvature._memory", "_container"),
         ("curvature._memory", "_machine"),
         ("fields._expansions", "_by_samples"),
-        ("graph._case", "Evidence.value"),
         ("graph._explain", "note"),
         ("jets._dispatch", "_applied"),
         ("jets.rules.fallback", "_along"),

@@ -142,7 +142,8 @@ ONLY_IN = {
     "torch.no_grad": ("cli._tour",),
     "torch.enable_grad": ("steps._shadows",),  # which Dynamo follows, and nobody runs
     "torch.set_grad_enabled": ("_core._settings",),
-    "torch.inference_mode": (),
+    # a watch is told by its two methods who switched it on
+    "torch.inference_mode": ("graph._watch",),
     "torch.autocast": (),
     "torch.compiler.set_stance": ("_core._settings",),
     "torch.autograd.forward_ad.dual_level": ("_core._versions",),

@@ -1,106 +1,67 @@
 """What must be said of each program here by `hodiff explain`, or that nothing is."""
 
+from typing import NamedTuple
 
-class Failing:
-    """What must be said: the cause, the variable, text of the lines, and words of the first fix; never the last."""
 
-    def __init__(self, cause, variable, created, freed, fix, never="", after=None):
-        self.cause, self.variable, self.created, self.freed = cause, variable, created, freed
-        self.fix, self.never = fix, never
-        self.after = cause if after is None else after  # what explain() says with nothing recorded
+class Failing(NamedTuple):
+    """What must be said: the class, the variable, text of the lines; and the class with nothing recorded."""
+
+    cause: str
+    variable: str
+    created: str
+    freed: str
+    after: str
 
 
 FAILING = {
-    "reused_in_loop": Failing("hoisted", "y", "y = t @ a", "loss.backward()", "into the loop"),
-    "hoisted_and_updated": Failing(
-        "hoisted", "y", "y = t @ a", "loss.backward()", "into the loop", "retain_graph=True"
-    ),
-    "shared_b": Failing("two losses", "c", "c = b * 2", "d.backward()", "(d + e).backward()"),
-    "shared_b_retained": Failing("two losses", "c", "c = b * 2", "d.backward()  # also fine", "(d + e)"),
+    "reused_in_loop": Failing("made once", "y", "y = t @ a", "loss.backward()", "freed before"),
+    "hoisted_and_updated": Failing("made once", "y", "y = t @ a", "loss.backward()", "freed before"),
+    "shared_b": Failing("shared part", "c", "c = b * 2", "d.backward()", "freed before"),
+    "shared_b_retained": Failing("shared part", "c", "c = b * 2", "d.backward()  # also fine", "freed before"),
     "losses_at_layers": Failing(
-        "two losses", "features", "features = trunk(x).tanh()", "loss1.backward()", "(loss1 + loss2).backward()"
+        "shared part", "features", "features = trunk(x).tanh()", "loss1.backward()", "freed before"
     ),
-    "spent_then_extended": Failing("two losses", "b", "b = a * torch.tensor(2)", "c.backward()", "(c + d)"),
-    "spent_then_extended_e": Failing("two losses", "c", "c = b * torch.tensor(3)", "c.backward()", "(c + e)"),
-    "detached_loss": Failing("detached", "w", "w = z.detach() + 1", "", "remove the detach()", "retain_graph"),
-    "running_loss": Failing(
-        "carried", "total", "total = total + loss", "total.backward()", "total = total.detach()", "retain_graph"
-    ),
-    "rnn_state": Failing(
-        "carried", "h", "h = cell(torch.ones(2, 3), h)", "loss.backward()", "h = h.detach()", "retain"
-    ),
+    "spent_then_extended": Failing("shared part", "b", "b = a * torch.tensor(2)", "c.backward()", "freed before"),
+    "spent_then_extended_e": Failing("shared part", "c", "c = b * torch.tensor(3)", "c.backward()", "freed before"),
+    "detached_loss": Failing("detached", "w", "w = z.detach() + 1", "", "no graph"),
+    "running_loss": Failing("carried over", "total", "total = total + loss", "total.backward()", "freed before"),
+    "rnn_state": Failing("carried over", "h", "h = cell(torch.ones(2, 3), h)", "loss.backward()", "freed before"),
     "rnn_module_state": Failing(
-        "carried", "net.h", "self.h = self.cell(x, self.h)", "loss.backward()", "net.h.detach()", "retain_graph"
+        "carried over", "net.h", "self.h = self.cell(x, self.h)", "loss.backward()", "freed before"
     ),
     "gan_attached_fake": Failing(
-        "two losses", "fake", "fake = generator(torch.randn(8, 2))", "d_loss.backward()", "fake.detach()", "one pass"
+        "shared part", "fake", "fake = generator(torch.randn(8, 2))", "d_loss.backward()", "freed before"
     ),
     "cached_logits": Failing(
-        "cached", "pi.logits", "loss = -pi.log_prob(action).mean()", "loss.backward()", "create the object `pi` again"
+        "made once", "pi.logits", "loss = -pi.log_prob(action).mean()", "loss.backward()", "freed before"
     ),
     "made_with_the_object": Failing(
-        "hoisted",
-        "self.prior",
-        "self.prior = self.w.exp().sum()",
-        "loss.backward()",
-        "If so, compute it again",
-        "retain_graph=True",
+        "made once", "self.prior", "self.prior = self.w.exp().sum()", "loss.backward()", "freed before"
     ),
     "embedded_before_the_epochs": Failing(
-        "hoisted",
-        "table",
-        "table = emb(torch.arange(10)).tanh()",
-        "loss.backward()",
-        "into the loop",
-        "retain_graph=True",
+        "made once", "table", "table = emb(torch.arange(10)).tanh()", "loss.backward()", "freed before"
     ),
-    "lbfgs_closure": Failing(
-        "hoisted", "pred", "pred = (A @ w).tanh()", "loss.backward()", "into closure()", "retain_graph=True"
-    ),
+    "lbfgs_closure": Failing("made once", "pred", "pred = (A @ w).tanh()", "loss.backward()", "freed before"),
     "list_of_states": Failing(
-        "stored",
-        "hs[1]",
-        "hs.append(cell(torch.randn(2, 3), hs[-1]))",
-        "loss.backward()",
-        "hs[:] = [",
-        "retain_graph",
-        "carried",
+        "carried over", "hs[1]", "hs.append(cell(torch.randn(2, 3), hs[-1]))", "loss.backward()", "freed before"
     ),
-    "replayed_values": Failing(
-        "stored", "replay[0]", "value = q(s)", "loss.backward()", "put into `replay`", "retain_graph", "carried"
-    ),
+    "replayed_values": Failing("carried over", "replay[0]", "value = q(s)", "loss.backward()", "freed before"),
     "gan_generator_first": Failing(
-        "two losses",
-        "fake",
-        "fake = generator(torch.randn(4, 2))",
-        "g_loss.backward()",
-        "fake.detach()",
-        "retain_graph=True",
+        "shared part", "fake", "fake = generator(torch.randn(4, 2))", "g_loss.backward()", "freed before"
     ),
     "gradient_then_loss": Failing(
-        "two losses", "y", "y = (x**3).sum()", "(g,) = torch.autograd.grad(y, x)", "hodiff.grad(y, ...)", "one pass"
+        "shared part", "y", "y = (x**3).sum()", "(g,) = torch.autograd.grad(y, x)", "freed before"
     ),
-    "own_function": Failing("hoisted", "y", "y = Square.apply(x)", "y.sum().backward()", "into the loop"),
-    "same_loss_twice": Failing(
-        "same loss twice", "loss", "loss = a.exp().sum()", "loss.backward()", "compute `loss` again"
-    ),
-    "changed_in_place": Failing("changed in place", "s", "s += 1", "", "s = s.clone()", "retain_graph=True"),
-    "stepped_too_early": Failing(
-        "changed in place", "model.2.weight", "optimizer.step()", "", "compute `loss` again after", "retain_graph=True"
-    ),
-    "under_no_grad": Failing("no_grad", "loss", "b = a * 2", "", "outside the no_grad block", "retain_graph"),
+    "own_function": Failing("made once", "y", "y = Square.apply(x)", "y.sum().backward()", "freed before"),
+    "same_loss_twice": Failing("same loss twice", "loss", "loss = a.exp().sum()", "loss.backward()", "freed before"),
+    "changed_in_place": Failing("changed value", "s", "s += 1", "", "changed value"),
+    "stepped_too_early": Failing("changed parameter", "model.2.weight", "optimizer.step()", "", "changed parameter"),
+    "under_no_grad": Failing("gradients off", "loss", "b = a * 2", "", "no graph"),
     "constant_gradient": Failing(
-        "constant gradient",
-        "penalty",
-        "(g,) = torch.autograd.grad(y, x, create_graph=True)",
-        "",
-        "zero",
-        "retain_graph",
+        "zero derivative", "penalty", "(g,) = torch.autograd.grad(y, x, create_graph=True)", "", "no graph"
     ),
-    "gradient_without_graph": Failing(
-        "gradient without create_graph", "penalty", "(g,) = torch.autograd.grad(y, x)", "", "create_graph=True"
-    ),
-    "not_used": Failing("not used", "w", "", "", "allow_unused=True", "retain_graph"),
+    "gradient_without_graph": Failing("first gradient", "penalty", "(g,) = torch.autograd.grad(y, x)", "", "no graph"),
+    "not_used": Failing("not used", "w", "", "", "not used"),
 }
 FINE = [
     "lbfgs_works",
@@ -111,4 +72,4 @@ FINE = [
     "second_order_claim",
 ]
 OWN = ["crashes", "exits"]
-WORDED = {"cut_inside_f": r"cut at +cut_inside_f\.py:15 +return h / h\.detach\(\)(?s:.*)fix: drop the detach\(\)"}
+WORDED = {"cut_inside_f": r"cut at +cut_inside_f\.py:15 +return h / h\.detach\(\)(?s:.*)helps: drop the detach\(\)"}

@@ -48,7 +48,7 @@ def test_a_module_and_a_picture(tmp_path):
     (package / "train.py").write_text(Path(path("reused_in_loop")).read_text("utf-8"), "utf-8")
     done = command("-m", "hodiff", "explain", "--picture", "p.svg", "-m", "pkg.train", cwd=tmp_path)
     assert done.returncode == 1
-    assert "created at   train.py:10   y = t @ a" in done.stderr
+    assert "made         train.py:10   y = t @ a" in done.stderr
     svg = (tmp_path / "p.svg").read_text("utf-8")
     assert svg.startswith("<svg")
     assert "y = t @ a" in svg

@@ -1,10 +1,9 @@
 """Each program here is explained as is expected beside it: in the small ones, and in those after public reports.
 
-What is said is right, and no printed fix, done as it says, trains anything else.
+The class of the failure is right, and facts name the variable and the lines.
 """
 
 import functools
-import linecache
 import re
 import runpy
 import subprocess
@@ -18,10 +17,8 @@ import torch
 import hodiff
 from hodiff.__main__ import main
 from hodiff._core._versions import RELEASE
-from hodiff.graph import _causes, explain, watch
-from hodiff.graph._names import TensorNames
+from hodiff.graph import explain, watch
 from tests.programs import OF_AUTOGRAD
-from tests.programs.expectation import AS_PRINTED, KEPT, RIGHT
 from tests.programs.expected import FAILING, FINE, OWN, WORDED
 from tests.programs.reports.expected import EXPECTED as REPORTS
 from tests.programs.unseen.expected import EXPECTED as UNSEEN
@@ -84,11 +81,6 @@ def test_every_program_is_tested():
     }
 
 
-def test_every_cause_has_a_program():
-    missing = {cause.name for cause in _causes.CAUSES} - {case.cause for case in FAILING.values()}
-    assert not missing, "write a program that fails so, and say in FAILING what must be said of it"
-
-
 @pytest.mark.parametrize("name", WORDED)
 def test_an_error_of_hodiff_is_worded(name):
     with pytest.raises(hodiff.GraphError, match=WORDED[name]):
@@ -112,14 +104,16 @@ def test_explained(name, process, capsys):
     assert "Traceback (most recent call last):" in text
     note = text[text.index("hodiff: why this") :]
     assert text.index("RuntimeError:") < text.index(note)  # after the traceback
-    assert "(likely" not in note
-    assert f"`{want.variable}`" in note
-    for label, line in (("created at|cut at|changed at", want.created), ("freed by", want.freed)):
-        if line:
-            assert re.search(rf"(?:{label}) +{name}\.py:\d+ +{re.escape(line)}", note), note
-    advice = note[note.index("=>") :]
-    assert want.fix in advice
-    assert not want.never or want.never not in advice
+    assert f"`{want.variable}`" in told(note)
+    assert f"=> {want.cause}: " in note
+    for kinds, line in (("made|cut|changed", want.created), ("freed by", want.freed)):
+        assert not line or re.search(rf"\n  (?:{kinds}) +{name}\.py:\d+ +{re.escape(line)}", note), note
+    assert len(note.strip().splitlines()) <= 21
+
+
+def told(note: str) -> str:
+    """The facts of an explanation, without what is said of its class."""
+    return note[: note.index("\n    => ")]
 
 
 @pytest.mark.parametrize("name", explainable(FAILING))
@@ -129,10 +123,11 @@ def test_explained_after_the_fact(name, capsys):
     want = FAILING[name]
     assert found is not None
     assert found.cause == want.after
-    assert found.variable.split(".")[-1] in (want.variable.split(".")[-1], "out")
-    assert found.certain == (found.cause == "not used")
-    assert ("likely" in str(found)) != found.certain
-    assert found.certain or not found.fixes or found.cause in ("changed in place", "no second derivative")
+    assert found.variable
+    if found.cause != "freed before":  # there it is the nearest value in sight whose graph was freed
+        assert found.variable.split(".")[-1] == want.variable.split(".")[-1]
+    assert not found.watched
+    assert found.freed is None  # which pass it was, is told by a record alone
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of 2.8 to 2.11 says it of itself
@@ -154,94 +149,10 @@ def test_silent_and_transparent(name, process, capsys):
 quiet = pytest.mark.filterwarnings("ignore")  # PyTorch's own, on what the reports do
 FAILED = [name for name in AFTER_REPORTS if name != "reports/distances_twice" or RELEASE < (2, 14)]
 """All of them; but for one, whose missing derivative PyTorch 2.14 has."""
-LEFT_OVER = ("unseen/imitation_steps_twice",)
-"""Where the critic keeps a gradient that the next `zero_grad()` clears: the values are compared alone."""
-
-SENTENCES = {
-    "carried": ("state from a previous step",),
-    "cached": ("keeps it;", "functools keeps"),
-    "cached parameters": ("keeps the computed parameters",),
-    "stored": ("an earlier step put it into",),
-    "hoisted": ("was built once, outside the loop",),
-    "two losses": ("both losses depend on it",),
-    "same loss twice": ("the same loss is differentiated twice",),
-    "stepped": ("was changed in place, after",),
-    "changed in place": ("was changed in place, after",),
-    "refused in place": ("a leaf that requires grad cannot be changed", "one of several views"),
-    "hook": ("a full backward hook",),
-    "copied": ("a tensor with a graph cannot be copied",),
-    "inference tensor": ("made under inference_mode",),
-    "discrete": ("gives integers or booleans",),
-    "detached": ("it was detached there",),
-    "no_grad": ("gradients were switched off (no_grad",),
-    "no graph": ("it was not tracked when the loss was computed",),
-    "made a constant": ("turned into a number, a NumPy array or another constant",),
-    "constant": ("nothing that it was computed from requires grad",),
-    "function": ("inside the forward of an autograd.Function", "in a hook, or in a Function's backward"),
-    "no create_graph": ("a gradient that was taken without create_graph=True",),
-    "linear": ("the gradient of a function that is linear",),
-    "checkpoint": ("a re-entrant checkpoint",),
-    "recomputed": ("the checkpoint ran its function again",),
-    "unpacked twice": ("something read one twice",),
-    "read freed": ("freed what it had saved",),
-    "not used": ("the loss was computed without it",),
-    "no second derivative": ("can differentiate it only once",),
-}
-"""The sentence that says a cause."""
 
 
 def source(name):
     return Path(path(name)).read_text("utf-8")
-
-
-def patched(text, patch):
-    for old, new in patch:
-        assert old in text, old
-        text = text.replace(old, new)
-    return text
-
-
-def written(text, fix):
-    """A fix that says which statements to write after or before which line, done."""
-    place, number = re.match(r"(after|change a copy: before) \w+\.py:(\d+) ", fix).groups()
-    statements = re.findall(r"^ {4}(\S.*)$", fix, re.MULTILINE)
-    lines = text.split("\n")
-    index = int(number) - 1
-    indent = re.match(r"\s*", lines[index]).group()
-    at = index + 1 if place == "after" else index
-    return "\n".join([*lines[:at], *[indent + statement for statement in statements], *lines[at:]])
-
-
-def run(path, text):
-    """The trainable leaves that a program leaves behind, by name, with their values and gradients."""
-    torch.compiler.reset()
-    path.write_text(text, "utf-8")
-    linecache.checkcache(str(path))
-    left = runpy.run_path(str(path), run_name="__main__")
-    names = TensorNames(roots={name: value for name, value in left.items() if not name.startswith("_")})
-    found = {}
-    for tensor in names.all:
-        if tensor.is_leaf and tensor.requires_grad:
-            grad = None if tensor.grad is None else tensor.grad.clone()
-            found[names.of(tensor)] = (tensor.detach().clone(), grad)
-    return found
-
-
-def same(got, right):
-    assert got.keys() >= right.keys()
-    for name, (value, grad) in right.items():
-        torch.testing.assert_close(got[name][0], value, msg=f"{name} differs")
-        assert (got[name][1] is None) == (grad is None), name
-        if grad is not None:
-            torch.testing.assert_close(got[name][1], grad, msg=f"{name}.grad differs")
-
-
-def is_same(got, right):
-    try:
-        same(got, right)
-    except AssertionError:
-        return False
-    return True
 
 
 @functools.cache
@@ -256,12 +167,6 @@ def explained(name):
     return "\n".join(note for note in getattr(caught.value, "__notes__", ()) if note.startswith("hodiff: why"))
 
 
-def fixes(note):
-    """The printed fixes, each with its further lines."""
-    found = re.findall(r"^    fix \d+: (.*(?:\n {11}.*)*)", note, re.MULTILINE)
-    return [re.sub(r"\n {11}", "\n", each) for each in found]
-
-
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_each_program_has_its_row_and_its_address(folder):
     rows = FOLDERS[folder]
@@ -274,33 +179,17 @@ def test_each_program_has_its_row_and_its_address(folder):
 @pytest.mark.parametrize("name", explainable(FAILED))
 def test_what_is_said(name):
     want, note = AFTER_REPORTS[name], explained(name)
-    assert any(sentence in note for sentence in SENTENCES[want.cause]), note
-    assert any(variable in note for variable in want.variables), note
-    foretold = name.startswith("unseen/")  # before it was known which part of a statement is shown, and under what
-    places = r"\S.*? " if foretold else "(?:created at|cut at|changed at|at|recorded at) +"
-    shown = re.findall(rf"^ +{places}{Path(name).name}\.py:\d+   (.*)$", note, re.MULTILINE)
-    found = any(line in text or (foretold and text in line) for line in want.lines for text in shown)
-    assert found or not want.lines, note
-    assert len(fixes(note)) == len(want.fixes), note
-
-
-@quiet
-@pytest.mark.parametrize("name", explainable([n for n in FAILED if n.startswith("reports/") or AFTER_REPORTS[n].fixes]))
-def test_no_fix_trains_anything_else(name, tmp_path):
-    want, text, place = AFTER_REPORTS[name], source(name), tmp_path / f"{Path(name).name}.py"
-    rights = [run(place, patched(text, right)) for right in want.rights]
-    assert all(rights)
-    for fix, patch in zip(fixes(explained(name)), want.fixes, strict=True):
-        if patch in (KEPT, RIGHT):  # the right program is that fix, done
-            continue
-        got, those = run(place, written(text, fix) if patch == AS_PRINTED else patched(text, patch)), rights
-        if name in LEFT_OVER:
-            got, *those = ({key: (value, None) for key, (value, _) in each.items()} for each in (got, *rights))
-        if len(those) == 1:
-            same(got, those[0])
-        assert any(is_same(got, right) for right in those), fix
-    for patch in want.answers:
-        same(run(place, patched(text, patch)), rights[0])
+    facts, words = told(note), " ".join(note.split())
+    assert f"=> {want.cause}: " in words, note
+    assert any(variable in facts for variable in want.variables), note
+    foretold = name.startswith("unseen/")  # before it was known which part of a statement is shown
+    shown = re.findall(rf"^ +\S.*? {Path(name).name}\.py:\d+   (.*)$", facts, re.MULTILINE)
+    assert not want.lines or any(
+        line in text or (foretold and text.partition(" ...")[0].partition("   (")[0] in line)
+        for line in want.lines
+        for text in shown
+    ), note
+    assert len(note.strip().splitlines()) <= 21
 
 
 @quiet

@@ -23,7 +23,7 @@ from hodiff._core import _call, _kernels, _nodes, _refusals, _settings, _version
 from hodiff._core._settings import Counted, Undo
 from hodiff.errors import GraphError
 
-__all__ = ["hooks_on", "lend_module", "watch_checkpoints"]
+__all__ = ["lend_module", "watch_checkpoints"]
 
 # --- derivatives that `f` takes itself, by `torch.autograd.grad` or `torch.func.grad` ---------------------------------
 # Each is seen where it begins, with the graph that it goes over: afterwards that may be out of reach, for what PyTorch

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.backends import cuda
 
-from hodiff._core import _locks, _messages, _needed, _settings, _versions
+from hodiff._core import _call, _locks, _messages, _needed, _settings, _versions
 from hodiff._core._settings import Counted, Scope, Undo
 
 __all__ = ["OURS", "include", "plain_attention", "repeatable", "without"]
@@ -61,12 +61,23 @@ def _register() -> None:
     there before PyTorch was loaded, still compute.
     """
     name = _versions.KERNEL_KEY_NAME
-    others, ours = (_torch._dispatch_library("IMPL", of, name, __file__, 0) for of in ("_", "aten"))
+    places = ("_", "aten", "c10d")
+    others, ours, collectives = (_torch._dispatch_library("IMPL", of, name, __file__, 0) for of in places)
     others.fallback(name, torch.library.fallthrough_kernel, False)
     for operation, kernel in OURS.items():
         ours.impl(operation, name, kernel, False)
+    for operation in ("allreduce_", "broadcast_", "reduce_"):
+        collectives.impl(operation, name, partial(_collective, operation), False)
     _versions.let_higher_order_operators_pass()
-    registered.extend((others, ours))
+    registered.extend((others, ours, collectives))
+
+
+def _collective(operation: str, tensors: list[Tensor], *args: Any) -> Any:
+    """A collective that writes into its tensors, unseen by autograd: refused where a call differentiates them."""
+    if _call.state.running and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise _messages.collective(operation.strip("_").replace("allreduce", "all_reduce"))
+    with without():
+        return getattr(torch.ops.c10d, operation)(tensors, *args)
 
 
 def include(undo: Undo) -> None:

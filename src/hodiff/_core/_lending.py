@@ -122,6 +122,7 @@ class EvaluationContext(_settings.Scope[Any]):
         forward_mode: Whether PyTorch's forward mode was on as `f` began, or `f` used it.
         nests: Whether `f` makes calls of hodiff itself.
         unheld: The Python Functions in its graph whose second derivatives nobody has verified yet.
+        packs_blocks: Whether hooks, as an outer block's, pack what a block in `f` saves.
         hooks: Whether a tensor hook that `f` registered, or one of its modules', changed a gradient.
         undo: What undoes all that was switched.
     """
@@ -129,7 +130,7 @@ class EvaluationContext(_settings.Scope[Any]):
     forward_mode: bool
     borrowed: Mapping[nn.Module, Any] = MappingProxyType({})
     by_hand: _hooks.ByHand | None = None
-    nests = _normal = _ran = _whole = False
+    nests = packs_blocks = _normal = _ran = _whole = False
     _evaluation: Evaluation | None = None
     _loan: StateLoan | None = None
     _tables: Sequence[tuple[Tensor, Tensor, str]] = ()
@@ -299,6 +300,7 @@ class EvaluationContext(_settings.Scope[Any]):
         evaluations, swapped = [context.evaluation() for context in _call.state.running], _swapped()
         modes, begun = _settings.those_on(_substitutes.ExactNorms), self.loan.at_hand()
         tags = [context.leaf_tag for context in _call.state.running]
+        self.packs_blocks = self.packs_blocks or _hooks.hooks_on(True) is not None
 
         def resume(undo: _settings.Undo) -> None:
             _hooks.set_aside(undo, evaluations)

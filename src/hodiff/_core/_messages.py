@@ -238,6 +238,17 @@ def missing(names: list[str], *, product: bool = False) -> GraphError:
     )
 
 
+def collective(name: str) -> GraphError:
+    """The error for a collective of `torch.distributed` that writes into a tensor which is differentiated."""
+    return GraphError(
+        f"f calls torch.distributed.{name} on a tensor that is differentiated. It writes into that "
+        f"tensor unseen by autograd: the value would be that of all ranks, and the derivative that "
+        f"of this rank's part. Let f return this rank's part, and add up values and derivatives "
+        f"over the ranks; give an operator process_group= and each rank's data; or, if only a "
+        f"number is wanted, reduce a detached copy."
+    )
+
+
 _FREED_WAY_OUT = (
     "Call hodiff before that pass (hodiff never frees your graphs), or give this call the function "
     "instead of its value: f, not f(x)."
@@ -306,6 +317,13 @@ _KINDS = {
     "modified by an inplace operation": "changed",
     "leaf Variable that requires grad is being used in an in-place operation": "leaf changed",
     "is being used in an in-place operation": "leaf's view changed",
+    "view was created in no_grad mode": "view without gradients",
+    "view was created in inference mode": "view without gradients",
+    "only change requires_grad flags of leaf": "flag of a result",
+    "inside of a function being transformed": "inside transform",
+    "t optimize a non-leaf Tensor": "result to optimize",
+    "Mismatch in shape: grad_output": "start shape",
+    "Expected output to be a torch.Tensor": "no tensor",
     "nference tensors cannot be saved for backward": "inference saved",
     "nplace update to inference tensor": "inference changed",
     "nference tensor": "inference",

@@ -51,7 +51,7 @@ FEW, UNLIKELY = 3, 30
 """Fewer entries agree by chance more often, so they must be so many times closer still."""
 
 _findings: weakref.WeakKeyDictionary[type, dict[Any, Finding]] = weakref.WeakKeyDictionary()
-_places: weakref.WeakKeyDictionary[type, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+_places: weakref.WeakKeyDictionary[type, set[tuple[str, int, Any]]] = weakref.WeakKeyDictionary()
 
 
 class _Thread(threading.local):
@@ -77,7 +77,7 @@ def hold(graph: Any, chain: Chain) -> None:
         return
     code = _code(graph.call.what)
     if code is None or not _can_compare(graph):
-        warn_of(functions)
+        warn_of(functions, code)
         return
     key = code, code.co_filename, graph.call.order, graph.leaves[0].dtype
     unknown = [function for function in functions if key not in _findings.setdefault(function, {})]
@@ -89,7 +89,7 @@ def hold(graph: Any, chain: Chain) -> None:
             for function in unknown:
                 _findings[function][key] = finding
         known = {function: _findings[function][key] for function in functions}
-        _say(known, loss=graph.create_graph or graph.surrogates)
+        _say(known, code, loss=graph.create_graph or graph.surrogates)
 
     if comparison is not None and graph.context.undo:
         graph.last = finish
@@ -209,11 +209,11 @@ def _signed(like: Tensor) -> Tensor:
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def _say(findings: dict[type, Finding], *, loss: bool) -> None:
+def _say(findings: dict[type, Finding], code: Any, *, loss: bool) -> None:
     """Raise where numbers contradict; a loss, for which a surrogate may be meant, warns."""
     wrong = {function: words for function, words in findings.items() if words}
     if not wrong:
-        warn_of(function for function, words in findings.items() if words is None)
+        warn_of((function for function, words in findings.items() if words is None), code)
         return
     names = sorted(function.__name__ for function in wrong)
     text = (
@@ -228,7 +228,7 @@ def _say(findings: dict[type, Finding], *, loss: bool) -> None:
     )
     if not loss:
         raise GraphError.about(text, functions=names)
-    _warn(wrong, text)
+    _warn(wrong, text, code)
 
 
 _COMMUNICATES = (
@@ -242,24 +242,25 @@ def _communicates(function: type) -> bool:
     return function.__module__ == "torch.distributed.nn.functional" or "_c10d_functional" in function.__name__
 
 
-def warn_of(functions: Iterable[type]) -> None:
-    """Say that nobody has verified a second derivative."""
+def warn_of(functions: Iterable[type], code: Any = None) -> None:
+    """Say that nobody has verified a second derivative, of a function with that code."""
     for function in functions if not _thread.compares else ():
         text = (
             f"{function.__name__} is a Python autograd.Function: its backward alone determines a "
             f"second derivative through it, which PyTorch cannot verify, and which differences of "
-            f"the gradient could not confirm here. Check it once: hodiff.check_derivatives(f, x). "
+            f"the gradient could not confirm here{f' ({code.co_qualname})' if code else ''}. "
+            f"Check it once: hodiff.check_derivatives(f, x). "
             f"{_COMMUNICATES if _communicates(function) else ''}"
-            f"(This warning appears once for each place that calls.)"
+            f"(This warning appears once for each place that calls, and each f.)"
         )
-        _warn([function], text)
+        _warn([function], text, code)
 
 
-def _warn(functions: Iterable[type], text: str) -> None:
-    """Once for each line of the user's."""
+def _warn(functions: Iterable[type], text: str, code: Any) -> None:
+    """Once for each line of the user's and each function that it hands over."""
     level = outside()
     frame = sys._getframe(level - 1)
-    place = frame.f_code.co_filename, frame.f_lineno
+    place = frame.f_code.co_filename, frame.f_lineno, code
     known = [_places.setdefault(function, set()) for function in functions]
     if not all(place in places for places in known):
         for places in known:

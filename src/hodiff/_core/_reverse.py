@@ -649,7 +649,7 @@ def basis(output: Tensor, batch_ndim: int) -> tuple[int, Cotangents]:
     def rows(start: int, stop: int) -> list[Tensor]:
         size = stop - start
         units = output.new_zeros((size, count))
-        units[:, start:stop].fill_diagonal_(1)
+        units.diagonal(start).fill_(1)  # a view that PyTorch's tracers follow
         return [units.reshape((size, *[1] * batch_ndim, *event)).expand((size, *batch, *event))]
 
     return count, rows

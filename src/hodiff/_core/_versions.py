@@ -155,8 +155,15 @@ CLAMPED = (1.0, 1.0) if RELEASE < (2, 14) else (0.0, 0.5)
 _COLLECTIVE = "GeneratedBackwardFor__c10d_functional__wrap_tensor_autograd_defaultBackward"
 
 # All: their backward has a batching rule that is wrong silently, so vectors pass them one at a time.
-# (masked_select: where its argument is broadcast to the mask.)
-BATCHED_WRONGLY = ("CdistBackward0", "CdistBackwardBackward0", "MaskedSelectBackward0", _COLLECTIVE)
+# (masked_select: where its argument is broadcast to the mask.) That of the CPU's recurrent layers has none: PyTorch
+# would take one at a time itself, and ask the user to file an issue.
+BATCHED_WRONGLY = (
+    "CdistBackward0",
+    "CdistBackwardBackward0",
+    "MaskedSelectBackward0",
+    "MkldnnRnnLayerBackward0",
+    _COLLECTIVE,
+)
 
 # Until 2.14: Bessel functions, too, are constants to autograd; see `_messages.CONSTANTS`.
 BESSEL_IS_CONSTANT = RELEASE < (2, 15)
@@ -802,6 +809,7 @@ LOOKED_AT = (
 
 NOT_TRIED = {
     _COLLECTIVE: "made in a process group alone",
+    "MkldnnRnnLayerBackward0": "made by oneDNN alone, which some builds lack",
     "CudnnRnnBackward0": "cuDNN's: without a second derivative in any case, and PyTorch says so",
     "CudnnBatchNormBackward0": "cuDNN's",
     "MiopenBatchNormBackward0": "MIOpen's",

@@ -189,7 +189,8 @@ def hessian_diagonal(
 
     Cost:
         As many passes as `hessian`, D rows in chunks, but only one chunk of rows in memory. For an
-        elementwise function `nth_derivative(f, x, 2)` costs two passes.
+        elementwise function `nth_derivative(f, x, 2)` costs two passes. For a sum over independent
+        samples give their function itself and *batch_ndim*: *D* is then the size of one sample.
 
     Examples:
         >>> import torch, hodiff

@@ -108,8 +108,8 @@ def flush() -> None:
 
 
 def _tell(growth: _growth.Growth, *, ended: bool) -> None:
-    """At the end, on stderr: which graphs grew, and what holds them."""
-    said = _growth.report(growth.growing(ended=ended))
+    """At the end, on stderr: which graphs grew, what holds them; parameters that were never trained."""
+    said = _growth.report(growth, ended=ended)
     if said and sys.stderr is not None:  # without it print would write to stdout, the program's
         flush()
         print(f"\n{said}", end="", file=sys.stderr)

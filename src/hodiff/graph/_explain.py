@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _messages
+from hodiff._core import _arguments, _messages, _nodes
 from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError, InputError
 from hodiff.graph import _cut, _in_place, _saved, _second_time
-from hodiff.graph._case import TITLE, Explanation, FailedPass
+from hodiff.graph._case import Explanation, Fact, FailedPass, fact_of_pass
 from hodiff.graph._names import is_users, user_frames
-from hodiff.graph._record import PASSES, Pass, Record, as_list
-from hodiff.graph._source import Line, line_of
+from hodiff.graph._record import PASSES, Pass, Record, as_list, starts_of
+from hodiff.graph._source import Line, Path, line_of
 
 
 def of_pass(case: FailedPass) -> Explanation | None:
@@ -39,18 +39,18 @@ def of_operation(
     error: BaseException,
     func: Any,
     arguments: Any,
-    lines: tuple[Line, ...],
+    path: Path,
     frames: list[FrameType],
     record: Record,
 ) -> Explanation | None:
     """The explanation of an operation that was refused under a watch, for the sake of gradients."""
-    rule = _in_place.REFUSALS.get(_messages.kind_of(error))
-    if rule is None:
+    cause = _in_place.REFUSALS.get(_messages.kind_of(error))
+    if cause is None:
         return None
-    call = getattr(func, "__name__", "") or "an operation"
+    name = getattr(func, "__name__", "") or "an operation"
+    call = {"__set__": "x.requires_grad ="}.get(name, name)
     with _saved.without_modes():
-        case = FailedPass(error, call, [], [], None, frames, record)
-        return _in_place.explain_refused(_in_place.Refused(case, call, arguments, lines), rule)
+        return _in_place.explain_refused(FailedPass(error, call, [], [], None, frames, record), cause, arguments, path)
 
 
 FAILURES: dict[str, Callable[[FailedPass], Explanation | None]] = {
@@ -59,6 +59,8 @@ FAILURES: dict[str, Callable[[FailedPass], Explanation | None]] = {
     "no graph": _cut.no_graph,
     "not used": _cut.not_used,
     "not scalar": _cut.not_scalar,
+    "start shape": _cut.wrong_start,
+    "no tensor": _cut.no_tensor,
     **dict.fromkeys(("compiled", "missing", "once"), _cut.second_derivative),
     **dict.fromkeys(("recomputed", "recomputed in number"), _cut.recomputed),
     "reentrant": _cut.reentrant,
@@ -69,10 +71,17 @@ FAILURES: dict[str, Callable[[FailedPass], Explanation | None]] = {
 
 def _dispatch(case: FailedPass) -> Explanation | None:
     if isinstance(case.error, GraphError):
-        released = case.error._facts.kind == "released"
-        return case.explanation("released", reason=str(case.error)) if released else None
+        return case.explanation("released") if case.error._facts.kind == "released" else None
     explain_kind = FAILURES.get(_messages.kind_of(case.error))
-    return explain_kind(case) if explain_kind is not None else None
+    if explain_kind is not None:
+        return explain_kind(case)
+    return _cut.own_function(case, [step.tb_frame.f_code for step in steps_of(case.error.__traceback__)])
+
+
+class Note(str):
+    """The note that an exception is given: the words of an explanation, which it holds as well."""
+
+    explanation: Explanation
 
 
 def note(error: BaseException, explanation: Callable[[], Explanation | None]) -> None:
@@ -83,27 +92,33 @@ def note(error: BaseException, explanation: Callable[[], Explanation | None]) ->
         if interrupts(other):
             raise
         return
-    if explained is not None and not any(text.startswith(TITLE) for text in getattr(error, "__notes__", ())):
-        error.add_note(str(explained))
+    if explained is not None and recorded(error) is None:
+        said = Note(explained)
+        said.explanation = explained
+        error.add_note(said)
+
+
+def recorded(error: BaseException) -> Explanation | None:
+    """What a watch has said of an error."""
+    notes = getattr(error, "__notes__", ())
+    return next((each.explanation for each in notes if isinstance(each, Note)), None)
 
 
 def explain(exc: BaseException | None = None) -> Explanation | None:
     r"""Why a backward pass failed, after the fact: nothing need have been recorded.
 
-    The loss is still in the traceback, and the user's variables and source are there. What they
-    show is an inference, and says that it is `likely`. To be certain, run the program under
-    `hodiff explain`, or the part of it under `watch`; then this returns what was recorded at the
-    time.
+    The loss is still in the traceback, and the user's variables are there: they tell the class of
+    the failure, the states of nodes, and names. Which pass freed a graph and which line cut it is
+    told by a record alone: run the program under `hodiff explain`, or the part of it under `watch`;
+    then this returns what was recorded at the time.
 
     Args:
         exc: The exception; None means the one being handled, or the last one that ended at the
             prompt.
 
     Returns:
-        A record that prints as the explanation; None for an exception of another kind. It knows the
-        errors about a graph that was freed, changed in place, never there ("does not require
-        grad"), or does not reach an input ("appears to not have been used"), a loss of several
-        elements, and missing second derivatives.
+        A record that prints as the explanation; None for an exception of another kind. The classes
+        that it knows are the sections of docs/explain/failures.md.
 
     Raises:
         InputError: No exception was given, and none is there.
@@ -120,7 +135,7 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
         ...     loss.backward()
         ... except RuntimeError:
         ...     print(hodiff.graph.explain().cause)
-        detached
+        no graph
     """
     if exc is None:
         exc = sys.exc_info()[1] or getattr(sys, "last_value", None)
@@ -132,7 +147,7 @@ def explain(exc: BaseException | None = None) -> Explanation | None:
     error: BaseException | None = exc
     while error is not None:
         with _saved.without_modes():
-            explanation = _after_the_fact(error)
+            explanation = recorded(error) or _after_the_fact(error)
         if explanation is not None:
             return explanation
         error = error.__cause__
@@ -151,34 +166,71 @@ def _after_the_fact(error: BaseException) -> Explanation | None:
 
 
 def left(error: BaseException, record: Record) -> Explanation | None:
-    """An error leaves a watch: of those outside a pass and an operation, the reading of a freed tensor is explained."""
+    """An error leaves a watch: of those outside a pass and an operation, some are about gradients as well."""
     outside = not getattr(error, "__notes__", ()) and not _entries(steps_of(error.__traceback__))
     return _read_after(error, record) if outside else None
 
 
 def _read_after(error: BaseException, record: Record | None = None) -> Explanation | None:
-    """No pass failed, but the user read what a node had saved."""
-    if not isinstance(error, RuntimeError) or _messages.kind_of(error) != "freed":
-        return None
-    frames = _users(steps_of(error.__traceback__))
+    """No pass failed, but the user read what a node had saved, or a gradient that is none, or has no leaf to step."""
+    steps = steps_of(error.__traceback__)
+    frames = _users(steps)
     if not frames:
         return None
-    line, outer = line_of(frames[0]), line_of(frames[-1])
+    case = FailedPass(error, "line", [], [], None, frames, record)
+    if "NoneType" in str(error) and isinstance(error, (AttributeError, TypeError)):
+        return _none_read(case)
+    kind = _messages.kind_of(error)
+    if kind == "result to optimize":
+        return _not_a_leaf(case, steps[-1].tb_frame.f_locals.get("param"))
+    if kind in ("flag of a result", "inside transform") and record is None:
+        return case.explanation(_in_place.REFUSALS[kind], certain=True)
+    if kind != "freed" or not isinstance(error, RuntimeError):
+        return None
+    case.name = "reading a saved tensor"
     variable, freed = _freed_node(frames[0], record)
-    case = FailedPass(error, "reading a saved tensor", [], [], None, frames, record)
+    line, outer = line_of(frames[0]), line_of(frames[-1])
     return case.explanation(
         "read after freeing",
-        f"what `{variable}` saved was read after it was freed" if variable else "a saved tensor was read too late",
-        ("at", line),
-        ("called from", outer if outer != line else None),
-        ("freed by", freed),
+        Fact("read", variable, line, "what it saved was freed"),
+        Fact("called", "", outer) if outer != line else None,
+        None if freed is None else fact_of_pass("freed by", freed),
         variable=variable,
-        created=line,
-        freed=freed.stack[0] if freed is not None and freed.path else None,
-        reason="a pass ran over that node before, and freed what it had saved.",
-        fixes=("read it before the pass that frees it; hodiff.graph.inspect(tensor) shows states without reading.",),
         certain=True,
     )
+
+
+def _none_read(case: FailedPass) -> Explanation | None:
+    """The explanation of a `.grad` that is None: of what is no leaf, or of a leaf that no pass has reached."""
+    if case.recorded is None:
+        reads = case.line is not None and ".grad" in case.line.text
+        return case.explanation("no gradient yet", certain=False) if reads else None
+    facts = _cut.without_gradient(case, case.line)
+    tensors = [each for read in case.record.without if (each := read.ref()) is not None and read.line == case.line]
+    if not facts:
+        return None
+    results = [each for each in tensors if not each.is_leaf]
+    if results:
+        return _not_a_leaf(case, results[-1], *facts[-1:])
+    made = [Fact("made", case.leaf(each), line) for each in tensors if (line := case.record.maker(each)) is not None]
+    return case.explanation("no gradient yet", *facts, *made[:1], *_last_pass(case), variable=facts[-1].name)
+
+
+def _not_a_leaf(case: FailedPass, tensor: Any, *facts: Fact) -> Explanation | None:
+    """The explanation of a result of an operation that was taken for a leaf."""
+    if not isinstance(tensor, Tensor):
+        return None
+    name = max(case.names.paths.get(id(tensor), [""]), key=len)
+    kind = type(tensor.grad_fn).__name__
+    made = Fact("made", name, case.record.maker(tensor), f"no leaf: the result of {kind}")
+    below = [leaf for node in _nodes.walk([tensor.grad_fn]) if (leaf := _saved.leaf(node)) is not None]
+    leaves = case.of_leaves("made of", below)
+    return case.explanation("not a leaf", *facts, made, *leaves, *_last_pass(case), variable=name, certain=True)
+
+
+def _last_pass(case: FailedPass) -> list[Fact]:
+    """The last pass that was recorded."""
+    return [fact_of_pass("last pass", call) for call in case.record.passes[-1:]]
 
 
 def _freed_node(frame: Any, record: Record | None) -> tuple[str, Pass | None]:
@@ -228,6 +280,10 @@ def _asked_at(entry: TracebackType, error: BaseException, frames: list[Any]) -> 
     """The pass that was asked for at a step of a traceback: what it was to differentiate, and by which inputs."""
     given = dict(entry.tb_frame.f_locals)
     value = next((given[name] for name in ("self", "tensors", "outputs") if name in given), ())
-    tensors = [item for item in as_list(value) or () if isinstance(item, Tensor)]
+    outputs = as_list(value) or []
+    tensors = [item for item in outputs if isinstance(item, Tensor)]
     roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    return FailedPass(error, _ENTRIES[entry.tb_frame.f_code], roots, tensors, as_list(given.get("inputs")), frames)
+    name = _ENTRIES[entry.tb_frame.f_code]
+    return FailedPass(
+        error, name, roots, tensors, as_list(given.get("inputs")), frames, None, None, outputs, starts_of(given)
+    )

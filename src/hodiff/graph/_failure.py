@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from types import CellType, FrameType
 from typing import Any
 
 from torch import Tensor
 
 from hodiff._core import _nodes, _settings
-from hodiff._core._messages import Failure
+from hodiff._core._messages import CONSTANTS, Failure
 from hodiff._core._nodes import Node
 from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
-from hodiff.graph._case import LIKELY, Explanation, FailedPass, body, labeled
+from hodiff.graph._case import FailedPass, body, labeled
+from hodiff.graph._classes import CLASSES
 from hodiff.graph._names import TensorNames, path_of, user_frames
-from hodiff.graph._record import GRADIENT, NOTHING, Listener, Lost, Pass, kind_of, tensors_in
+from hodiff.graph._record import GRADIENT, NOTHING, Cut, Listener, Pass, kind_of, tensors_in
 from hodiff.graph._source import Line, line_of
 from hodiff.graph._watch import Watch, WatchMode, recording
 
@@ -52,7 +52,7 @@ class _Clues(Listener):
 
     def __init__(self, failure: Failure) -> None:
         self.used: dict[int, Line] = {}
-        self.cuts: list[Lost] = []
+        self.cuts: dict[tuple[str, Line, str], Cut] = {}
         self.steps: dict[Line, bool] = {}  # integer and boolean results, and whether they depend on the argument
         self.walks = 0
         self._sought = {id(tensor) for tensor in [*failure.leaves, *failure.theirs]}
@@ -69,14 +69,15 @@ class _Clues(Listener):
         if isinstance(result, Tensor) and not result.is_floating_point() and line not in self.steps:
             self.steps[line] = self._reach(given)
         if kind_of(func) == GRADIENT and isinstance(result, Tensor) and not result.requires_grad:
-            self.cut(Lost("gradient", line, "grad"), arguments)
+            self.cut(Cut("first gradient", 0, path_of(user), "grad"), arguments)
 
-    def cut(self, lost: Lost, sources: Any) -> None:
+    def cut(self, cut: Cut, sources: Any) -> None:
         """A place that cut something off: of interest if it was ours."""
-        if lost.kind != "discrete" and lost not in self.cuts and self.walks < WALKS:  # those are among the steps
+        key = cut.kind, cut.line, cut.call
+        if cut.kind != "discrete" and key not in self.cuts and self.walks < WALKS:  # those are among the steps
             self.walks += 1
             if self._reach(tensors_in(sources)):
-                self.cuts.append(lost)
+                self.cuts[key] = cut
 
     def _reach(self, tensors: Iterable[Tensor]) -> bool:
         with _settings.recording():  # f may have switched them: a leaf has no node then
@@ -104,11 +105,14 @@ def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames
         return _blamed(failure, outputs, TensorNames(), watch.record)
 
 
-def _way_out(kind: str, line: Line, call: str = "") -> str:
+def _helps(cut: Cut) -> list[tuple[str, str]]:
     """What to do about a cut; a detach() that only serves NumPy is not the cause."""
-    leaves_torch = kind == "detached" and any(word in line.text for word in (".numpy(", ".item(", ".tolist("))
-    kind = "constant" if leaves_torch else kind
-    return _cut.CUTS[kind].inside or _cut.fix_of(kind, line, call)
+    leaves_torch = cut.kind == "detached" and any(word in cut.line.text for word in (".numpy(", ".item(", ".tolist("))
+    known = CLASSES["made a constant" if leaves_torch else cut.kind]
+    way = CONSTANTS.get(cut.call) if cut.kind == "undeclared derivative" else None
+    if way:
+        return [("helps", f"{way}.")]
+    return [("helps", each) for each in ([known.inside] if known.inside else known.helps)]
 
 
 def _lost(
@@ -120,19 +124,17 @@ def _lost(
     clues: _Clues,
 ) -> str:
     """Where `f` cut its argument off; or that it never used it, and what the result was computed from."""
-    last = next((lost for output in outputs if (lost := record.cuts.of(output)) is not None), None)
-    cuts = sorted(clues.cuts, key=lambda lost: lost != last)[:SHOWN]
+    last = {(cut.kind, cut.line) for output in outputs for cut in record.cuts.places(output)[:1]}
+    cuts = sorted(clues.cuts.values(), key=lambda cut: (cut.kind, cut.line) not in last)[:SHOWN]
     if cuts:
-        kind, line = cuts[0].kind, cuts[0].line
-        places = [labeled("cut at", lost.line) for lost in cuts]
-        return body(places, _cut.CUTS[kind].reason, [("fix", _way_out(kind, line, cuts[0].call))])
+        places = [labeled("cut at", cut.line) for cut in cuts]
+        return body(places, CLASSES[cuts[0].kind].what, _helps(cuts[0]))
     steps = [line for line, concerned in clues.steps.items() if concerned]
     if clues.walks == WALKS:
         return ""
     if steps:
-        reason = "its result is integer or boolean, which has no derivative."
-        fix = "use a smooth substitute (softmax, sigmoid, a soft mask) where a derivative is wanted."
-        return body([labeled("cut at", steps[-1])], reason, [("fix", fix)])
+        known = CLASSES["discrete"]
+        return body([labeled("cut at", steps[-1])], known.what, [("helps", known.inside)])
     ids = {id(leaf) for leaf in missing}
     given = [name for leaf, name in zip(failure.leaves, failure.names, strict=True) if id(leaf) in ids]
     never = f"no operation in f was given {', '.join(given[:6])}: compute with f's argument"
@@ -164,18 +166,14 @@ def _of_tensors(failure: Failure, frames: list[FrameType]) -> str:
         graph = _nodes.survey(failure.outputs)
         if not all(graph.contains(leaf) for leaf in failure.leaves):
             explanation = _cut.not_used(_case(failure, failure.outputs, frames, record))
-            return body(explanation.text) if explanation is not None else ""
+            return explanation.body if explanation is not None else ""
         return _blamed(failure, failure.outputs, TensorNames(frames), record)
 
 
 def _untracked(case: FailedPass) -> str:
     """Where a tensor lost its graph; nothing if that cannot be told."""
     explanation = _cut.no_graph(case)
-    if explanation is None or explanation.created is None:
-        return ""
-    kind = next((kind for kind, cut in _cut.CUTS.items() if cut.cause == explanation.cause), explanation.cause)
-    fixes = explanation.fixes if kind == "smooth" else (_way_out(kind, explanation.created),)
-    return _body(replace(explanation, fixes=fixes))
+    return explanation.body if explanation is not None and explanation.line("cut", "frozen") is not None else ""
 
 
 # --- both -----------------------------------------------------------------------------------------
@@ -205,24 +203,16 @@ def _from_engine(
         if failure.function is not None:
             return _freed_by_f(case)
         explanation = _second_time.explain(case)
-        return _body(explanation) if explanation is not None else _freed(case)
+        return explanation.body if explanation is not None else ""
     if kind == "changed":
         explanation = _in_place.explain(case)
-        return _body(explanation) if explanation is not None else ""
+        return explanation.body if explanation is not None else ""
     return _blamed(failure, outputs, case.names, record)
 
 
 def _freed_part(case: FailedPass) -> list[Node]:
     """Where the freed part begins. That is exact: a pass of hodiff's over tensors retains what it runs."""
     return _inspect.topmost(case.roots, case.having(case.nodes, "freed"))
-
-
-def _freed(case: FailedPass) -> str:
-    """The freed part alone, where nothing tells which pass freed it."""
-    given = [f"`{name}`" for tensor in case.tensors if (name := case.names.of(tensor))]
-    shown = ", ".join(_inspect.label(node, case.names) for node in _freed_part(case)[:SHOWN])
-    whose = f" of {', '.join(given)}" if given else ""
-    return f"  the freed part{whose} begins at {shown}" if shown else ""
 
 
 def _freed_by_f(case: FailedPass) -> str:
@@ -232,8 +222,8 @@ def _freed_by_f(case: FailedPass) -> str:
     if call is None:
         return ""
     reason = "f differentiates by itself, and frees what its result needs."
-    fix = "leave that pass out of f, take it with hodiff.grad, or let it retain (retain_graph=True)."
-    return body([labeled("freed by", call.stack[0])], reason, [("fix", fix)])
+    help = "leave that pass out of f, take it with hodiff.grad, or let it retain (retain_graph=True)."
+    return body([labeled("freed by", call.stack[0])], reason, [("helps", help)])
 
 
 def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, record: WatchMode | None) -> str:
@@ -256,7 +246,3 @@ def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, rec
 def _is_blamed(failure: Failure, node: Node) -> bool:
     """Whether the error is about this node: by its operation, or by the name of its Python Function."""
     return failure.error._facts.blame(type(node).__name__, _saved.is_function(node))
-
-
-def _body(explanation: Explanation) -> str:
-    return explanation.body if explanation.certain else f"  {LIKELY}:\n{explanation.body}"

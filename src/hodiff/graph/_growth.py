@@ -1,22 +1,19 @@
 """Graphs that grow from step to step, noticed while a program runs: what holds them, its line.
 
-Four things are counted, and none of them in the forward:
+Each pass leaves a token on the nodes that are new since the last pass of its line, and one that
+builds a graph on the gradients that it left in `.grad`. A token lives as long as one of its nodes:
+so many tokens alive are so many iterations whose graphs something still holds. Where their number
+keeps rising, the variables in sight are asked which of them leads to most of them.
 
-* *spent*: each pass leaves a token on the nodes that are new since the last pass of its line. The
-  token lives as long as one of them: so many tokens alive are so many iterations whose graphs
-  something still holds.
-* *.grad*: the same, for passes that left a gradient with a graph in a leaf.
-* *reached again*: how many nodes of earlier iterations a pass runs once more.
-* *unused*: graphs that pile up, and that no pass ever runs; looked for each time that twice as many
-  nodes were made.
+Graphs that no pass runs leave no token: each time that twice as many nodes were made, the variables
+are asked which of them lead to more such graphs than before.
 
-A count must rise in every iteration, or nearly so; it says nothing where it stays (a buffer of the
-last hundred), or where the graphs are used in the end. Then the variables in sight are asked which
-of them holds most of it. Where none does, nothing is said.
+Where no variable holds what grows, nothing is said.
 """
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 import sys
@@ -24,11 +21,12 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _messages, _nodes
@@ -41,16 +39,18 @@ from hodiff.graph._record import Listener, Pass, Record
 from hodiff.graph._source import Line, line_of, lines_of
 
 RISES = 10
-"""Iterations in which a count must have risen before anything is looked for."""
-NODES = 500
-"""Nodes made since a pass before graphs that no pass uses are looked for; then twice as many.
-
-Beside passes they are looked for when twice as many nodes were made as at the last look.
-"""
+"""Iterations whose graphs must be alive before anything is looked for."""
+NODES = 250
+"""Nodes made before graphs that no pass runs are looked for; then twice as many, and so on."""
+ITEMS = 20
+"""Graphs that no pass ran which a variable must hold before they are told."""
 GROWS = 1.5
-"""How much more a variable must hold than at the last look, where passes ran in between."""
+"""How much more a variable must hold than when half as many nodes were made."""
 
 _serial = itertools.count()
+
+
+# --- what is noted while a program runs -----------------------------------------------------------
 
 
 class _Token:
@@ -65,212 +65,206 @@ class _Token:
 _RAN = _Token()
 
 
-class _Trend:
-    """A count, iteration by iteration: does it rise? `level` is the highest since it last fell."""
-
-    def __init__(self) -> None:
-        self.level = self.peak = self.rises = self.idle = self.drops = 0
-        self.settled = True
-        self._look_at = RISES
-
-    def step(self, level: int) -> bool:
-        """Note the next count; whether it has risen twice as often as when this last was true."""
-        if level > self.level:
-            self.level = level
-            self.rises += 1
-            self.idle = 0
-        elif level < self.level // 2:
-            self.drops += 1
-            self.level = level
-            self._restart()
-        else:
-            self.idle += 1
-            if self.idle > max(RISES, self.rises):
-                self.settled = True
-                self._restart()
-        self.peak = max(level, self.peak)
-        if self.rises < self._look_at:
-            return False
-        self._look_at *= 2
-        self.settled = False
-        return True
-
-    def _restart(self) -> None:
-        self.rises = 0
-        self.idle = 0
-        self._look_at = RISES
-
-
 class _Line:
-    """The passes that one line (with its callers) has asked for."""
+    """The passes that one line (with its callers) has asked for, and the tokens that they left.
+
+    `peak`: the most that were alive; `level`: since their number last fell; `idle`: passes since it
+    last rose or fell.
+    """
 
     def __init__(self, first: Pass) -> None:
         self.first = self.last = first
-        self.alive: dict[int, weakref.ref[_Token]] = {}
-        self.held, self.again = _Trend(), _Trend()
-        self.ran_again = False
+        self.alive: weakref.WeakSet[_Token] = weakref.WeakSet()
+        self.again = False
+        self.peak = self.level = self.idle = 0
+        self._look_at = RISES
 
-    def keep(self, token: _Token) -> None:
-        alive, key = self.alive, id(token)
-        alive[key] = weakref.ref(token, lambda _: alive.pop(key, None))
-
-
-def _has_graph(leaf: Tensor) -> bool:
-    """Whether a leaf's `.grad` has one, which leads back to the leaf: a cycle that no collector sees."""
-    return leaf.grad is not None and leaf.grad.grad_fn is not None
+    def count(self, alive: int) -> bool:
+        """Note how many are alive; whether they are twice as many as when this was last true."""
+        moved = alive > self.level or alive < self.level // 2
+        self.idle = 0 if moved else self.idle + 1
+        self.level = alive if moved else self.level
+        self.peak = max(alive, self.peak)
+        if alive < self._look_at:
+            return False
+        self._look_at = 2 * alive
+        return True
 
 
 class Growth(Listener):
-    """Listens to the operations and passes under a watch; `growing()` is what grows."""
+    """Listens to the passes, operations and steps under a watch; `growing()` is what grows."""
 
     def __init__(self) -> None:
         self._key = f"hodiff growth {next(_serial)}"
         self._unused_key = f"{self._key} unused"
         self._lines: dict[Any, _Line] = {}
-        self._grown: dict[tuple[Any, str], Grown] = {}
+        self._grown: dict[Any, Grown] = {}
         self._unused: dict[str, tuple[_Token, Grown]] = {}
-        self._beside: dict[str, int] = {}
+        self._before: list[dict[str, int]] = [{}, {}]
         self._token: _Token | None = None
         self._leaves: list[Tensor] = []
-        self._written: dict[int, tuple[weakref.ref[Tensor], Pass]] = {}
-        self._reached = 0
-        self._nodes = NODES
-        self._look_at = _saved.counter() + NODES
         self._start = _saved.counter()
-        self._next = self._start + NODES
-        self._passed = False
-
-    # --- passes -----------------------------------------------------------------------------------
+        self._look_at = self._start + NODES
+        self.untrained = Untrained()
 
     def before(self, call: Pass, nodes: Sequence[Node]) -> None:
-        """Leave a token on what is new, and count what is not."""
-        line = self._lines.get(call.path)
-        if line is None:
-            line = self._lines[call.path] = _Line(call)
-        key = self._key
-        tags = _saved.tags
-        sequence = _saved.sequence
-        first, last = line.first.place, line.last.place
-        token = _Token()
-        leaves = []
-        again = 0
+        """Leave a token on what is new, and see whether graphs of earlier iterations run again."""
+        line = self._lines.setdefault(call.path, _Line(call))
+        self._token, line.again = _Token(), False
         for node in nodes:
             if node.__class__ is _nodes.ACCUMULATE:
-                leaves.append(node)
                 continue
-            mine = tags(node)
-            if self._unused_key in mine:
-                mine[self._unused_key].used = True
-            place = sequence(node)
-            if place >= last or line.first is call:
-                mine[key] = token
-                continue
-            if place >= first:
-                again += 1
-                line.ran_again = line.ran_again or key in mine
-            mine.setdefault(key, _RAN)
-        self._token, self._reached = token, again
-        self._leaves = [node.variable for node in leaves] if call.built else []
+            tags, place = _saved.tags(node), _saved.sequence(node)
+            if self._unused_key in tags:
+                tags[self._unused_key].used = True
+            is_new = place >= line.last.place or line.first is call
+            if not is_new and self._key in tags and place >= line.first.place:
+                line.again = True
+            tags.setdefault(self._key, self._token if is_new else _RAN)
+        leaves = [node.variable for node in nodes if node.__class__ is _nodes.ACCUMULATE]
+        self._leaves = leaves if call.built and call.name != "autograd.grad" else []
 
     def after(self, record: Record, call: Pass, failed: bool) -> None:
-        """The pass has run: has anything risen?"""
-        token, leaves = self._token, self._leaves
-        self._token, self._leaves = None, []
-        self._look_at = min(_saved.counter() + self._nodes, self._next)
-        self._passed = True
+        """The pass has run: are the graphs of more iterations alive than before?"""
         line = self._lines.get(call.path)
-        if failed or token is None or line is None:
-            return
-        look = line.held.step(len(line.alive))
-        again = line.again.step(self._reached)
-        line.keep(token)
-        line.last = call
-        writes = call.built and call.name != "autograd.grad"
-        if writes:
-            self._mark_gradients(token, leaves, call)
-        if (look and (writes or not call.built)) or (again and not call.built):
-            frames = list(user_frames(sys._getframe(1)))
-            with _saved.without_modes():
-                self._look(record, line, call, frames, again=again and not look)
-
-    def _mark_gradients(self, token: _Token, leaves: list[Tensor], call: Pass) -> None:
-        """Leave the pass's token on the graphs that it left in `.grad`, which lead to those of earlier passes."""
-        key, tags = self._key, _saved.tags
+        token, self._token = self._token, None
+        leaves, self._leaves = self._leaves, []
         with _saved.without_modes():
-            written = [leaf for leaf in leaves if _has_graph(leaf)]
-            for leaf in written:
-                self._written[id(leaf)] = (weakref.ref(leaf), call)
-            stack: list[Node] = [leaf.grad.grad_fn for leaf in written if leaf.grad is not None]
-        while stack:
-            node = stack.pop()
-            if node.__class__ is not _nodes.ACCUMULATE and key not in tags(node):
-                tags(node)[key] = token
-                stack += _saved.children(node)
+            self.untrained.look()
+            if failed or token is None or line is None:
+                return
+            look = line.count(len(line.alive))
+            line.alive.add(token)
+            line.last = call
+            for leaf in leaves:
+                if leaf.grad is not None and leaf.grad.grad_fn is not None:
+                    _saved.tags(leaf.grad.grad_fn).setdefault(self._key, token)
+            if look and (leaves or not call.built):  # a gradient with a graph is there to be used
+                self._look(record, line, call, TensorNames(user_frames(sys._getframe(1))))
 
-    def _look(self, record: Record, line: _Line, call: Pass, frames: list[FrameType], *, again: bool) -> None:
+    def _look(self, record: Record, line: _Line, call: Pass, names: TensorNames) -> None:
         """Find the variable that holds what grows."""
-        names = TensorNames(frames)
-        if again:
-            holder = handed_on(names, frames, record, range(line.first.place, line.last.place))
-            if holder is not None:
-                self._grown[call.path, "again"] = Grown("again", holder, call)
-            return
-        wanted = {token for ref in line.alive.values() if (token := ref()) is not None}
-        holder = of(names, record, lambda node: _saved.tags(node).get(self._key), wanted)
-        if holder is not None and holder.iterations * 2 > len(wanted):  # else several hold parts of it
+        alive = set(line.alive)
+        most = holder(names, lambda node: _saved.tags(node).get(self._key), alive)
+        if most is not None and 2 * most[1] > len(alive):  # else several hold parts of it
             kind = "kept" if call.retained else "spent"
-            if holder.variable.endswith(".grad"):
-                kind = "gradient"
-            self._grown[call.path, "held"] = Grown(kind, holder, call)
-            return
-        cycles = {call for ref, call in self._written.values() if (leaf := ref()) is not None and _has_graph(leaf)}
-        if len(cycles) > RISES:  # leaves of so many passes: not those of one model
-            latest = max(cycles, key=lambda call: call.number)
-            self._grown[call.path, "held"] = Grown("cycle", GrowingVariable("", None, len(cycles), 0), latest)
-
-    # --- operations -------------------------------------------------------------------------------
+            kind = "again" if line.again else kind
+            kind = "gradient" if most[0].endswith(".grad") else kind
+            self._grown[call.path] = grown(kind, record, names, *most, call)
 
     def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
-        """Many nodes were made, and no pass has come: do they pile up?"""
+        """Were twice as many nodes made as at the last look? Then graphs that no pass runs may pile up."""
         made = _saved.counter()
         if made < self._look_at:
             return
-        beside, self._passed = self._passed, False
-        self._nodes *= 1 if beside else 2
-        self._look_at = made + self._nodes
-        self._next = made + made - self._start
+        self._look_at = 2 * made - self._start
         from hodiff.graph import _watch
 
         record = _watch.recording()
         if record is None:
             return
         with _saved.without_modes():
-            frames = list(user_frames(frame))
-            for holder, nodes, freed in piling_up(TensorNames(frames), frames, record, self._key):
-                token = _Token()
-                for node in nodes:
-                    _saved.tags(node)[self._unused_key] = token
-                grows = holder.iterations > GROWS * self._beside.get(holder.variable, holder.iterations)
-                self._beside[holder.variable] = holder.iterations
-                if grows or not beside:  # between passes there may be what the next is to use
-                    kind = "freed" if freed else "unused"
-                    self._unused[holder.variable] = (token, Grown(kind, holder))
+            self._look_beside(record, TensorNames(user_frames(frame)))
 
-    # --- the end ----------------------------------------------------------------------------------
+    def _look_beside(self, record: Record, names: TensorNames) -> None:
+        """Find what leads to more graphs that no pass has run than at each of the last two looks."""
+        now: dict[str, int] = {}
+        for path, tensors in _groups(names).items():
+            nodes, now[path] = self._beside(record, [tensor.grad_fn for tensor in tensors])
+            counts = [before.get(path, 0) for before in (*self._before, now)]
+            rises = counts[-1] >= ITEMS and all(0 < GROWS * a <= b for a, b in pairwise(counts))
+            told = path.rpartition("[")[0] in self._unused
+            if rises and not told and not _is_bounded(names, path):
+                said = grown("unused", record, names, path, counts[-1], tensors)
+                token = _Token()
+                for node in nodes if said.bytes else ():
+                    _saved.tags(node)[self._unused_key] = token
+                    self._unused[path] = token, said
+        self._before = [self._before[1], now]
+
+    def _beside(self, record: Record, nodes: list[Node]) -> tuple[list[Node], int]:
+        """The nodes of a container, or of a state, that no pass has run; and their iterations."""
+        many = len(nodes) >= ITEMS
+        reached = nodes if many else _nodes.walk(nodes[:1])
+        fresh = [node for node in reached if self._key not in _saved.tags(node)]
+        if many:
+            return fresh, len(fresh)
+        # The line that made a state makes some kinds of nodes once in each iteration.
+        made = record.path(nodes[0])
+        kinds = Counter(type(node) for node in fresh if record.path(node) == made)
+        return fresh[:1], min(kinds.values(), default=0)
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        with _saved.without_modes():
+            self.untrained.step(optimizer)
 
     def growing(self, *, ended: bool = True) -> list[Grown]:
-        """What grew, each holder once; `ended`: whether the program came to its end, and would have used it."""
-        grown = []
-        for (path, which), each in self._grown.items():
+        """What grew, each holder once; `ended`: the program came to its end, and would have used it."""
+        grew = []
+        for path, each in self._grown.items():
             line = self._lines[path]
-            trend = line.again if which == "again" else line.held
-            refuted = trend.drops if which == "again" else line.ran_again
-            if not trend.settled and not refuted:
-                holder = each.holder._replace(iterations=trend.peak)
-                grown.append(Grown(each.kind, holder, each.call))
-        if ended:
-            grown += [each for token, each in self._unused.values() if not token.used]
-        return list({(each.holder.variable, each.holder.line): each for each in grown}.values())
+            grew += [replace(each, count=line.peak)] if line.idle <= RISES else []
+        grew += [each for token, each in self._unused.values() if ended and not token.used]
+        return list({(each.variable, each.line): each for each in reversed(grew)}.values())[::-1]
+
+
+# --- parameters that an optimizer steps, and that never have a gradient ---------------------------
+
+
+class _Stepped:
+    """An optimizer, its steps, and those of its parameters that had no gradient so far, by name."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        given = [leaf for group in optimizer.param_groups for leaf in group["params"]]
+        leaves = [leaf for leaf in given if leaf.requires_grad and leaf.grad is None]
+        names = TensorNames(user_frames(sys._getframe(1))) if leaves else TensorNames()
+        held = [name for name, value in names.values.items() if value is optimizer]
+        self.optimizer, self.steps = weakref.ref(optimizer), 0
+        self.name = (held or [type(optimizer).__name__])[0]
+        self.never = [(names.of(leaf), weakref.ref(leaf)) for leaf in leaves]
+
+
+class Untrained:
+    """The parameters that optimizers step, and that had no gradient at any of their steps."""
+
+    def __init__(self) -> None:
+        self._known: list[_Stepped] = []
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        known = next((each for each in self._known if each.optimizer() is optimizer), None)
+        if known is None:
+            known = _Stepped(optimizer)
+            self._known.append(known)
+        known.steps += 1
+        self.look()
+
+    def look(self) -> None:
+        """Forget what has a gradient now."""
+        for each in self._known:
+            each.never = [(name, ref) for name, ref in each.never if not _has_gradient(ref())]
+
+    def __str__(self) -> str:
+        lines = []
+        for each in self._known:
+            if each.never and each.steps >= STEPS:
+                told = [f"`{name}`" for name, _ in each.never if name][:SHOWN]
+                more = len(each.never) - len(told)
+                told += [f"{more} more"] if more else []
+                steps = f"stepped {each.steps} times by `{each.name}`"
+                lines.append(f"  {steps}, never had a gradient: {', '.join(told)}")
+        return "\n".join([UNTRAINED, *lines]) if lines else ""
+
+
+def _has_gradient(leaf: Tensor | None) -> bool:
+    return leaf is not None and leaf.grad is not None
+
+
+STEPS = 2
+"""Steps without a gradient before it is told."""
+SHOWN = 6
+UNTRAINED = "hodiff: parameters that were never trained"
 
 
 # --- does the graph behind some tensors grow, step by step? ---------------------------------------
@@ -416,60 +410,49 @@ def monitor(**roots: Tensor | nn.Module | Callable[[], Any] | Any) -> Monitor:
     return Monitor(roots)
 
 
-# --- which variable holds most of some graphs, as it is written, and the line that puts them there --------------------
-
-
-STATES = 4
-"""Tensors of a recurrent state, in one variable."""
-ITEMS = 20
-"""Values that a container must hold, or steps that a value must reach back, before graphs pile up."""
-
-
-class GrowingVariable(NamedTuple):
-    """A variable, the line that makes it hold more, how much of what was sought, and the bytes saved in that."""
-
-    variable: str
-    line: Line | None
-    iterations: int
-    bytes: int
+# --- which variable holds most of some graphs, as it is written, and the line that puts them there
 
 
 def _groups(names: TensorNames) -> dict[str, list[Tensor]]:
-    """The tensors with a graph behind each variable: a tensor, and each container on the way to it."""
+    """The tensors with a graph behind each variable: a tensor, and each container on the way to it.
+
+    Of a container that holds the same as another, the innermost; of the items of a long one none,
+    as each of many states may lead to all before it.
+    """
     groups: dict[str, list[Tensor]] = {}
     for path, tensor in names.at.items():
         if tensor.grad_fn is not None:
             for place in [each.start() for each in re.finditer(r"\[", path)] + [len(path)]:
                 groups.setdefault(path[:place], []).append(tensor)
     direct = Counter(path[: path.rindex("[")] for path in groups if path.endswith("]"))
-    few = [path for path in groups if not path.endswith("]") or direct[path[: path.rindex("[")]] < ITEMS]
-    return {path: groups[path] for path in few}  # each of many states in a list may lead to all before it
+    exact: dict[tuple[int, int], str] = {}
+    for path, tensors in groups.items():
+        key = id(tensors[0]), len(tensors)
+        few = not path.endswith("]") or direct[path[: path.rindex("[")]] < ITEMS
+        if few and path.startswith(exact.get(key, "")):
+            exact[key] = path
+    return {path: groups[path] for path in exact.values()}
 
 
-def of(
-    names: TensorNames, record: Record, tag: Callable[[Node], Any], wanted: Collection[Any]
-) -> GrowingVariable | None:
-    """The variable behind which most of the tags in `wanted` lie; of several, the most exact."""
-    counts: dict[str, int] = {}
+def holder(
+    names: TensorNames, tag: Callable[[Node], Any], wanted: Collection[Any]
+) -> tuple[str, int, list[Tensor]] | None:
+    """What leads to most of the tags in `wanted`, to how many, and its tensors; of several, the least."""
+    held: dict[str, tuple[int, int, int]] = {}
     groups = _groups(names)
     for path, tensors in groups.items():
-        nodes = _nodes.walk([tensor.grad_fn for tensor in tensors])
-        counts[path] = len({id(tagged) for node in nodes if (tagged := tag(node)) in wanted})
-    variable = max(counts, key=lambda path: (counts[path], -_source.steps(path)), default="")
-    if not variable or not counts[variable]:
+        nodes = list(_nodes.walk([tensor.grad_fn for tensor in tensors]))
+        tags = {id(tagged) for node in nodes if (tagged := tag(node)) in wanted}
+        held[path] = len(tags), -len(nodes), -_source.steps(path)
+    variable = max(held, key=held.__getitem__, default="")
+    around = variable[: max(variable.rfind("["), 0)]
+    items = [path for path in held if path.startswith(f"{around}[")]
+    equal = [path for path in items if held[path][0] == held[variable][0]]
+    if around in groups and len(equal) > 1:
+        variable = around  # `sums`, not `sums[0]` alone
+    if not variable or not held[variable][0] or _is_bounded(names, variable):
         return None
-    whole = variable
-    for path, count in counts.items():  # `history["loss"]`, not `history`
-        if path.startswith(variable) and count == counts[variable]:
-            variable = path
-    equal = [path for path, count in counts.items() if count == counts[variable]]
-    if sum(path.startswith(f"{whole}[") for path in equal) > 1:
-        variable = whole  # `sums`, not `sums[0]` alone
-    if _is_bounded(names, variable):
-        return None
-    nodes = _nodes.walk([tensor.grad_fn for tensor in groups[variable]])
-    line = _line(names, record, variable, groups[variable])
-    return GrowingVariable(variable, line, counts[variable], _inspect.saved_bytes(nodes))
+    return variable, held[variable][0], groups[variable]
 
 
 def _is_bounded(names: TensorNames, path: str) -> bool:
@@ -481,107 +464,51 @@ def _is_bounded(names: TensorNames, path: str) -> bool:
 
 
 def _line(names: TensorNames, record: Record, variable: str, tensors: list[Tensor]) -> Line | None:
-    """The line that makes a variable hold more: its last assignment, or what is appended to it."""
+    """The line that makes a variable hold more: it gave it its value, or puts something into it."""
     if variable.endswith(".grad"):  # which a pass writes
         return None
-    made = _made(record, variable, tensors[0]) if len(tensors) == 1 else None
-    return made or next(_filling(variable), None) or _assigned(names, variable)
-
-
-def _made(record: Record, variable: str, tensor: Tensor) -> Line | None:
-    """The line that made a value, if it gives it to that variable."""
-    forms = set(_source.forms(variable))
-    lines = lines_of(record.path(tensor.grad_fn))
-    return next((line for line in lines if not forms.isdisjoint(_source.assigned_by(line))), None)
-
-
-def _filling(variable: str) -> Iterator[Line]:
-    """The lines of the user's files that put something into a container."""
-    for file in [file for file, users in USERS.items() if users]:
-        yield from (
-            Line(file, number)
-            for name in dict.fromkeys(_source.forms(variable))
-            for number in _source.filled_at(name, file)
-        )
-
-
-def _assigned(names: TensorNames, variable: str) -> Line | None:
+    if len(tensors) == 1:
+        forms = set(_source.forms(variable))
+        made = lines_of(record.path(tensors[0].grad_fn))
+        return next((line for line in made if forms & set(_source.assigned_by(line))), None)
+    paths = names.paths[id(tensors[0])]
+    first = next((path for path in paths if path.startswith(variable)), variable)
+    places = (variable, first.rpartition("[")[0], _SUBSCRIPTS.sub("", variable))
     owner = names.owners.get(root(variable))
-    if owner is None:
-        return None
-    numbers = _source.assignments(variable, Line(owner.co_filename, owner.co_firstlineno))
-    return Line(owner.co_filename, numbers[-1]) if numbers else None
+    file = owner.co_filename if owner is not None else ""
+    return next((line for path in places for line in _filling(path, file)), None)
 
 
-def handed_on(names: TensorNames, frames: list[FrameType], record: Record, places: range) -> GrowingVariable | None:
-    """The variable that hands nodes made at some places to the next iteration: read before it is assigned."""
-    holders = []
-    for path, tensors in _groups(names).items():
-        if len(tensors) == 1 and (_hands_on(path, frames) or "." in path):
-            made = _made(record, path, tensors[0])
-            if made is not None:
-                nodes = _nodes.walk([tensors[0].grad_fn])
-                count = sum(_saved.sequence(node) in places for node in nodes if _saved.leaf(node) is None)
-                holders.append(GrowingVariable(path, made, count, _inspect.saved_bytes(nodes)))
-    holders = [holder for holder in holders if holder.iterations]
-    return max(holders, key=lambda holder: (holder.iterations, -_source.steps(holder.variable)), default=None)
+_SUBSCRIPTS = re.compile(r"(\[[^][]*\])*$")
 
 
-def _hands_on(path: str, frames: list[FrameType]) -> bool:
-    return any(_source.hands_on(path, line_of(frame)) for frame in frames)
+def _filling(variable: str, own: str) -> Iterator[Line]:
+    """The user's lines that put something into a container, or make it anew from itself.
 
-
-def piling_up(
-    names: TensorNames, frames: list[FrameType], record: Record, key: str
-) -> Iterator[tuple[GrowingVariable, list[Node], bool]]:
-    """The variables behind which graphs pile up that no pass has run: each with those nodes.
-
-    And whether passes of other losses have freed what a pass through each of them would need.
-
-    A container of so many values, each with nodes of its own; or a value that its line makes from
-    itself, again and again.
+    Those of its own file come first. In others the same name without an attribute is another's.
     """
-    for path, tensors in _groups(names).items():
-        fresh: list[Node] = []
-        count, freed = 0, False
-        if len(tensors) >= ITEMS and path not in names.at:
-            seen: set[Node] = set()
-            own = [_own(tensor, seen, key) for tensor in tensors]
-            fresh = [node for nodes, _ in own for node in nodes]
-            count = sum(bool(nodes) for nodes, _ in own)
-            freed = all(spent for nodes, spent in own if nodes)
-        elif len(tensors) <= STATES and (_hands_on(path, frames) or "." in path):
-            own = [_own(tensor, set(), key) for tensor in tensors]
-            fresh = list(dict.fromkeys(node for nodes, _ in own for node in nodes))
-            count, freed = _rounds(record, path, tensors[0], fresh), all(spent for _, spent in own)
-        if fresh and count >= ITEMS and not _is_bounded(names, path):
-            size = _inspect.saved_bytes(fresh)
-            if size:
-                line = _line(names, record, path, tensors)
-                yield GrowingVariable(path, line, count, size), fresh, freed
+    forms = set(_source.forms(variable))
+    if "_hooks[" in variable:
+        forms.add(variable.rpartition(".")[2])
+    elsewhere = forms if "." in variable else set[str]()
+    for file in sorted([file for file, users in USERS.items() if users], key=lambda file: file != own):
+        for node in _source.nodes_in(file):
+            if any(_fills(node, name) for name in (forms if file == own else elsewhere)):
+                yield Line(file, getattr(node, "lineno", 0))
 
 
-def _own(tensor: Tensor, seen: set[Node], key: str) -> tuple[list[Node], bool]:
-    """The nodes behind a tensor, not among `seen`, that no pass has run; was another freed?"""
-    nodes = [node for node in _nodes.walk([tensor.grad_fn], seen) if node not in seen and _saved.leaf(node) is None]
-    seen.update(nodes)
-    freed = set(_inspect.having(nodes, "freed"))
-    fresh = [node for node in nodes if node not in freed and key not in _saved.tags(node)]
-    return fresh, bool(freed)
+GROW = ("append", "extend", "insert", "appendleft")
 
 
-def _rounds(record: Record, path: str, tensor: Tensor, nodes: list[Node]) -> int:
-    """How often the line that assigns a variable has made its value: its operations, by their period."""
-    if _made(record, path, tensor) is None:
-        return 0
-    made = record.path(tensor.grad_fn)
-    line = [node for node in nodes if record.path(node) == made]
-    kinds = [type(node) for node in sorted(line, key=_saved.sequence)]
-    late = range(len(kinds) // 2, len(kinds))
-    for period in range(1, len(kinds) // ITEMS + 1):
-        if all(kinds[place] is kinds[place - period] for place in late):
-            return len(kinds) // period
-    return min(Counter(kinds).values(), default=0)
+def _fills(node: ast.AST, name: str) -> bool:
+    """Whether it is `name.append(x)`, `name[k].append(x)`, `name[k] = x`, `name += x`, `name = [*name, x]`."""
+    call = node.func if isinstance(node, ast.Call) else None
+    if isinstance(call, ast.Attribute) and call.attr in GROW:
+        held = ast.unparse(call.value)
+        return held == name or held.startswith((f"{name}[", f"{name}.setdefault("))
+    given = _source.targets(node)
+    whole = name in given and (isinstance(node, ast.AugAssign) or _reads(node, name))
+    return whole or any(target.startswith(f"{name}[") for target in given)
 
 
 # --- what is said of a graph that grows -----------------------------------------------------------
@@ -595,78 +522,95 @@ class Grown:
     """A graph that grows; it prints as a few lines.
 
     Attributes:
-        kind: `spent`, `kept`, `gradient`, `cycle`, `again`, `unused` or `freed`: a key of `KINDS`.
-        holder: What holds it, and how much of it.
+        kind: A key of `KINDS`.
+        variable: What holds it.
+        count: The graphs of how many iterations it holds.
+        bytes: What they have saved.
+        line: The line that puts them there.
         call: The pass concerned; None if there was none.
     """
 
     kind: str
-    holder: GrowingVariable
+    variable: str
+    count: int
+    bytes: int = 0
+    line: Line | None = None
     call: Pass | None = None
 
     def __str__(self) -> str:
-        kind, holder = KINDS[self.kind], self.holder
-        facts = {"variable": holder.variable, "count": holder.iterations, "bytes": f"{holder.bytes:,}"}
-        what, reason, fix, unknown = [text.format(**facts) for text in kind]
+        facts = {"variable": self.variable, "count": self.count, "bytes": f"{self.bytes:,}"}
+        what, reason, helps = [text.format(**facts) for text in KINDS[self.kind]]
         last = self.call.stack[0] if self.call is not None and self.call.path else None
-        places = [labeled("grows at", holder.line), labeled("pass", last)]
-        text = [what, *(f"  {place}" for place in places if place)]
-        return body(text, reason, [("fix", fix) if fix else ("not known", unknown)])
+        places = [labeled("grows at", self.line), labeled("pass", last)]
+        return body([what, *(f"  {place}" for place in places if place)], reason, [("helps", helps)])
+
+
+def grown(
+    kind: str,
+    record: Record,
+    names: TensorNames,
+    variable: str,
+    count: int,
+    tensors: list[Tensor],
+    call: Pass | None = None,
+) -> Grown:
+    """What is said of a variable that holds the graphs of `count` iterations."""
+    size = _inspect.saved_bytes(_nodes.walk([tensor.grad_fn for tensor in tensors]))
+    return Grown(kind, variable, count, size, _line(names, record, variable, tensors), call)
 
 
 class Kind(NamedTuple):
-    """The sentences of one kind of growth; a fix only where nothing that is computed can change by it."""
+    """The sentences of one kind of growth."""
 
     what: str
     reason: str
-    fix: str = ""
-    unknown: str = ""
+    helps: str
 
 
+HELD = "`{variable}` holds the graphs of {count} iterations, and {bytes} B that they saved"
+VALUE = "store only the value in `{variable}`: `.detach()`, or `.item()` for a number."
 KINDS = {
     "spent": Kind(
         "`{variable}` holds the graphs of {count} iterations, whose passes have run",
-        "the passes freed what another pass would need; the rest is useless, and grows in each iteration.",
-        "store only the value in `{variable}`: `.detach()`, or `.item()` for a number.",
+        "the passes freed what another pass would need; the rest is useless, and grows.",
+        VALUE,
     ),
     "kept": Kind(
-        "`{variable}` holds the graphs of {count} iterations, and {bytes} B that they saved",
+        HELD,
         "the passes were told to keep them.",
-        unknown="will another pass go through them? If not, remove `retain_graph` and `create_graph`,\n"
-        "and store only the value in `{variable}`: `.detach()`, or `.item()` for a number.",
+        f"if no other pass goes through them, remove `retain_graph` and `create_graph`, and {VALUE}",
     ),
     "gradient": Kind(
-        "`{variable}` holds the graphs of {count} iterations, and {bytes} B that they saved",
+        HELD,
         "backward(create_graph=True) adds a gradient with its graph to `.grad`, which was never reset.",
-        unknown="should the gradients of all iterations add up? If not, set `.grad = None` before each\n"
+        "if the gradients of all iterations are not to add up, set `.grad = None` before each "
         "pass; hodiff.grad and torch.autograd.grad return a gradient and do not write `.grad`.",
     ),
-    "cycle": Kind(
-        "{count} tensors and more hold their own graphs in `.grad`, and will until the program ends",
-        "backward(create_graph=True) leaves in `.grad` a gradient whose graph leads back to the tensor: a cycle\n"
-        "       that no garbage collector sees.",
-        "take the gradient with hodiff.grad or torch.autograd.grad(..., create_graph=True), which write no `.grad`.",
-    ),
     "again": Kind(
-        "each pass runs the graphs of all iterations before it again: {count} nodes in the largest",
-        "`{variable}` hands the graph of one iteration to the next, and `retain_graph=True` keeps them all.",
-        unknown="should gradients reach back through all iterations? If not, write `{variable} = "
-        "{variable}.detach()` at the\nstart of each; `retain_graph=True` is then no longer needed.",
+        "`{variable}` holds the graphs of {count} iterations, and each pass runs all of them again",
+        "each iteration extends the graph of the one before, and `retain_graph=True` keeps them all.",
+        "if gradients are not to reach back through all iterations, write `{variable} = "
+        "{variable}.detach()` at the start of each; `retain_graph=True` is then no longer needed.",
     ),
     "unused": Kind(
         "`{variable}` holds the graphs of {count} iterations and more, and {bytes} B that they saved",
         "no backward pass has gone through them.",
-        unknown="should one? If not, compute them under torch.no_grad(), or store only the value in\n"
-        "`{variable}`: `.detach()`, or `.item()` for a number.",
-    ),
-    "freed": Kind(
-        "`{variable}` holds the graphs of {count} iterations and more, of losses whose passes have run",
-        "the passes freed what one through `{variable}` would need; the rest is useless.",
-        "store only the value in `{variable}`: `.detach()`, or `.item()` for a number.",
+        f"if none is to, compute them under torch.no_grad(), or {VALUE}",
     ),
 }
 
 
-def report(grown: list[Grown]) -> str:
-    """All of them, under one title; empty if there are none."""
-    return "\n\n".join([TITLE, *map(str, grown)]) + "\n" if grown else ""
+def report(growth: Growth, *, ended: bool = True) -> str:
+    """What grew, and what was never trained; empty if there is neither."""
+    grown = growth.growing(ended=ended)
+    parts = ["\n\n".join([TITLE, *map(str, grown)])] if grown else []
+    parts += filter(None, [str(growth.untrained) if ended else ""])
+    return "\n\n".join(parts) + "\n" if parts else ""
+
+
+def _reads(node: ast.AST, name: str) -> bool:
+    """Whether a statement reads a variable."""
+    return any(
+        isinstance(each, (ast.Name, ast.Attribute)) and isinstance(each.ctx, ast.Load) and ast.unparse(each) == name
+        for each in ast.walk(node)
+    )

@@ -9,18 +9,9 @@ from torch import Tensor
 
 from hodiff._core._nodes import Node
 from hodiff.graph import _saved, _second_time, _source
-from hodiff.graph._case import Explanation, FailedPass, FailureCause, said
-from hodiff.graph._record import Change, Pass, tensors_in
-from hodiff.graph._source import Line, at, lines_of, outside
-
-ACTIVATIONS = frozenset(
-    {"relu_", "relu6", "relu", "leaky_relu_", "elu_", "celu_", "selu_", "hardtanh_", "rrelu_", "threshold_", "hardtanh"}
-    | {"hardswish", "hardsigmoid", "silu", "mish", "dropout_", "dropout", "alpha_dropout_", "feature_dropout_"}
-)
-"""Operations that modules do in place when they are told so (`inplace=True`), and can do otherwise."""
-
-
-REASON = "its derivative needs the value from before the change. A retained graph would not help."
+from hodiff.graph._case import Explanation, Fact, FailedPass, callers
+from hodiff.graph._record import Change, tensors_in
+from hodiff.graph._source import Line, Path, lines_of
 
 
 class _Stale(NamedTuple):
@@ -42,26 +33,38 @@ def explain(case: FailedPass) -> Explanation | None:
         left = _second_time.left_behind(case)
         if left is not None:
             return left
-    change = case.record.changed(stale.value)
-    if not stale.variable and change is not None:
-        names = _source.changed_at(change.line) or _source.given_by(change.line)
+    changes = case.record.changes(stale.value, _saved.sequence(stale.node))
+    if not stale.variable and changes:
+        line = changes[-1].line
+        names = _source.changed_at(line) or _source.given_by(line)
         stale = stale._replace(variable=names[0] if names else "")
-    what = f"`{stale.variable}`" if stale.variable else f"a tensor of shape {tuple(stale.value.shape)}"
-    changed = change.line if change is not None else None
-    fix, unknown = _advice(case, stale, change)
+    saved = f"{type(stale.node).__name__} saved it as {stale.slot!r}"
+    shape = f"of shape {tuple(stale.value.shape)}"
     return case.explanation(
-        "changed in place",
-        f"{what} was changed in place, after {type(stale.node).__name__} had saved it (as {stale.slot!r})",
-        ("saved at", case.record.made(stale.node)),
-        ("changed at", changed),
-        ("called from", _caller(case, change)),
-        ("failing call", case.call or case.line or "?"),
+        "changed value" if stale.leaf is None else "changed parameter",
+        Fact("saved", stale.variable, case.record.made(stale.node), f"{shape}; {saved}"),
+        *(Fact("changed", stale.variable, line, by) for line, by in _told(changes).items()),
+        *(callers(changes[-1].path, lines_of(case.path))[:1] if changes else ()),
+        *case.of_leaves("changed", _moved(case)),
         variable=stale.variable,
-        created=changed,
-        reason=REASON,
-        fixes=(fix,),
-        unknown=(unknown,),
     )
+
+
+def _told(changes: list[Change]) -> dict[Line, str]:
+    """The lines of some changes, the last ones, each once and by which functions."""
+    lines: dict[Line, list[str]] = {}
+    for change in changes:
+        lines.setdefault(change.line, []).append(change.call)
+    return {line: ", ".join(dict.fromkeys(calls)) for line, calls in list(lines.items())[-SHOWN:]}
+
+
+SHOWN = 4
+
+
+def _moved(case: FailedPass) -> list[Tensor]:
+    """The leaves that were changed after the pass's nodes had saved them."""
+    leaves = (_saved.leaf_of(value) for _, _, value in _stale_slots(case))
+    return list({id(leaf): leaf for leaf in leaves if leaf is not None}.values())
 
 
 def _unnamed(case: FailedPass) -> Explanation | None:
@@ -69,14 +72,8 @@ def _unnamed(case: FailedPass) -> Explanation | None:
     for node in case.nodes:
         for slot in _saved.slots(node):
             if slot.state == _saved.STALE:
-                return case.explanation(
-                    "changed in place",
-                    f"a tensor that {type(node).__name__} had saved (as {slot.name!r}) was changed in place",
-                    ("saved at", case.record.made(node)),
-                    ("failing call", case.call or case.line or "?"),
-                    reason=REASON,
-                    unknown=("which tensor it was, and which line changed it: PyTorch tells neither before 2.12.",),
-                )
+                text = f"{type(node).__name__} saved it as {slot.name!r}; which tensor it was is not told before 2.12"
+                return case.explanation("changed value", Fact("saved", "", case.record.made(node), text))
     return None
 
 
@@ -90,111 +87,6 @@ def _find(case: FailedPass) -> _Stale | None:
     return next((each for each in values if each.variable), values[0] if values else None)
 
 
-def _advice(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[str, str]:
-    """The fix, and what is left open."""
-    if stale.leaf is not None:
-        return _of_leaf(case, stale, change)
-    if change is None:
-        return "", "which line changed it: run the program under `hodiff explain`, which records that."
-    fix = _of_activation(change.call, change.line) or _copied(case, stale, change)
-    unknown = (
-        f"which value the later lines should see. If {change.line} makes a new tensor instead\n"
-        "(x = x + 1 for x += 1, torch.where for a masked assignment, torch.stack of a list for\n"
-        "rows that a loop writes), the saved one stays as it was; other references to the\n"
-        "tensor then see the old values."
-    )
-    return fix, "" if fix else unknown
-
-
-def _of_activation(call: str, line: Line) -> str:
-    return f"pass inplace=False to the module or function at {at(line)}." if call in ACTIVATIONS else ""
-
-
-def _copied(case: FailedPass, stale: _Stale, change: Change) -> str:
-    """Change a copy: sound where one variable alone holds the tensor, and that is what the line changes."""
-    line = change.line
-    targets = [_source.base(name) for name in _source.changed_at(line)]
-    name = targets[0] if len(targets) == 1 else ""
-    if change.view or _saved.is_view(stale.value) or not name.isidentifier():
-        return ""  # what it is a view of would stay as it was
-    memory = _saved.memory(stale.value)
-    holders = {path for path, tensor in case.names.at.items() if _saved.memory(tensor) == memory}
-    if holders - {name} or name in _source.parameters(line) or not _source.is_alone(name, line):
-        return ""
-    return f"change a copy: before {at(line)}, write\n    {name} = {name}.clone()"
-
-
-def _of_leaf(case: FailedPass, stale: _Stale, change: Change | None) -> tuple[str, str]:
-    """A parameter has moved on: the loss is computed again, from there on, with all else that is spent."""
-    if case.recorded is None:
-        return "", (
-            f"should the loss be computed again, after the line that changed `{stale.variable}`? Or does\n"
-            "the pass reach the graph of an earlier step, through a value that it handed on (a recurrent\n"
-            "state)? Then detach that value where the step ends."
-        )
-    changes = [change, *(case.record.changed(value) for _, _, value in _stale_slots(case))]
-    change = max(filter(None, changes), key=lambda each: each.order, default=None)
-    term = _of_loop(case, change) if change is not None else None
-    if change is not None and term is not None:
-        return "", (
-            f"which values of `{stale.variable or 'the parameter'}` you want: "
-            f"what {at(term)} computed used those\n"
-            f"before {at(change.line)}, in the same loop; computed again after the loop, it\n"
-            "would use the last ones. To keep what it used, differentiate each term in the loop, "
-            "before that line,\n"
-            "with torch.autograd.grad(term, parameters), and add up the results."
-        )
-    after = f" after {at(change.line)}" if change is not None else " after the change"
-    left = _chain(case) + _left(case, stale)
-    return f"compute `{case.loss('the loss')}` again{after}, from the forward pass on.{left}", (
-        "should the pass have come before the change? A pass moved there adds its gradients to all\n"
-        f"the parameters that it reaches, including `{stale.variable or 'the changed one'}`, whose step would use them."
-    )
-
-
-def _of_loop(case: FailedPass, change: Change) -> Line | None:
-    """The line of a value of a loop that then changed what it is of, if the pass comes later."""
-    mine, changed = dict(case.path), dict(change.path)
-    for node, _, _ in _stale_slots(case):
-        for frame in case.record.path(node):
-            code = frame.code
-            around = _source.loops(frame.line) if code in changed and code in mine else []
-            if any(_source.within(e, changed[code]) and not _source.within(e, mine[code]) for e in around):
-                return frame.line
-    return None
-
-
-def _left(case: FailedPass, stale: _Stale) -> str:
-    """What an earlier pass left in `.grad` of leaves that no step has moved since, for this one to add to."""
-    names: dict[str, Pass] = {}
-    for node in case.nodes:
-        leaf = _saved.leaf(node)
-        if leaf is None or leaf is stale.leaf:
-            continue
-        given, change = case.record.tags.given(node), case.record.changed(leaf)
-        name = case.names.of(leaf)
-        if name and given is not None and (change is None or change.passes <= given.number):
-            names[name] = given
-    if not names:
-        return ""
-    shown = ", ".join(list(names)[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-    last = next(iter(names.values()))
-    return (
-        f"\nThe .grad of {shown} still holds what {at(last.stack[0])} gave,\n"
-        "and this pass adds to it: zero it first, unless you want the sum."
-    )
-
-
-NAMED = 2
-
-
-def _caller(case: FailedPass, change: Change | None) -> Line | None:
-    """How the program came to the change, where that is not how it came to the pass."""
-    here = lines_of(case.path)
-    lines = lines_of(change.path)[1:] if change is not None else ()
-    return next((line for line in lines if line not in here), None)
-
-
 def _stale_slots(case: FailedPass) -> Iterator[tuple[Node, str, Tensor]]:
     """What the pass needs and was changed: the node that saved it, what that calls it, and the value as it is."""
     for node in case.nodes:
@@ -203,153 +95,65 @@ def _stale_slots(case: FailedPass) -> Iterator[tuple[Node, str, Tensor]]:
                 yield node, name, value
 
 
-def _chain(case: FailedPass) -> str:
-    """What the pass would meet next: all that was freed or changed, by the lines that made it."""
-    nodes = [n for n in case.nodes if case.troubles.get(n) in ("freed", "stale")]
-    lines = {line for node in nodes for line in outside(case.record.path(node))}
-    shown = sorted(lines)[:SHOWN]
-    if not shown:
-        return ""
-    more = f" and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
-    return "\nThe values that can no longer be used were computed at " + ", ".join(map(str, shown)) + more + "."
+# --- operations that are refused in the forward, for the sake of gradients -------------------------
 
 
-SHOWN = 6
-
-
-# --- operations that autograd refuses in the forward: what was changed or copied there, and what is sound instead -----
-
-
-class Refused(NamedTuple):
-    """An operation that was refused: the error, the function, its arguments, and the user's lines."""
-
-    case: FailedPass
-    call: str
-    arguments: Any
-    lines: tuple[Line, ...]
-
-    @property
-    def line(self) -> Line:
-        """The innermost of the user's lines."""
-        return self.lines[0]
-
-
-def _of_refused_leaf(refused: Refused) -> str:
-    """Without a record: unless another value that requires grad goes in, which that would cut off."""
-    args, kwargs = refused.arguments
-    if any(tensor.requires_grad for tensor in tensors_in([*args[1:], *kwargs.values()])):
-        return ""
-    also = "".join(f"\nThe same goes for {at(line)}." for line in _source.also_changed(refused.line)[:PLACES_SHOWN])
-    return f"change its value without recording: put {at(refused.line)} into `with torch.no_grad():`.{also}"
-
-
-def _of_view(refused: Refused) -> str:
-    """Shapes alone: the same without a change. Else, what the view is of may be read later, and must change with it."""
-    if refused.call not in SHAPES:
-        return ""
-    new = refused.call[:-1]
-    return f"use {new} instead of {refused.call} at {at(refused.line)}: it leaves the tensor as it is."
-
-
-SHAPES = ("squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "detach_")
-"""What changes how a tensor looks at its memory, and has a form that gives another tensor."""
-PLACES_SHOWN = 3
-
-
-def _in_place_of(refused: Refused) -> str:
-    return _of_activation(refused.call, refused.line)
-
-
-_VIEW = (_in_place_of, _of_view)
 REFUSALS = {
-    "leaf changed": FailureCause(
-        "refused in place",
-        "a leaf that requires grad cannot be changed in place while operations are recorded.",
-        (_in_place_of, _of_refused_leaf),
-        (
-            "should the new value be part of the graph? If so, make a new tensor under another name:\n"
-            "w = p + ... If not, update the parameter under torch.no_grad().",
-        ),
-    ),
-    "inference saved": FailureCause(
-        "inference tensor",
-        "it was made under inference_mode, so no graph can save it.",
-        unknown=(
-            "where it was made. Make it under torch.no_grad() instead of inference_mode(), or use a .clone() of it,\n"
-            "made outside, which is an ordinary constant.",
-        ),
-    ),
-    "inference changed": FailureCause(
-        "inference tensor",
-        "it was made under inference_mode, and cannot be changed outside.",
-        unknown=(
-            "where it was made. Make it under torch.no_grad() instead of inference_mode(), or change a .clone() of it.",
-        ),
-    ),
-    "hooked view changed": FailureCause(
-        "refused in place",
-        "a full backward hook makes the inputs and outputs of its module views, which may not be changed in place.",
-        _VIEW,
-        ("who reads the changed values. Make the change in a new tensor, or remove the hook.",),
-    ),
-    "view changed": FailureCause(
-        "refused in place",
-        "it is one of several views that an operation returned, and those may not be changed in place.",
-        _VIEW,
-        (
-            "who reads the changed values. If they are read from the whole tensor, compute all of it anew "
-            "(x = (x - m) / s);\na copy of the view would leave it unchanged.",
-        ),
-    ),
-    "copied": FailureCause(
-        "copied",
-        "a tensor with a graph cannot be copied: an attribute of the object holds a result of its forward.",
-        unknown=(
-            "should that attribute keep its graph? If so, copy before the first forward. If not, store a detached "
-            "value\nin it, and keep the one that you train through in a local variable.",
-        ),
-    ),
+    "leaf changed": "refused in place",
+    "leaf's view changed": "refused in place",
+    "hooked view changed": "refused in place",
+    "view changed": "refused in place",
+    "view without gradients": "view made without gradients",
+    "inference saved": "inference tensor",
+    "inference changed": "inference tensor",
+    "copied": "copied",
+    "flag of a result": "not a leaf",
+    "inside transform": "inside a transform",
 }
-"""Operations that are refused for the sake of gradients, by the kind of PyTorch's error."""
+"""The classes of operations that are refused, by the kind of PyTorch's error."""
 
 
-def explain_refused(refused: Refused, rule: FailureCause) -> Explanation:
+def explain_refused(case: FailedPass, cause: str, arguments: Any, path: Path) -> Explanation:
     """The explanation of such an operation."""
-    line = refused.line
-    variable = _changed(refused) if rule.name == "refused in place" else _which(refused)
-    callers = dict.fromkeys(refused.lines[1:2] + refused.lines[-1:])
-    fixes = said(rule.fixes, refused)[:1]
-    return refused.case.explanation(
-        rule.name,
-        f"refused: {refused.call}" + (f", of `{variable}`" if variable else ""),
-        ("at", line),
-        ("made at", _made(refused) if rule.name == "copied" else None),
-        *(("called from", outer) for outer in callers if outer != line),
+    line = path[0].line
+    tensor = _which(arguments, cause)
+    variable = _changed(case, line) if cause == "refused in place" else _name(case, tensor)
+    return case.explanation(
+        cause,
+        Fact("refused", variable, line, case.name),
+        *_maker(case, tensor),
+        *callers(path, (line,)),
         variable=variable,
-        created=line,
-        reason=rule.sentence,
-        fixes=fixes,
-        unknown=() if fixes else said(rule.unknown, refused),
     )
 
 
-def _made(refused: Refused) -> Line | None:
-    """The line that made the tensor that the refusal is about."""
-    nodes = [tensor.grad_fn for tensor in tensors_in(refused.arguments)]
-    record = refused.case.record
-    return next(map(record.made, filter(None, nodes)), None) if record is not None else None
+def _maker(case: FailedPass, tensor: Tensor | None) -> list[Fact]:
+    """What made the tensor that a refusal is about, and what had switched gradients off then."""
+    if tensor is None:
+        return []
+    line, origin = case.record.maker(tensor), case.record.cuts.origin(tensor)
+    kind = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else ""
+    facts = [Fact("made", _name(case, tensor), line, kind and f"the result of {kind}")] if line is not None else []
+    if origin is not None and origin.off is not None:
+        facts.append(Fact("off since", "", origin.off.line, origin.off.how))
+    return facts
 
 
-def _changed(refused: Refused) -> str:
-    """What the line was to change."""
-    names = _source.changed_at(refused.line)
-    return names[0] if names else _source.receiver(refused.line, refused.call)
+def _changed(case: FailedPass, line: Line) -> str:
+    """What a line was to change."""
+    names = _source.changed_at(line)
+    return names[0] if names else _source.receiver(line, case.name)
 
 
-def _which(refused: Refused) -> str:
-    """The argument that the refusal is about."""
-    args, kwargs = refused.arguments
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    inference = [tensor for tensor in given if tensor.is_inference()]
-    paths = [path for tensor in inference or given for path in refused.case.names.paths.get(id(tensor), ())]
+def _which(arguments: Any, cause: str) -> Tensor | None:
+    """The argument that a refusal is about."""
+    given = tensors_in(list(arguments))
+    inference = [tensor for tensor in given if tensor.is_inference()] if cause == "inference tensor" else []
+    results = [tensor for tensor in given if tensor.grad_fn is not None] if cause == "copied" else []
+    return next(iter(inference or results or given), None)
+
+
+def _name(case: FailedPass, tensor: Tensor | None) -> str:
+    """The variable of a tensor, by the name that its owner gives it."""
+    paths = case.names.paths.get(id(tensor), ())
     return max(paths, key=lambda path: path.count("."), default="")

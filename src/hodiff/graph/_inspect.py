@@ -436,12 +436,11 @@ def _asked_trouble(node: Node) -> str:
         return ""
     if _saved.is_raising(node):
         return "missing"
-    states = [state for state in _saved.states(node) if state in _TROUBLES]
-    return min(states, key=_TROUBLES.index) if states else ""
+    return next((state for state in _saved.states(node) if state in _TROUBLES), "")
 
 
 _TROUBLES = (_saved.FREED, _saved.RELEASED, _saved.STALE, _saved.UNKNOWN)
-"""The states with which a node cannot be run, or might not be; the first that is found is told."""
+"""The states with which a node cannot be run, or might not be."""
 
 
 def executed(roots: Iterable[Node | None], inputs: Sequence[Any] | None) -> list[Node]:

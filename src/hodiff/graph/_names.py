@@ -9,9 +9,9 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import islice
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +107,7 @@ class TensorNames:
         self.storages: dict[int, str] = {}
         self.values: dict[str, Any] = {}  # the variables themselves, by name, the innermost first
         self.owners: dict[str, CodeType] = {}
-        self.trained: dict[int, int] = {}  # of a leaf's identity, that of the optimizer which has it
+        self.optimizers: dict[int, str] = {}  # of an optimizer's identity
         self.all: list[Tensor] = []  # identities stay true while this lives
         self._seen: set[int] = set()
         self._budget = budget
@@ -149,13 +149,14 @@ class TensorNames:
             if isinstance(value, Tensor):
                 if not self._results or value.grad_fn is not None:
                     self._add(path, value)
+                held = _of_hooks("_backward_hooks", _saved.hooks_of(value))
+                queue.extend((path + step, item, depth + 1) for step, item in held)
             elif depth <= DEPTH and id(value) not in self._seen:
                 self._seen.add(id(value))
                 if isinstance(value, torch.optim.Optimizer):
                     if self._results:
                         continue
-                    for group in value.param_groups:
-                        self.trained.update(dict.fromkeys(map(id, group["params"]), id(value)))
+                    self.optimizers.setdefault(id(value), path)
                 inside = islice(_inside(value, leaves=not self._results), self._budget)
                 queue.extend((path + step, item, depth + 1) for step, item in inside)
 
@@ -232,8 +233,9 @@ def _inside(value: Any, *, leaves: bool = True) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(value, dict):
         if len(value) <= BUDGET:
-            items = list(value.items())
-            yield from ((f"[{key!r}]", item) for key, item in items if item.__class__ not in _PLAIN and _is_plain(key))
+            for number, (key, item) in enumerate(list(value.items())):
+                if item.__class__ not in _PLAIN:
+                    yield f"[{_written(key, number)}]", item
     elif isinstance(value, (list, tuple, deque)):  # copied, as another thread may change it
         names = getattr(value, "_fields", None)
         for index, item in enumerate(list(islice(value, 1000))):
@@ -269,6 +271,8 @@ def _of_modules(root: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, item in list((own.get("_buffers") or {}).items()):
             if item.__class__ not in _PLAIN:
                 yield f"{path}.{name}", item
+        for name in [name for name in own.keys() & HOOKS if own[name]]:
+            yield from ((path + step, item) for step, item in _of_hooks(name, own[name]))
         added = {name for name in own.keys() - HIDDEN if own[name].__class__ not in _PLAIN}
         if added:
             yield from ((f"{path}.{name}", item) for name, item in list(own.items()) if name in added)
@@ -278,6 +282,22 @@ def _of_modules(root: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, child in reversed(list((own.get("_modules") or {}).items())):
             if child is not None:
                 stack.append((f"{path}[{name}]" if name.isdigit() else f"{path}.{name}", child))
+
+
+def _of_hooks(name: str, hooks: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
+    """What hooks hold: the objects of their methods, what their closures hold, and what they were given."""
+    for number, hook in list(hooks.items()):
+        path = f".{name}[{number}]"
+        while isinstance(hook, partial):
+            yield from ((f"{path}.{held}", getattr(hook, held)) for held in ("args", "keywords"))
+            hook = hook.func
+        if isinstance(hook, FunctionType):
+            cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+            held = [(free, cell.cell_contents) for free, cell in cells if cell != CellType()]
+            yield from ((f"{path}.{free}", item) for free, item in held if item.__class__ not in _PLAIN)
+        else:
+            owner = getattr(hook, "__self__", None)
+            yield (path, hook) if owner is None else (f"{path}.__self__", owner)
 
 
 @cache
@@ -294,6 +314,11 @@ def _of_class(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, item
 
 
+def _written(key: Any, number: int) -> str:
+    """A key of a dict as code; one that cannot be written, a module say, by its class and its place."""
+    return repr(key) if _is_plain(key) else f"<{type(key).__name__} {number}>"
+
+
 def _is_plain(key: Any) -> bool:
     """Whether a key of a dict can be written down: what a derived class shows, such as an Enum, is no code."""
     return type(key) in (str, int, bool) or (type(key) is tuple and all(_is_plain(part) for part in key))
@@ -301,6 +326,8 @@ def _is_plain(key: Any) -> bool:
 
 HIDDEN = frozenset(vars(nn.Module()))
 """What a module has for itself."""
+HOOKS = frozenset(name for name in HIDDEN if name.endswith("_hooks"))
+"""Those of them that hold functions of the user's."""
 
 
 # --- by which of the user's lines a call came: each path is kept once, and has a number -----------

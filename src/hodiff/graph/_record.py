@@ -6,10 +6,13 @@ What is noted of a node lies in a dict that the node owns, and dies with it.
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import weakref
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NamedTuple, final
 
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _saved
-from hodiff.graph._names import Mark, NamedVariable, Paths, TensorNames, user_frames
+from hodiff.graph._names import Mark, NamedVariable, Paths, TensorNames, is_users, user_frames
 from hodiff.graph._source import Line, Path, line_of, lines_of, quoted
 
 PASSES: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
@@ -66,13 +69,12 @@ class Pass(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A change in place: where, how many passes had been asked for before, and by which function."""
+    """A change in place: where, how many passes had been asked for and nodes made before, and by which function."""
 
     path: Path
     passes: int
     call: str
-    order: int
-    view: bool
+    place: int
 
     @property
     def line(self) -> Line:
@@ -80,12 +82,72 @@ class Change(NamedTuple):
         return self.path[0].line
 
 
-class Lost(NamedTuple):
-    """How a tensor came to have no graph (a key of `_cut.CUTS`), and where."""
+class NoGradient(NamedTuple):
+    """A `.grad` that was read and was None: the tensor, and the line."""
+
+    ref: weakref.ref[Tensor]
+    line: Line
+
+
+class Switch(NamedTuple):
+    """What switched gradients off: the line, in words how, and the line that called a decorated function."""
+
+    line: Line | None
+    how: str = ""
+    caller: Line | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Cut:
+    """How one tensor came to have no graph; each call that cuts is one of its own.
+
+    Attributes:
+        kind: A class of `_classes.CLASSES`.
+        place: The number of `path`.
+        path: The user's frames in which it was cut, the innermost first.
+        call: The function.
+        off: What had switched gradients off.
+        refs: The leaves that were behind it then.
+        behind: The cuts that were behind it.
+        exact: Whether that was looked up at this very call, not at an earlier one of the same lines.
+    """
 
     kind: str
-    line: Line
+    place: int
+    path: Path
     call: str
+    off: Switch | None = None
+    refs: tuple[weakref.ref[Tensor], ...] = ()
+    behind: tuple[Cut, ...] = ()
+    exact: bool = True
+
+    @property
+    def line(self) -> Line:
+        """The user's innermost line."""
+        return self.path[0].line
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The leaves behind it that are alive."""
+        return [leaf for ref in self.refs if (leaf := ref()) is not None]
+
+
+def joined(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
+    """Cuts of the same lines as one, with the leaves of each; and those that were under one switch, by the first."""
+    ones: dict[tuple[str, int, str], Cut] = {}
+    for cut in cuts:
+        key = (cut.kind, cut.place, cut.call) if cut.off is None else (cut.kind, id(cut.off), "")
+        one = ones.setdefault(key, cut)
+        if one is not cut:
+            refs = tuple(dict.fromkeys(one.refs + cut.refs))
+            behind = tuple(dict.fromkeys(one.behind + cut.behind))[:SHOWN]
+            exact = one.exact and cut.exact
+            ones[key] = replace(one, refs=refs, behind=behind, exact=exact)
+    return tuple(ones.values())[:SHOWN]
+
+
+SHOWN = 8
+"""Cuts that are kept of one tensor."""
 
 
 # --- which of the user's lines made which nodes: by the places that nodes get in the order of creation ----------------
@@ -151,12 +213,10 @@ NEAR = 150
 
 
 class _Tag(NamedTuple):
-    """What a pass leaves on a node: its number; on a leaf also the state of the leaf and of its `.grad`."""
+    """What a pass leaves on a node: its number; on a leaf also the version of the leaf."""
 
     number: int
     version: int = -1
-    grad: int = 0
-    grad_version: int = 0
 
 
 @final
@@ -166,7 +226,6 @@ class NodeTags:
     def __init__(self, passes: Sequence[Pass]) -> None:
         self.key = f"hodiff {next(_serial)}"
         self._held = f"{self.key} held"
-        self._grad = f"{self.key} grad"
         self._passes = passes
 
     # --- left by passes ---------------------------------------------------------------------------
@@ -178,16 +237,7 @@ class NodeTags:
             if node.__class__ is not _nodes.ACCUMULATE:
                 _saved.tags(node)[key] = inner
                 continue
-            leaf = node.variable
-            grad = leaf.grad
-            state = (0, 0) if grad is None else (id(grad), _saved.version(grad))
-            _saved.tags(node)[key] = _Tag(call.number, _saved.version(leaf), *state)
-
-    def reached(self, call: Pass, nodes: Sequence[Node]) -> None:
-        """A pass that keeps its graph gave these leaves a gradient."""
-        for node in nodes:
-            if node.__class__ is _nodes.ACCUMULATE and (grad := node.variable.grad) is not None:
-                _saved.tags(node)[self._grad] = _Tag(call.number, 0, id(grad), _saved.version(grad))
+            _saved.tags(node)[key] = _Tag(call.number, _saved.version(node.variable))
 
     def name(self, frame: FrameType) -> None:
         """Note on the nodes that variables hold now which those are: a later step may give the names to others."""
@@ -218,146 +268,224 @@ class NodeTags:
         tag = _saved.tags(_nodes.node_of(leaf)).get(self.key)
         return tag is not None and tag.number == call.number and tag.version != _saved.version(leaf)
 
-    def given(self, node: Node) -> Pass | None:
-        """The pass whose gradient still lies in a leaf's `.grad`, to which at most the failing one has added."""
-        tags, now = _saved.tags(node), node.variable.grad
-        tag = max((tags[key] for key in (self.key, self._grad) if key in tags), default=None)
-        if tag is None or now is None or id(now) != tag.grad or not bool(now.any()):
-            return None
-        return self._passes[tag.number] if _saved.version(now) - tag.grad_version in (0, 1) else None
-
-    def untouched(self, leaf: Tensor, call: Pass) -> bool:
-        """Whether a leaf's `.grad` is as a pass left it."""
-        with _saved.without_modes():
-            node = torch.autograd.graph.get_gradient_edge(leaf).node
-        tag = _saved.tags(node).get(self.key)
-        if tag is None or tag.number != call.number or leaf.grad is None:
-            return False
-        return (id(leaf.grad), _saved.version(leaf.grad)) == (tag.grad, tag.grad_version)
-
 
 # --- where graphs ended while a program was recorded ----------------------------------------------
 
 
+class Origin(NamedTuple):
+    """A tensor without a graph: what made it, the cuts behind it, and what had switched gradients off then."""
+
+    ref: weakref.ref[Tensor]
+    cuts: tuple[Cut, ...]
+    place: int
+    call: str
+    off: Switch | None
+
+
+WALKED = 100_000
+"""Nodes that the cuts of one line may look at; then what an earlier call of the line found is taken."""
+
+
 @final
 class Cuts:
-    """The tensors without a graph whose sources had one, and where they lost it."""
+    """The tensors without a graph: where those whose sources had one lost it; and which lines read which leaf."""
 
-    def __init__(self, path: Callable[[FrameType], Path], tell: Callable[[Lost, Any], None]) -> None:
-        self._path = path
+    def __init__(self, place: Callable[[FrameType], int], paths: Paths, tell: Callable[[Cut, Any], None]) -> None:
+        self._place = place
+        self._paths = paths
         self._tell = tell
-        self.known: dict[int, tuple[Any, tuple[Lost, ...]]] = {}
-        """The places, by the tensors that are alive."""
-        self._off: dict[Path, tuple[str, Line | None]] = {}
-        self._stacks: dict[Line, tuple[Line, ...]] = {}
-        self._leaves: dict[Lost, list[weakref.ref[Tensor]]] = {}
-        self._entering: dict[int, tuple[Lost, ...]] = {}
-        self.latest: Lost | None = None
+        self._key = f"hodiff {next(_serial)} cuts"
+        self.known: dict[int, Origin] = {}
+        """The origins of the tensors that are alive, by their identities."""
+        self._around: dict[int, tuple[str, int]] = {}
+        self._walked: dict[int, int] = {}
+        self._found: dict[int, Cut] = {}
+        self._uses: dict[int, tuple[weakref.ref[Tensor], dict[int, None]]] = {}
+        self._has_entered = False
+        self.latest: Cut | None = None
         """Where a value last left PyTorch: as a number, or for NumPy."""
+        self.off: Switch | None = None
+        self.inference: Switch | None = None
+        self._before: dict[int, Switch | None] = {}
 
-    def __len__(self) -> int:
-        return len(self.known)
+    # --- asked when a pass fails ------------------------------------------------------------------
 
-    def of(self, tensor: Tensor) -> Lost | None:
-        """Where a tensor without a graph lost it."""
-        return next(iter(self.places(tensor)), None)
+    def origin(self, tensor: Tensor) -> Origin | None:
+        """What made a tensor without a graph, if that was seen."""
+        entry = self.known.get(id(tensor))
+        return entry if entry and entry.ref() is tensor else None
 
-    def leaves(self, lost: Lost) -> list[Tensor]:
-        """The leaves that were cut off at a place, when it was first met; those that are frozen there."""
-        return [leaf for ref in self._leaves.get(lost, ()) if (leaf := ref()) is not None]
+    def places(self, tensor: Tensor) -> tuple[Cut, ...]:
+        """Where the sources of a tensor without a graph lost theirs; what is frozen comes last."""
+        entry = self.origin(tensor)
+        return entry.cuts if entry is not None else ()
 
-    def enter(self, arguments: Any, line: int) -> None:
-        """The operation of a line has a graph: of its arguments some may have lost theirs."""
-        table, places = self.known, []
+    def entering(self, node: Node) -> tuple[Cut, ...]:
+        """The cuts behind the constants that entered the operation of a node."""
+        return _saved.tags(node).get(self._key, ()) if self._has_entered else ()
+
+    def uses(self, leaf: Tensor) -> list[Line]:
+        """The last lines whose operations read a leaf."""
+        ref, places = self._uses.get(id(leaf), (lambda: None, {}))
+        return [self._paths[place][0].line for place in places] if ref() is leaf else []
+
+    # --- switches: they are told by line, and by what decorates a function ------------------------
+
+    def switched(self, on: bool, frame: FrameType | None) -> None:
+        """Gradients were switched on or off, by a context, a decorator or a statement."""
+        step, context = "", None
+        while frame is not None and frame.f_code.co_filename == _SWITCHING and frame.f_code.co_name != "clone":
+            step, context = frame.f_code.co_name, frame.f_locals.get("self")
+            frame = frame.f_back
+        if frame is not None and frame.f_code.co_name == "clone":  # what decorates is made anew for each call
+            frame = frame.f_back
+        self.off = self._after(on, step, context, frame, self.off)
+
+    def inferring(self, on: bool, step: str, context: Any, frame: FrameType | None) -> None:
+        """Inference mode was entered (`on` is False) or left."""
+        self.inference = self._after(on, step, context, frame, self.inference)
+
+    def _after(self, on: bool, step: str, context: Any, frame: FrameType | None, now: Switch | None) -> Switch | None:
+        """What has gradients switched off, after a step of a context; what was before is kept for its end."""
+        if step in ("__exit__", "__call__"):  # a set_grad_enabled that decorates undoes what it did when it was made
+            return self._before.pop(id(context), None)
+        if step != "__enter__" or type(context).__name__ != "set_grad_enabled" or id(context) not in self._before:
+            self._before[id(context)] = now
+        return None if on else now or _switch(frame, context)
+
+    # --- noted while a program runs ---------------------------------------------------------------
+
+    def enter(self, arguments: Any, place: int, result: Any) -> None:
+        """An operation has a graph: of its arguments some may have lost theirs, and some are leaves."""
+        known, cuts = self.known, ()
         for argument in arguments:
             for each in argument if argument.__class__ in (list, tuple) else (argument,):
-                places += self.places(each) if id(each) in table else ()
-        if places:
-            self._entering[line] = tuple(dict.fromkeys(places))
+                if id(each) in known:
+                    cuts += self.places(each)
+                if isinstance(each, Tensor) and each.is_leaf and each.requires_grad:
+                    self.use(each, place)
+        if cuts:
+            self._has_entered = True
+            for tensor in tensors_in(result) or tensors_in(arguments[:1]):
+                if tensor.grad_fn is not None:
+                    _saved.tags(tensor.grad_fn)[self._key] = joined(cuts)
 
-    def entering(self, line: int | None) -> tuple[Lost, ...]:
-        """Where the constants lost their graphs that entered the operation of a line."""
-        return self._entering.get(line, ()) if line is not None else ()
-
-    def places(self, tensor: Tensor) -> tuple[Lost, ...]:
-        """Where the sources of a tensor without a graph lost theirs; what is frozen comes last."""
-        entry = self.known.get(id(tensor))
-        return entry[1] if entry and entry[0]() is tensor else ()
-
-    def stack(self, lost: Lost) -> tuple[Line, ...]:
-        """The user's lines, the innermost first, that led to one where gradients were switched off."""
-        return self._stacks.get(lost.line, (lost.line,))
+    def use(self, leaf: Tensor, place: int) -> None:
+        """A line reads a leaf."""
+        key = id(leaf)
+        entry = self._uses.get(key)
+        if entry is None or entry[0]() is not leaf:
+            entry = self._uses[key] = (weakref.ref(leaf, lambda _: self._uses.pop(key, None)), {})
+        places = entry[1]
+        if place not in places:
+            if len(places) == USES:
+                del places[next(iter(places))]
+            places[place] = None
 
     def note(self, func: Any, kind: int, arguments: Any, result: Any, frame: FrameType) -> None:
         """The result has no graph: was one cut here, or before?"""
         name, sources = getattr(func, "__name__", ""), tensors_in(arguments)
-        if not any(tensor.requires_grad for tensor in sources):
-            self._inherit(name, sources, result, frame)
+        place = self._place(frame)
+        graphs = [tensor for tensor in sources if tensor.requires_grad]
+        if not graphs:
+            self._inherit(name, sources, result, place)
             return
+        for each in graphs:
+            if each.is_leaf:
+                self.use(each, place)
+        off = None
         if kind == CUT:
-            lost, line = "constant" if name in LEAVING else "detached", None
+            reason = "made a constant" if name in LEAVING else "detached"
         else:
-            lost, line = self._reason(result, frame)
-            if lost == "constant" and name in _messages.CONSTANTS:
-                lost = "smooth"
+            reason, off, place = self._reason(result, frame, place)
+            if reason == "made a constant" and name in _messages.CONSTANTS:
+                reason = "undeclared derivative"
         if name in _COPIES and isinstance((*arguments[0], None)[0], Tensor):
             name = COPY
-        place = Lost(lost, line or self._path(frame)[0].line, name)
-        if place not in self._leaves:
-            nodes = _nodes.walk([tensor.grad_fn for tensor in sources])
-            below = [leaf for node in nodes if (leaf := _saved.leaf(node)) is not None]
-            own = [tensor for tensor in sources if tensor.is_leaf and tensor.requires_grad]
-            self._leaves[place] = [weakref.ref(leaf) for leaf in own + below]
+        cut = self.cut(reason, place, name, graphs if tensors_in(result) else (), off)
         if name in LEAVING or name == COPY:
-            self.latest = place
-        self.cut(result, place, arguments)
+            self.latest = cut
+        before = [each for tensor in sources if not tensor.requires_grad for each in self.places(tensor)]
+        self.remember(result, joined([cut, *before]) if before else (cut,), place, name, off)
+        self._tell(cut, arguments)
 
-    def _inherit(self, name: str, sources: list[Tensor], result: Any, frame: FrameType) -> None:
+    def _inherit(self, name: str, sources: list[Tensor], result: Any, place: int) -> None:
         """Nothing that went in has a graph: what comes out lost it where those did that had one."""
-        before = list(dict.fromkeys(place for tensor in sources for place in self.places(tensor)))
+        cuts = [cut for tensor in sources for cut in self.places(tensor)]
         frozen = [tensor for tensor in sources if isinstance(tensor, nn.Parameter)]
         if frozen:
-            before.append(Lost("frozen", self._path(frame)[0].line, ""))
-            known = self._leaves.setdefault(before[-1], [])
-            known += [weakref.ref(tensor) for tensor in frozen if all(ref() is not tensor for ref in known)]
-        before.sort(key=lambda place: place.kind == "frozen")
-        if before and name in LEAVING:
-            self.latest = before[0] if before[0].kind != "frozen" else self.latest
-        elif before:
-            self.remember(result, *before[:SHOWN])
+            refs = tuple(map(weakref.ref, frozen))
+            cuts.append(Cut("frozen", place, self._paths[place], name, None, refs))
+        if name in _OF_VALUES and not sources and self.latest is not None:
+            cuts.append(replace(self.latest, kind="left", behind=()))
+        cuts.sort(key=lambda cut: cut.kind in ("left", "frozen"))
+        if name in LEAVING:
+            self.latest = cuts[0] if cuts and cuts[0].kind not in ("left", "frozen") else self.latest
+        else:
+            self.remember(result, joined(cuts) if cuts else (), place, name, self._now())
 
-    def _reason(self, result: Any, frame: FrameType) -> tuple[str, Line | None]:
-        """Why an operation on tensors with a graph gave one without; and the line, if it is a checkpoint's."""
-        inference = torch.is_inference_mode_enabled()  # which enable_grad() leaves on
-        if torch.is_grad_enabled() and not inference:
+    def _now(self) -> Switch | None:
+        return self.inference or self.off
+
+    def _reason(self, result: Any, frame: FrameType, place: int) -> tuple[str, Switch | None, int]:
+        """Why an operation on tensors with a graph gave one without; what switched them off; where."""
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             floating = any(tensor.is_floating_point() for tensor in tensors_in(result))
-            return "constant" if floating or not tensors_in(result) else "discrete", None
-        path = self._path(frame)
-        if path not in self._off:
+            return "made a constant" if floating or not tensors_in(result) else "discrete", None, place
+        if place not in self._around:
             kind, around = surroundings(frame)
             user = next(user_frames(around), None) if kind == "checkpoint" else None
-            off = "inference" if inference else "no_grad"
-            self._off[path] = kind or off, None if user is None else line_of(user)
-            self._stacks.setdefault(path[0].line, lines_of(path))
-        return self._off[path]
+            self._around[place] = kind, place if user is None else self._place(user)
+        kind, outer = self._around[place]
+        return (kind, None, outer) if kind else ("gradients off", self._now(), place)
 
-    def cut(self, result: Any, lost: Lost, sources: Any) -> None:
-        """Here the graph of `sources` ended: the result, a tensor, several or a number, is not in it."""
-        self.remember(result, lost)
-        self._tell(lost, sources)
+    def cut(self, kind: str, place: int, call: str, graphs: Iterable[Tensor], off: Switch | None = None) -> Cut:
+        """A cut, with what is behind it: the leaves of some tensors, and the cuts that entered their graphs."""
+        earlier = self._found.get(place)
+        if earlier is not None and self._walked[place] > WALKED and None not in [ref() for ref in earlier.refs]:
+            return replace(earlier, kind=kind, call=call, off=off, exact=False)
+        graphs = list(graphs)
+        nodes = _nodes.walk([tensor.grad_fn for tensor in graphs if tensor.grad_fn is not None])
+        leaves = [node.variable for node in nodes if node.__class__ is _nodes.ACCUMULATE]
+        leaves += [tensor for tensor in graphs if tensor.grad_fn is None]
+        behind = [cut for node in nodes for cut in self.entering(node)]
+        behind += [cut for leaf in leaves for cut in self.places(leaf)]
+        refs = tuple(dict.fromkeys(map(weakref.ref, leaves)))
+        cut = Cut(kind, place, self._paths[place], call, off, refs, joined(behind))
+        self._found[place] = cut
+        self._walked[place] = self._walked.get(place, 0) + len(nodes)
+        return cut
 
-    def remember(self, result: Any, *places: Lost) -> None:
-        """What lost its graph, or what was computed from it: a tensor, or several."""
-        table = self.known
+    def remember(self, result: Any, cuts: tuple[Cut, ...], place: int, call: str, off: Switch | None = None) -> None:
+        """What made a tensor without a graph, or several, and where it was cut off."""
+        known = self.known
         for tensor in tensors_in(result):
             key = id(tensor)
-            table[key] = (weakref.ref(tensor, lambda _, key=key: table.pop(key, None)), places)
+            known[key] = Origin(weakref.ref(tensor, lambda _, key=key: known.pop(key, None)), cuts, place, call, off)
 
 
-SHOWN = 4
+USES = 3
+"""Lines that are kept of those that read a leaf: the last."""
 _COPIES = ("tensor", "as_tensor")
+_OF_VALUES = (*_COPIES, "asarray", "from_numpy", "scalar_tensor", "full")
 COPY = "copy of a tensor"
 """The name under which `torch.tensor(x)` of one tensor is noted: of several, they can be put together otherwise."""
+_SWITCHING = os.path.join(os.path.dirname(torch.__file__), "autograd", "grad_mode.py")
+
+
+def _switch(frame: FrameType | None, context: Any) -> Switch:
+    """What switched gradients off: a context, a statement, or the decorator of a function, whose first line it is."""
+    user = next(user_frames(frame), None)
+    line = None if user is None else line_of(user)
+    name = type(context).__name__ if context is not None else ""
+    how = f"{name} was given False" if name == "set_grad_enabled" else name
+    names = frame.f_locals if frame is not None and not is_users(frame.f_code) else {}
+    code = getattr(names.get("func"), "__code__", None)
+    if code is None:
+        return Switch(line, how)
+    if not is_users(code):
+        return Switch(line, f"{how} decorates {code.co_name}, which this line calls")
+    return Switch(Line(code.co_filename, code.co_firstlineno), f"{how} decorates {code.co_name}", line)
 
 
 # --- the record of a program ----------------------------------------------------------------------
@@ -369,14 +497,21 @@ class Listener:
     def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
         """`func` was called with `arguments` (args and kwargs) from `frame`, and gave `result`."""
 
-    def cut(self, lost: Lost, sources: Any) -> None:
-        """The graph of `sources` ended at a line."""
+    def cut(self, cut: Cut, sources: Any) -> None:
+        """The graph of `sources` ended."""
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
 
     def before(self, call: Pass, nodes: Sequence[Node]) -> None:
         """A pass will run these nodes."""
 
     def after(self, record: Record, call: Pass, failed: bool) -> None:
         """The pass has run, or failed; `record` is what was noted of the program."""
+
+
+CHANGES = 8
+"""Changes of one memory that are kept: the last."""
 
 
 class Record:
@@ -386,18 +521,17 @@ class Record:
         super().__init__()
         self.passes: list[Pass] = []
         self.tags = NodeTags(self.passes)
-        self.cuts = Cuts(self._path_of, self._tell)
         self._listeners = listeners
         self._paths = Paths()
+        self.cuts = Cuts(self.place, self._paths, self._tell)
         self._log = Log()
         self.once: dict[tuple[str, Line | None], None] = {}
         """The Functions that forbid a second derivative and were differentiated with create_graph: names, lines."""
         self.functions: dict[Line, str] = {}
         """A Python `autograd.Function` in what a line differentiated with create_graph, by its name."""
-        self._changed: dict[int, Change] = {}
-        self._changes = 0
+        self._changed: dict[int, list[Change]] = {}
         self._switched: dict[int, Path] = {}
-        self._read: dict[int, int] = {}  # the gradients that the user read, and how many passes there had been
+        self.without: deque[NoGradient] = deque(maxlen=16)
         self._entered: Mark = (None, 0)
 
     def place(self, frame: FrameType) -> int:
@@ -407,47 +541,46 @@ class Record:
     def _path_of(self, frame: FrameType) -> Path:
         return self._paths[self.place(frame)]
 
-    def _tell(self, lost: Lost, sources: Any) -> None:
+    def _tell(self, cut: Cut, sources: Any) -> None:
         for listener in self._listeners:
-            listener.cut(lost, sources)
+            listener.cut(cut, sources)
 
-    def _note_gradient(self, gradient: Any, frame: FrameType) -> None:
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        for listener in self._listeners:
+            listener.stepping(optimizer)
+
+    def _note_gradient(self, gradient: Any, tensor: Tensor, frame: FrameType) -> None:
         """`x.grad`: of interest where the user reads it; an optimizer does so all the time."""
-        if isinstance(gradient, Tensor):
-            self._read[id(gradient)] = len(self.passes)
-            if not gradient.requires_grad:
-                self.cuts.remember(gradient, Lost("gradient", line_of(frame), "grad"))
+        if gradient is None:
+            self.without.append(NoGradient(weakref.ref(tensor), line_of(frame)))
+        elif isinstance(gradient, Tensor) and not gradient.requires_grad:
+            place = self.place(frame)
+            self.cuts.remember(gradient, (self.cuts.cut("first gradient", place, "grad", [tensor]),), place, "grad")
 
-    def note_change(self, name: str, what: Any, place: int) -> None:
-        """A function of that name changed one or several tensors in place."""
-        self._changes += 1
-        view = isinstance(what, Tensor) and _saved.is_view(what)
-        change = Change(self._paths[place], len(self.passes), name, self._changes, view)
+    def note_change(self, name: str, what: Any, place: int, before: int) -> None:
+        """A function of that name changed one or several tensors in place; so many nodes were there before."""
+        change = Change(self._paths[place], len(self.passes), name, before)
         for tensor in tensors_in(what):
-            self._changed[_saved.memory(tensor)] = change
+            changes = self._changed.setdefault(_saved.memory(tensor), [])
+            changes.append(change)
+            del changes[:-CHANGES]
 
     def note_switch(self, leaf: Tensor, frame: FrameType) -> None:
         """A line says of a leaf whether it requires grad."""
         self._switched[_saved.memory(leaf)] = self._path_of(frame)
 
-    def trained_by(self, leaf: Tensor) -> Path:
-        """The lines of the last pass before a leaf's last step; empty if none was seen."""
-        change = self.changed(leaf)
-        stepped = change is not None and change.call == "step" and change.passes
-        return self.passes[change.passes - 1].path if change is not None and stepped else ()
-
     def switched(self, leaf: Tensor) -> Path:
         """The user's frames in which a leaf's requires_grad was last set; empty if none was seen."""
         return self._switched.get(_saved.memory(leaf), ())
 
-    def entering(self, nodes: Iterable[Node]) -> list[Lost]:
-        """Where the constants among the arguments of some nodes' operations lost their graphs."""
-        lines = (self._log.line(_saved.sequence(node)) for node in nodes if _saved.answers().sequences)
-        return list(dict.fromkeys(lost for line in lines for lost in self.cuts.entering(line)))
+    def changes(self, tensor: Tensor, since: int = -1) -> list[Change]:
+        """What changed a tensor's memory in place, after the node of a place was made."""
+        return [change for change in self._changed.get(_saved.memory(tensor), ()) if change.place > since]
 
     def changed(self, tensor: Tensor) -> Change | None:
         """What last changed a tensor's memory in place."""
-        return self._changed.get(_saved.memory(tensor))
+        return next(reversed(self.changes(tensor)), None)
 
     def _note_functions(self, nodes: Sequence[Node], line: Line) -> None:
         users = {child: node for node in nodes for child in _saved.children(node)}
@@ -468,13 +601,23 @@ class Record:
         path = self.path(node)
         return path[0].line if path else None
 
+    def making(self, tensor: Tensor) -> Path:
+        """The user's frames in which a tensor was made, or was said to require grad; empty if it was not seen."""
+        if tensor.grad_fn is not None:
+            return self.path(tensor.grad_fn)
+        origin, switched = self.cuts.origin(tensor), self.switched(tensor)
+        if switched and tensor.requires_grad:
+            return switched
+        return () if origin is None else self._paths[origin.place]
+
+    def maker(self, tensor: Tensor) -> Line | None:
+        """The innermost line of these frames."""
+        path = self.making(tensor)
+        return path[0].line if path else None
+
     def ran_again(self, node: Node, since: Pass) -> bool:
         """Whether the lines that made a node made others since a pass."""
         return self._log.ran_again(_saved.sequence(node), since.place)
-
-    def read_since(self, call: Pass) -> bool:
-        """Whether the user has read some `.grad` since a pass."""
-        return any(number > call.number for number in self._read.values())
 
 
 NOTHING = Record()
@@ -484,7 +627,7 @@ NOTHING = Record()
 # --- what a call of PyTorch is to the recorder, and what its arguments are ------------------------
 
 
-OPERATION, INPLACE, CUT, GRADIENT, PLAIN, PASS, SWITCH = range(7)  # what is recorded comes first
+OPERATION, INPLACE, CUT, GRADIENT, PLAIN, PASS, SWITCH, MODE = range(8)  # what is recorded comes first
 
 
 def kind_of(func: Callable[..., Any]) -> int:
@@ -496,6 +639,8 @@ def kind_of(func: Callable[..., Any]) -> int:
         return _ATTRIBUTES.get((name, getattr(getattr(func, "__self__", None), "__name__", "")), PLAIN)
     if name == "requires_grad_":
         return SWITCH
+    if name == "_set_grad_enabled":
+        return MODE
     if name in _ASKING or (name.startswith("is_") and name != "is_nonzero"):
         return PLAIN
     if name in LEAVING or name in ("detach", "detach_"):
@@ -523,6 +668,12 @@ LEAVING = frozenset({"item", "tolist", "numpy", "__array__", "__float__"})
 def roots_of(given: dict[str, Any]) -> list[Node]:
     """The nodes where a pass begins."""
     return [node for item in as_list(given.get("tensors")) or () if (node := _node(item)) is not None]
+
+
+def starts_of(given: dict[str, Any]) -> list[Any] | None:
+    """The gradients that a pass begins with, by whichever name they were given."""
+    names = ("grads", "gradient", "grad_tensors", "grad_outputs")
+    return as_list(next((given[name] for name in names if given.get(name) is not None), None))
 
 
 def _node(item: Any) -> Node | None:

@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.optim import optimizer as _optimizer  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
@@ -419,9 +419,9 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._base is not None
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks run around a module's forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def hooks_of(tensor: Tensor) -> dict[int, Any]:
+    """The hooks that run with a tensor's gradient."""
+    return tensor._backward_hooks or {}
 
 
 def version(tensor: Tensor) -> int:

@@ -4,105 +4,222 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from types import CodeType
-from typing import NamedTuple
 
 from torch import Tensor
-from torch.nn.utils import parametrize
 
-from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _causes, _inspect, _names, _saved, _source
-from hodiff.graph._case import PARAMETRIZED, Evidence, Explanation, FailedPass, SharedValue, memoised, said
-from hodiff.graph._names import NamedVariable, local_variables
+from hodiff.graph import _inspect, _names, _saved, _source
+from hodiff.graph._case import Explanation, Fact, FailedPass, callers, fact_of_pass
+from hodiff.graph._names import NamedVariable
 from hodiff.graph._record import Pass
-from hodiff.graph._source import Frame, Line, Path, line_of, lines_of, quoted
+from hodiff.graph._source import Frame, Line, Path, line_of
+
+
+@dataclass(frozen=True)
+class SharedValue:
+    """One value at which the old part of the graph begins.
+
+    Attributes:
+        node: Its node.
+        variable: What holds it, or held it after the pass that freed its graph; empty if nothing
+            was found.
+        kept: Whether a variable holds the very value now.
+        replaced: Whether the variable that held it then holds another value now.
+        path: The user's frames in which it was made, the innermost first.
+        again: Whether the same lines made others since that pass.
+        freed_by: The pass that freed what it needs, or kept it; None for what no pass ran.
+    """
+
+    node: Node
+    variable: str
+    kept: bool
+    replaced: bool
+    path: Path
+    again: bool
+    freed_by: Pass | None
+
+    @property
+    def created(self) -> Line | None:
+        """The innermost of the user's lines that made it."""
+        return self.path[0].line if self.path else None
+
+
+@dataclass
+class SharedPart:
+    """The part of a graph that one pass freed and another met.
+
+    Attributes:
+        case: The failing pass.
+        call: The failing pass, in the record.
+        freed_by: The pass that freed the part, or kept it, while values that it needs have changed
+            since.
+        values: Where the part begins, the named first.
+    """
+
+    case: FailedPass
+    call: Pass
+    freed_by: Pass
+    values: tuple[SharedValue, ...]
+
+    @cached_property
+    def under(self) -> dict[Node, list[Node]]:
+        """The nodes of the part, and below it, with the nodes that each leads to."""
+        return self.case.below([value.node for value in self.values])
+
+    @cached_property
+    def below(self) -> list[Tensor]:
+        """The leaves below the part."""
+        return [leaf for node in self.under if (leaf := _saved.leaf(node)) is not None]
+
+    @cached_property
+    def moved(self) -> list[Tensor]:
+        """The leaves below the part that were changed in place since it was freed."""
+        record, number = self.case.record, self.freed_by.number
+        return [
+            leaf
+            for leaf in self.below
+            if ((change := record.changed(leaf)) is not None and change.passes > number)
+            or record.tags.moved(leaf, self.freed_by)
+        ]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the same call had run before, after the part was made."""
+        place = _saved.sequence(self.values[0].node)
+        earlier = self.case.record.passes[self.freed_by.number : self.call.number]
+        return any(call.path == self.call.path and call.place > place for call in earlier)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether both losses had been computed when the first was differentiated: no state entered a step between."""
+        place = self.freed_by.place
+        before = all(_saved.sequence(node) < place for node in self.case.nodes if _saved.leaf(node) is None)
+        return before and not self.rounds and self.call.path != self.freed_by.path
+
+    @property
+    def cause(self) -> str:
+        """The class of the failure."""
+        first = self.values[0]
+        if first.node in self.case.roots:
+            return "same loss twice"
+        member = first.kept and not first.variable.isidentifier() and not first.variable.endswith("]")
+        left = first.replaced or (first.again and not member)  # an attribute may be kept for good
+        if left and not (self.at_once or self._after_the_loop()):
+            return "carried over"
+        if not self.rounds and self.call.path != self.freed_by.path:
+            return "shared part"
+        return "made once"
+
+    def _after_the_loop(self) -> bool:
+        """Whether the failing pass stands behind the loop whose steps freed the part: it is no step."""
+        mine, theirs = self.call.path, self.freed_by.path
+        same = mine and theirs and mine[0].code is theirs[0].code
+        return bool(same) and any(not _source.within(loop, mine[0].number) for loop in _source.loops(theirs[0].line))
 
 
 def explain(case: FailedPass) -> Explanation | None:
     """The explanation of "Trying to backward through the graph a second time"."""
-    evidence = gather(case)
-    return _recorded(case, evidence) if evidence is not None else _inferred(case)
+    part = gather(case)
+    return _recorded(case, part) if part is not None else _states(case)
 
 
 def left_behind(case: FailedPass) -> Explanation | None:
     """The explanation of a pass that meets what an earlier step left, if that is the cause."""
-    evidence = gather(case)
-    if evidence is None or _causes.first_cause(evidence).name not in ("carried", "stored"):
-        return None
-    return _recorded(case, evidence)
+    part = gather(case)
+    return _recorded(case, part) if part is not None and part.cause == "carried over" else None
 
 
-def _recorded(case: FailedPass, evidence: Evidence) -> Explanation:
-    cause = _causes.first_cause(evidence)
-    part = evidence.first
-    freed = evidence.freed_by
+def _recorded(case: FailedPass, part: SharedPart) -> Explanation:
+    first, freed = part.values[0], part.freed_by
+    values = [Fact("part", value.variable or "a value without a name", text=_what(value.node)) for value in part.values]
+    passes = dict.fromkeys(value.freed_by for value in part.values if value.freed_by is not None)
+    compiled = type(first.node).__name__ == "CompiledFunctionBackward"
+    changes = {line: None for leaf in part.moved if (line := _changed(case, leaf, freed)) is not None}
     return case.explanation(
-        cause.name,
-        f"shared part: {', '.join(_what(each) for each in evidence.parts[:SHOWN])}",
-        ("created at", part.created),
-        *(("called from", line) for line in _callers(evidence) if part.created is not None),
-        ("kept by" if freed.retained else "freed by", freed),
-        ("failing call", case.call),
-        f"  {_lost(evidence)}",
-        f"  {ONE_NODE}" if type(part.node).__name__ == "CompiledFunctionBackward" else "",
-        variable=part.variable,
-        created=part.created,
-        freed=freed.stack[0] if freed.path and not freed.retained else None,
-        reason="".join(said([cause.sentence], evidence)),
-        fixes=said(cause.fixes, evidence),
-        unknown=said(cause.unknown, evidence),
+        part.cause,
+        *values[:SHOWN],
+        Fact("made", first.variable, first.created) if first.created is not None else None,
+        *callers(first.path, (first.created, *part.call.stack)),
+        *case.of_leaves("behind", part.below),
+        *(fact_of_pass("kept by" if each.retained else "freed by", each) for each in passes),
+        None if freed.retained else Fact("freed nodes", text=_freed_below(part)),
+        *(
+            Fact("changed", "", line, "since: a kept graph would be of the old values")
+            for line in list(changes)[:SHOWN]
+        ),
+        *case.of_leaves("changed", part.moved),
+        Fact("part", text=ONE_NODE) if compiled else None,
+        fact_of_pass("failed", part.call),
+        variable=first.variable,
     )
 
 
-ONE_NODE = "torch.compile makes one node of all outputs of a call: a pass through one frees what the others need."
+def _changed(case: FailedPass, leaf: Tensor, since: Pass) -> Line | None:
+    """The line that changed a leaf last, since a pass."""
+    change = case.record.changed(leaf)
+    return change.line if change is not None and change.passes > since.number else None
+
+
+ONE_NODE = "torch.compile makes one node of all outputs of a call: a pass through one frees what the others need"
+OLD = "since: a kept graph would be of the old values"
 SHOWN = 4
-"""Values that a sentence names, where several begin the old part."""
+"""Values that are told, where several begin the old part."""
 
 
-def _what(part: SharedValue) -> str:
-    name = f"`{part.variable}`" if part.variable else "a value without a name"
-    shape = _saved.shape(part.node)
-    return f"{name} = {type(part.node).__name__}" + (f" (output shape {shape})" if shape is not None else "")
+def _what(node: Node) -> str:
+    shape = _saved.shape(node)
+    return type(node).__name__ + (f", output shape {shape}" if shape is not None else "")
 
 
-def _callers(evidence: Evidence) -> list[Line]:
-    """How the user's program came to the line that made the part: the nearest caller and the outermost."""
-    known = (evidence.first.created, *evidence.call.stack)
-    lines = [line for line in lines_of(evidence.first.path)[1:] if line not in known]
-    return list(dict.fromkeys([*lines[:1], *lines[-1:]]))
-
-
-def _lost(evidence: Evidence) -> str:
-    """What the pass needs and cannot have."""
-    if evidence.freed_by.retained:
-        return f"changed since: {evidence.names([leaf for leaf in evidence.below if evidence.moved(leaf)])}"
-    return f"freed nodes it needs: {_freed_below(evidence)}"
-
-
-def _freed_below(evidence: Evidence) -> str:
-    counts = Counter(type(each).__name__ for each in evidence.case.having(evidence.under, "freed"))
+def _freed_below(part: SharedPart) -> str:
+    counts = Counter(type(each).__name__ for each in part.case.having(part.under, "freed"))
     shown = [name if count == 1 else f"{name} x{count}" for name, count in list(counts.items())[:6]]
     more = f" and {len(counts) - 6} more kinds" if len(counts) > 6 else ""
-    return ", ".join(shown) + more or "what it saved cannot be seen from outside"
+    return ", ".join(shown) + more or "what they saved cannot be seen from outside"
 
 
-# --- from a record to evidence --------------------------------------------------------------------
+def _states(case: FailedPass) -> Explanation | None:
+    """Nothing was recorded of the pass that freed it: where the freed part begins, by its nodes and variables."""
+    freed = case.having(case.graph, "freed")
+    if not freed or case.line is None:
+        return None
+    leading = _inspect.leading_to(case.graph, freed)
+    spent = [node for node in case.graph if node in leading and node in case.names.nodes and node not in case.roots]
+    begin = [node for node in freed if node in _inspect.topmost(case.roots, freed)]
+    named = _inspect.topmost(case.roots, spent) or [root for root in case.roots if root in leading]
+    facts = [_state(case, node) for node in dict.fromkeys([*named, *begin])]
+    return case.explanation("freed before", *facts[:SHOWN], variable=facts[0].name, certain=False)
 
 
-def gather(case: FailedPass) -> Evidence | None:
-    """The facts of a case that was recorded; None if the record does not show which pass freed what."""
+def _state(case: FailedPass, node: Node) -> Fact:
+    """A node of a freed part: its variable, the one line that assigns it, its state."""
+    state = "freed" if case.troubles.get(node) == "freed" else "it leads to freed nodes"
+    name = case.names.nodes.get(node, "")
+    return Fact("part", name, _assigned_once(case, name), f"{_what(node)}; {state}")
+
+
+def _assigned_once(case: FailedPass, variable: str) -> Line | None:
+    lines = (_source.only_assignment(variable, line_of(frame)) for frame in case.frames)
+    return next(filter(None, lines), None)
+
+
+# --- from a record to the part --------------------------------------------------------------------
+
+
+def gather(case: FailedPass) -> SharedPart | None:
+    """The part that a case met; None if the record does not show which pass freed what."""
     if case.call is None:
         return None
-    record, tag = case.record, case.record.tags.tag
-    needs = _needing(case)
+    tag, needs = case.record.tags.tag, _needing(case)
     again = [root for root in case.roots if tag(root) is not None and needs(root)]
     begin = again[:1] or [_named(case, node) for node in _begin(case, needs)]
-    calls = {node: _last_pass(case, node) for node in begin}
-    parts = [_part(case, node, call) for node, call in calls.items()]
-    parts.sort(key=lambda part: (part.variable == "", not part.replaced, part.variable[:1] == "_"))
-    freed_by = calls[parts[0].node] if parts else None
-    return None if freed_by is None else Evidence(case, record, case.call, freed_by, tuple(parts))
+    values = [_part(case, node, _last_pass(case, node)) for node in begin]
+    values.sort(key=lambda value: (value.variable == "", not value.replaced, value.variable[:1] == "_"))
+    freed_by = values[0].freed_by if values else None
+    return None if freed_by is None else SharedPart(case, case.call, freed_by, tuple(values))
 
 
 def _needing(case: FailedPass) -> Callable[[Node], bool]:
@@ -170,7 +287,7 @@ def _named(case: FailedPass, node: Node) -> Node:
     """The node, or the nearest below that a variable holds, if what lies between has saved nothing."""
     here = node
     for _ in range(NEAR):
-        if case.record.tags.held(here) or here in case.names.nodes or _parametrized(here):
+        if case.record.tags.held(here) or here in case.names.nodes:
             return here
         children = [child for child in _saved.children(here) if _saved.leaf(child) is None]
         if len(children) != 1 or _saved.slots(here):
@@ -197,9 +314,6 @@ def _part(case: FailedPass, node: Node, call: Pass | None) -> SharedValue:
     again = call is not None and record.ran_again(node, call)
     holding = [path for path, tensor in case.names.at.items() if not tensor.is_leaf and tensor.grad_fn is node]
     now = list(map(case.names.held, holding))
-    kept = _parametrized(node) or ("" if now or again else memoised(case, path))
-    if kept:
-        return SharedValue(node, kept, None, kept == PARAMETRIZED, False, path, again)
     then = [held for held in record.tags.held(node) if _replaced(case, held, node)]
     likely = any(_unlikely(held, call)[0] < OTHER for held in then)
     replaced = False
@@ -211,10 +325,9 @@ def _part(case: FailedPass, node: Node, call: Pass | None) -> SharedValue:
         before = record.tags.held(node)
         best = before[0] if before else NamedVariable(*_assigned(path))
     if not path and best.path:  # the result of a Python Function, which no watch sees made
-        frame = next((frame for frame in case.frames if _source.assignments(best.path, line_of(frame))), None)
-        made = _source.only_assignment(best.path, line_of(frame)) if frame is not None else None
-        path = (Frame(frame.f_code, made.number),) if frame is not None and made is not None else ()
-    return SharedValue(node, best.path, best.code, bool(now), replaced, path, again)
+        made = _assigned_once(case, best.path)
+        path = tuple(Frame(frame.f_code, made.number) for frame in case.frames[:1]) if made is not None else ()
+    return SharedValue(node, best.path, bool(now), replaced, path, again, call)
 
 
 def _among_entries(case: FailedPass, now: list[NamedVariable]) -> bool:
@@ -245,12 +358,6 @@ def _unlikely(held: NamedVariable, call: Pass | None) -> tuple[int, int, int]:
     return OTHER, *_steps(held.path)
 
 
-def _parametrized(node: Node) -> str:
-    """The context that keeps computed parameters, if it holds a node's output."""
-    kept = [value for value in parametrize._cache.values() if isinstance(value, Tensor)]
-    return PARAMETRIZED if any(value.grad_fn is node for value in kept) else ""
-
-
 def _assigned(path: Path) -> tuple[str, CodeType | None]:
     """The name that the line that made a value gives it; or that the line gives which called a `return` of it."""
     for number, frame in enumerate(path):
@@ -264,166 +371,3 @@ def _assigned(path: Path) -> tuple[str, CodeType | None]:
         if not _source.returns(frame.line):
             break
     return "", None
-
-
-# --- after the fact, with nothing recorded: an inference from variables and source ----------------
-
-
-def _inferred(case: FailedPass) -> Explanation | None:
-    """Nothing was recorded: what is likely is said; no fix, as none of its conditions can be checked."""
-    if not case.roots or case.line is None:
-        return None
-    likely = _infer(case, case.line)
-    if likely is None and _source.number(case.line.file):
-        with _source.reruns():
-            likely = _infer(case, case.line)
-    if likely is None:
-        return None
-    freed = likely.freed
-    name = f"`{likely.variable}`" if likely.variable else "a value without a name"
-    return case.explanation(
-        likely.cause,
-        f"shared part: {name}" + (f" = {type(likely.node).__name__}" if likely.node is not None else ""),
-        ("created at", likely.created),
-        ("freed by", f"{quoted(freed)}{likely.earlier}" if freed is not None else None),
-        ("failing call", case.line),
-        variable=likely.variable,
-        created=likely.created,
-        freed=freed,
-        reason=_causes.SENTENCES[likely.cause],
-        unknown=("which fix is sound here: only a record of what changed between the passes can tell.",),
-        certain=False,
-    )
-
-
-class Likely(NamedTuple):
-    """What seems to be the part that was freed before, and why it is met again."""
-
-    node: Node | None
-    variable: str
-    created: Line | None
-    freed: Line | None
-    cause: str
-    earlier: str = ""  # what to add to the line that freed it
-
-
-EARLIER = "   (an earlier call on that line)"
-
-
-def _hoisted_or_carried(case: FailedPass, variable: str) -> str:
-    """What the source says of a variable: assigned outside the innermost loop, within it, or nowhere."""
-    line = next((line for frame in case.frames if _source.loops(line := line_of(frame))), None)
-    if line is None:
-        return ""
-    loop, name = _source.loops(line)[0], _source.base(variable)
-    numbers = _source.assignments(name, line)
-    if any(_source.within(loop, number) for number in numbers):
-        return "carried"
-    if name != variable and _source.fills(loop, name):
-        return "carried"  # a list to which each step adds
-    writers = _writers(case, name)
-    if numbers or ("." in name and writers == {"__init__"}):
-        return "hoisted"
-    if "." not in name:
-        return ""
-    return "carried" if writers else "cached"
-
-
-def _writers(case: FailedPass, name: str) -> set[str]:
-    """The functions, in the files of the user's frames, that assign a variable."""
-    files = {frame.f_code.co_filename for frame in case.frames}
-    return {writer for file in files for writer in _source.assigned_in(name, file)}
-
-
-def _infer(case: FailedPass, line: Line) -> Likely | None:
-    """Judge by the variables in sight and the source."""
-    needing = _inspect.leading_to(case.graph, case.having(case.graph, "freed"))
-    twice = _same_twice(case, line)
-    if twice is not None:
-        return twice
-    spent = {node: name for node, name in case.names.nodes.items() if node in needing and node not in case.roots}
-    judged = [(node, name, _hoisted_or_carried(case, name)) for node, name in spent.items()]
-    for cause in ("cached", "hoisted"):
-        chosen = {node: name for node, name, named in judged if named == cause}
-        if chosen:
-            first = set(_inspect.topmost(case.roots, chosen))
-            node = next(node for node in chosen if node in first)
-            return _shared(line, node, chosen[node], cause)
-    other = _other_loss(case, line, needing)
-    if other is not None:
-        return other
-    loops = next(filter(None, (_source.loops(line_of(frame)) for frame in case.frames)), [])
-    sight = [path for path, tensor in case.names.at.items() if tensor.grad_fn in case.graph]
-    for name in [name for loop in loops for name in _source.carried(loop)]:
-        if any(_source.base(held) == name or held.endswith("." + name.split(".")[-1]) for held in sight):
-            return _shared(line, None, name, "carried")
-    for node, name, named in judged:
-        if named == "carried" and name != _source.base(name):
-            return _shared(line, node, name, "carried")
-    for name in map(_source.base, sight):
-        if "." in name and _writers(case, name):
-            return _shared(line, None, name, "carried")
-    in_order = _in_order(line, spent) if not loops else None
-    if in_order is not None or _source.function_at(line) is None:
-        return in_order
-    for node, name in spent.items():  # no loop is in sight: an optimizer calls this function again and again
-        if not _source.assignments(_source.base(name), line):
-            return _shared(line, node, name, "hoisted")
-    return None
-
-
-def _in_order(line: Line, spent: dict[Node, str]) -> Likely | None:
-    """No loop: statements ran as they stand, those of cells in the order of their runs."""
-    root = _source.target_of(line)
-    given = [number for number in _source.assignments(root, line) if number <= line.number] if root else []
-    if given and _source.extends(Line(line.file, given[-1]), root):
-        earlier = _source.between(given[0], line)
-        of_it = [number for number in earlier if _source.target_of(Line(line.file, number)) == root]
-        if of_it:  # total = total + loss, and a pass of it before
-            return Likely(None, root, Line(line.file, given[-1]), Line(line.file, of_it[-1]), "carried")
-    for node, name in spent.items():
-        made = [number for number in _source.assignments(_source.base(name), line) if number < line.number]
-        earlier = _source.between(made[-1], line) if made else []
-        if earlier:
-            freed = Line(line.file, earlier[0]) if len(earlier) == 1 else None
-            return Likely(node, name, Line(line.file, made[-1]), freed, "two losses")
-    return None
-
-
-def _shared(line: Line, node: Node | None, variable: str, cause: str) -> Likely:
-    numbers = _source.assignments(_source.base(variable), line)
-    return Likely(node, variable, Line(line.file, numbers[-1]) if numbers else None, line, cause, EARLIER)
-
-
-def _same_twice(case: FailedPass, line: Line) -> Likely | None:
-    """Is there an earlier pass of the same variable, or none of its assignments in the loop?"""
-    variable = case.loss()
-    if not variable:
-        return None
-    numbers = [number for number in _source.made_at(variable, line) if number <= line.number]
-    passes = [each.lineno for each in _source.statements(line) if _source.frees(each, variable)]
-    earlier = [number for number in passes if number < line.number and not (numbers and number < numbers[-1])]
-    loops = _source.loops(line)
-    a_name = _source.base(variable) == variable
-    outside = bool(a_name and loops and numbers) and not any(_source.within(loops[0], number) for number in numbers)
-    if not earlier and not outside:
-        return None
-    freed = Line(line.file, earlier[0]) if earlier else line
-    created = Line(line.file, numbers[-1]) if numbers else None
-    return Likely(case.roots[0], variable, created, freed, "same loss twice", "" if earlier else EARLIER)
-
-
-def _other_loss(case: FailedPass, line: Line, needing: set[Node]) -> Likely | None:
-    """A scalar in sight that shares nodes with this loss, and was differentiated before."""
-    for name, value in local_variables(case.frames[0]).items():
-        node = _nodes.node_of(value) if isinstance(value, Tensor) and value.numel() == 1 else None
-        if node is None or node in case.roots:
-            continue
-        common = [each for each in _nodes.walk([node]) if each in needing and _saved.leaf(each) is None]
-        passes = [each.lineno for each in _source.statements(line) if _source.frees(each, name)]
-        if common and passes:
-            edge = _inspect.topmost(case.roots, common)
-            chosen = next((each for each in edge if each in case.names.nodes), edge[0])
-            shared = _shared(line, chosen, case.names.nodes.get(chosen, ""), "two losses")
-            return shared._replace(freed=Line(line.file, passes[0]), earlier="")
-    return None

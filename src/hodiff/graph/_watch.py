@@ -2,7 +2,7 @@
 
 A `TorchFunctionMode` sees each call. Per operation it keeps one number and the user's lines: the
 place that the next node of this thread gets, and where it was made. Nothing is attached to tensors
-in the forward, and a graph is walked where it ends, once for each line that cuts it. Per pass the
+in the forward; of those without a graph it is kept what made them. A graph is walked where it ends. Per pass the
 nodes that variables hold are tagged with the variable, and those that it freed with the pass, in a
 dict that the node owns.
 """
@@ -27,8 +27,20 @@ from hodiff.errors import GraphError
 from hodiff.graph import _explain, _inspect, _record, _saved
 from hodiff.graph._case import Explanation, FailedPass
 from hodiff.graph._names import USERS, marked, user_frames
-from hodiff.graph._record import CUT, GRADIENT, INPLACE, PASS, PASSES, SWITCH, Listener, Lost, Pass, Record
-from hodiff.graph._source import lines_of
+from hodiff.graph._record import (
+    CUT,
+    GRADIENT,
+    INPLACE,
+    MODE,
+    OPERATION,
+    PASS,
+    PASSES,
+    SWITCH,
+    Listener,
+    Pass,
+    Record,
+    Switch,
+)
 
 # --- the steps of PyTorch's own optimizers, of which a recorder sees no call, only what they changed ------------------
 # A step makes five to fifteen calls per parameter, and an explanation needs none of them: the mode
@@ -43,6 +55,7 @@ class _Away(NamedTuple):
     depth: int
     leaves: list[tuple[Tensor, int]]
     place: int
+    before: int
 
 
 class _Step(tuple[Any, Any]):
@@ -79,6 +92,7 @@ class OptimizerSteps:
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return None
+        self._watch.stepping(optimizer)
         self._back()  # from a step that raised, if someone still holds its error
         closures = [value for value in (*args[1:], *kwargs.values()) if value is not None]  # which ask for passes
         hooks = [hook for hook in _saved.step_hooks(optimizer) if not isinstance(_owner(hook), OptimizerSteps)]
@@ -87,7 +101,7 @@ class OptimizerSteps:
         TorchFunctionMode.__exit__(self._watch, None, None, None)
         leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
         versions = [(leaf, _saved.version(leaf)) for leaf in leaves]
-        self._away = _Away(_saved.modes(), versions, self._watch.place(sys._getframe(1)))
+        self._away = _Away(_saved.modes(), versions, self._watch.place(sys._getframe(1)), counter())
         step = _Step((args, kwargs))
         step.back = self._back
         return step
@@ -105,7 +119,7 @@ class OptimizerSteps:
         away, self._away = self._away, None
         if away is not None:
             changed = [leaf for leaf, before in away.leaves if _saved.version(leaf) != before]
-            self._watch.note_change("step", changed, away.place)
+            self._watch.note_change("step", changed, away.place, away.before)
 
 
 def _owner(hook: Any) -> Any:
@@ -155,6 +169,9 @@ class WatchMode(Record, TorchFunctionMode):
         self._undo = undo
         self._entered = marked(next(user_frames(sys._getframe(1)), None))
         undo += [self._forget, partial(_settings.take_off, self), self._steps.leave]
+        _told.enter(undo)
+        if not torch.is_grad_enabled():
+            self.cuts.off = Switch(None, "since before the watch")
         _recording.here += (self,)
         super().__enter__()
         self._steps.enter()
@@ -162,7 +179,7 @@ class WatchMode(Record, TorchFunctionMode):
     def explain(self, error: BaseException | None) -> None:
         """What an error that leaves the block is told."""
         self._steps.settle()
-        if isinstance(error, RuntimeError):
+        if isinstance(error, Exception):
             _explain.note(error, partial(_explain.left, error, self))
 
     def _forget(self) -> None:
@@ -183,12 +200,14 @@ class WatchMode(Record, TorchFunctionMode):
             result = self._operate(kind, func, args, kwargs, frame)
         elif kind == PASS:
             result = self._run_pass(func, args, kwargs or {}, frame)
+        elif kind == SWITCH:
+            result = self._flag(func, args, kwargs, frame)
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
             if kind == GRADIENT and USERS[frame.f_code.co_filename]:
-                self._note_gradient(result, frame)
-            elif kind == SWITCH:
-                self.note_switch(args[0], frame)
+                self._note_gradient(result, args[0], frame)
+            elif kind == MODE:
+                self.cuts.switched(args[0], frame)
         for listener in self._listeners:
             listener.called(func, (args, kwargs or {}), result, frame)
         return result
@@ -202,27 +221,36 @@ class WatchMode(Record, TorchFunctionMode):
             self._refused(error, func, (args, kwargs or {}), frame)
             raise
         after = counter()
-        if after != before:
-            line = self._paths.number(frame, self._entered)
-            self._log.add(before, after, line)
-            if self.cuts.known:
-                self.cuts.enter(args, line)
-        elif (
-            kind != INPLACE
-            and (isinstance(result, (Tensor, tuple)) or kind == CUT)
-            and not getattr(result, "requires_grad", False)
-        ):
-            self.cuts.note(func, kind, (args, kwargs or {}), result, frame)
+        # argsort drops the node that it was given
+        if after != before and (result.__class__ is not Tensor or result.requires_grad):
+            place = self._paths.number(frame, self._entered)
+            self._log.add(before, after, place)
+            self.cuts.enter((*args, *kwargs.values()) if kwargs else args, place, result)
+        elif isinstance(result, (Tensor, tuple)) or kind != OPERATION:
+            made = args[0] if kind == INPLACE and args else result
+            if not getattr(made, "requires_grad", False):
+                self.cuts.note(func, kind, (args, kwargs or {}), made, frame)
+            elif kwargs and isinstance(made, Tensor) and made.is_leaf:  # torch.zeros(3, requires_grad=True)
+                self.cuts.remember(made, (), self.place(frame), getattr(func, "__name__", ""))
         if args and (kind == INPLACE or (kwargs and kwargs.get("inplace"))):
-            self.note_change(getattr(func, "__name__", ""), args[0], self.place(frame))
+            self.note_change(getattr(func, "__name__", ""), args[0], self.place(frame), before)
+        return result
+
+    def _flag(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
+        """A tensor is told whether it requires grad."""
+        try:
+            result = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            self._refused(error, func, (args, kwargs or {}), frame)
+            raise
+        self.note_switch(args[0], frame)
         return result
 
     def _refused(self, error: RuntimeError, func: Any, arguments: Any, frame: FrameType) -> None:
         """PyTorch refused an operation: if that is about gradients, say why."""
 
         def explanation() -> Explanation | None:
-            lines, frames = lines_of(self._path_of(frame)), list(user_frames(frame))
-            return _explain.of_operation(error, func, arguments, lines, frames, self)
+            return _explain.of_operation(error, func, arguments, self._path_of(frame), list(user_frames(frame)), self)
 
         _explain.note(error, explanation)
 
@@ -245,29 +273,38 @@ class WatchMode(Record, TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            tensors = [item for item in _record.as_list(given.get("tensors")) or () if isinstance(item, Tensor)]
-            self._failed(FailedPass(error, name, roots, tensors, inputs, list(user_frames(frame)), self, call), call)
+            outputs, starts = _record.as_list(given.get("tensors")), _record.starts_of(given)
+            tensors = [item for item in outputs or () if isinstance(item, Tensor)]
+            frames = list(user_frames(frame))
+            case = FailedPass(error, name, roots, tensors, inputs, frames, self, call, outputs or (), starts)
+            self._failed(case, call)
             raise
         after = counter()
         if after != before:
             self._log.add(before, after, place)
         if not call.retained:
             self.tags.freed(call, _inspect.executed(roots, inputs))
-        elif name != "autograd.grad":  # which writes no `.grad`
-            self.tags.reached(call, _inspect.executed(roots, inputs))
         if not (call.retained and create):  # a kept graph may be met again when what it needs has changed
             self.tags.name(frame)
         for listener in self._listeners:
             listener.after(self, call, failed=False)
         if isinstance(result, tuple) and path:
-            line = call.stack[0]
-            lost = Lost("constant gradient" if create else "gradient", line, name)
-            if create and line in self.functions:
-                lost = Lost("opaque gradient", line, self.functions[line])
-            for tensor in result:
-                if isinstance(tensor, Tensor) and not tensor.requires_grad:
-                    self.cuts.cut(tensor, lost, args)
+            self._without_graph(call, given, result, place, args)
         return result
+
+    def _without_graph(self, call: Pass, given: Any, result: tuple[Any, ...], place: int, args: Any) -> None:
+        """Gradients that have no graph of their own."""
+        lost = [each for each in result if isinstance(each, Tensor) and not each.requires_grad]
+        if not lost:
+            return
+        function = self.functions.get(call.stack[0], "") if call.built else ""
+        kind = "zero derivative" if call.built else "first gradient"
+        if function:
+            kind = "Function differentiable once"
+        graphs = [each for each in _record.as_list(given.get("tensors")) or () if isinstance(each, Tensor)]
+        cut = self.cuts.cut(kind, place, function or call.name, [each for each in graphs if each.requires_grad])
+        self.cuts.remember(lost, (cut,), place, call.name)
+        self._tell(cut, args)
 
     def _failed(self, case: FailedPass, call: Pass) -> None:
         """Explain, and then tag the nodes that the failing pass ran: what it freed, and all above, which come first."""
@@ -276,6 +313,30 @@ class WatchMode(Record, TorchFunctionMode):
         self.tags.freed(call, list(_inspect.leading_to(fresh, case.having(fresh, "freed"))))
         for listener in self._listeners:
             listener.after(self, call, failed=True)
+
+
+# --- inference mode, which hands no call on: its two methods tell the watches of their thread while any watch runs ----
+
+
+def _tell_of_inference(restore: Undo) -> None:
+    kind: Any = torch.inference_mode
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def __enter__(self: Any) -> Any:
+        for watch in _recording.here:
+            watch.cuts.inferring(not self.mode, "__enter__", self, sys._getframe(1))
+        return enter(self)
+
+    def __exit__(self: Any, *exc: Any) -> Any:
+        for watch in _recording.here:
+            watch.cuts.inferring(True, "__exit__", self, None)
+        return leave(self, *exc)
+
+    restore += [partial(setattr, kind, "__enter__", enter), partial(setattr, kind, "__exit__", leave)]
+    kind.__enter__, kind.__exit__ = __enter__, __exit__
+
+
+_told = _settings.Counted(_tell_of_inference)
 
 
 class Watch(_settings.Offered[Any]):
@@ -319,7 +380,7 @@ class Watch(_settings.Offered[Any]):
 
 
 def watch() -> Watch:
-    """A context in which a failing backward pass says why: the variable, the lines, the cause, the fixes.
+    """A context in which a failing backward pass says why: the variable, the lines, the class, what helps.
 
     The explanation is a note of the exception (`exc.__notes__`), which tracebacks print. Numbers,
     errors and graphs are those of the same program without the context; it concerns the thread that

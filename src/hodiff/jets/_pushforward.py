@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _messages, _needed, _nodes, _refusals, _tree
 from hodiff._core._call import call, cut
-from hodiff._core._hooks import hooks_on
 from hodiff._core._lending import EvaluationContext
 from hodiff.errors import GraphError, HodiffError, InputError
 from hodiff.jets import _jet, _series
@@ -89,7 +88,7 @@ def push(
             _refuse_in_other_words(error, expansion, loaded)
             raise
         _refuse_bypass(points, bases, output, expansion)
-        if record and context.runs_again and hooks_on(True) is not None:
+        if record and context.packs_blocks:
             raise NoRule("a checkpointed block, inside another checkpoint or saved_tensors_hooks")
     return output, expansion
 

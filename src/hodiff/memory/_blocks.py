@@ -254,7 +254,8 @@ class BlockRun:
             raise GraphError(
                 "a block that runs again (checkpoint=) computes something different from its first "
                 "run: it reads what has changed since (a counter, a cache, its own generator, "
-                "NumPy's random numbers). Pass that as an argument, or leave checkpoint= out."
+                "NumPy's random numbers). Pass that as an argument, or leave checkpoint= out. (Models of "
+                "transformers fill a cache unless they are called with use_cache=False.)"
             )
         return results
 

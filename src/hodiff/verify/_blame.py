@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _locks, _nodes, _settings, _tree
+from hodiff._core import _locks, _messages, _nodes, _settings, _tree
 from hodiff._core._arguments import Allowed
 from hodiff._core._faults import interrupts
 from hodiff.calculus._first import grad
-from hodiff.graph import _cut
+from hodiff.graph._classes import CLASSES
 from hodiff.graph._names import user_frames
 from hodiff.graph._record import tensors_in
 from hodiff.graph._source import Line, line_of
@@ -131,10 +131,20 @@ def _of_cut(site: Site, part: float, failed: Check) -> Cause:
     }.get(site.kind, f"{word}{inside} gives a value without its graph")
     reason = f"{how}: it counts as a constant, and {part:+.6e} of the derivative of order {failed.order} is missing"
     named = site.place.inside.partition(" ")[0] or str(line)
-    fix = _cut.fix_of(site.kind, None, word.rstrip("()")).replace("\n", " ").rstrip(".")
+    way = _messages.CONSTANTS.get(word.rstrip("()")) or CLASSES[_CLASSES[site.kind]].inside
     meant = f'if you mean it as a constant, allow="{named}" checks the rest.'
-    fix = f"{fix or 'write it with operations that are recorded'}; {meant}"
+    fix = f"{way.rstrip('.') or 'write it with operations that are recorded'}; {meant}"
     return cause("cut", line, reason, fix)
+
+
+_CLASSES = {
+    "no_grad": "gradients off",
+    "gradient": "first gradient",
+    "detached": "detached",
+    "constant": "made a constant",
+    "smooth": "undeclared derivative",
+}
+"""The classes of failures of the kinds of cuts, whose words are said of `f` as well."""
 
 
 # --- hooks

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -232,6 +233,18 @@ def test_vectors_pass_one_at_a_time_where_their_batch_would_be_wrong(f: Callable
     assert relative_error(hodiff.vjp(f, X, [torch.eye(len(f(X)), dtype=X.dtype)]), expected) < 1e-12
     for size in (1, 2, 4):
         assert relative_error(hodiff.jacobian(f, X, chunk_size=size), expected) < 1e-12
+
+
+@pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_nobody_is_asked_to_file_an_issue_for_recurrent_layers(layer: type[torch.nn.Module]) -> None:
+    """PyTorch's batch of vectors does so of an LSTM in float32, which has no batching rule on the CPU."""
+    torch.manual_seed(0)
+    rnn, x = layer(2, 3), torch.randn(4, 1, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = hodiff.jacobian(lambda x: rnn(x)[0], x)
+    rows = [hodiff.grad(lambda x, i=i: rnn(x)[0].flatten()[i], x) for i in range(12)]
+    torch.testing.assert_close(found, torch.stack(rows).reshape(4, 1, 3, 4, 1, 2))
 
 
 def test_torch_batches_distances_wrongly() -> None:

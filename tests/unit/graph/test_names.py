@@ -2,6 +2,7 @@
 
 import enum
 import gc
+import re
 import sys
 import weakref
 from collections.abc import Mapping
@@ -89,8 +90,8 @@ def test_results_are_no_leaves_and_no_optimizers_tensors():
     y, optimizer = w.exp(), torch.optim.SGD([w], lr=0.1)
     found = TensorNames(roots={"w": w, "y": y, "optimizer": optimizer}, results=True)
     assert [id(tensor) for tensor in found.all] == [id(y)]
-    assert found.trained == {}
-    assert set(of(optimizer=optimizer).trained.values()) == {id(optimizer)}
+    assert found.optimizers == {}
+    assert of(optimizer=optimizer).optimizers == {id(optimizer): "optimizer"}
 
 
 def test_four_steps_and_no_more():
@@ -106,10 +107,29 @@ def test_a_dict_of_very_many_is_not_searched():
     assert of(d=dict.fromkeys(range(_names.BUDGET + 1), t)).of(t) == ""
 
 
-def test_keys_that_cannot_be_written_are_left_out():
-    t, u, v = torch.ones(1), torch.ones(1), torch.ones(1)
-    names = of(d={(1, "a"): t, object(): u, (1, object()): v})
-    assert [names.of(each) for each in (t, u, v)] == ["d[(1, 'a')]", "", ""]
+def test_keys_that_cannot_be_written_are_named_by_class_and_place():
+    t, u, v, w = torch.ones(1), torch.ones(1), torch.ones(1), torch.ones(1)
+    names = of(d={(1, "a"): t, object(): u, (1, object()): v, torch.nn.ReLU(): [w]})
+    assert [names.of(each) for each in (t, u, v, w)] == [
+        "d[(1, 'a')]",
+        "d[<object 1>]",
+        "d[<tuple 2>]",
+        "d[<ReLU 3>][0]",
+    ]
+
+
+def test_an_empty_cell_of_a_hook_holds_nothing():
+    net = torch.nn.ReLU()
+
+    def register():
+        net.register_forward_hook(lambda *_: late)
+        if net is None:
+            late = 1
+
+    register()
+    t = torch.ones(1)
+    net.register_forward_hook(lambda *_: t.sum())
+    assert re.fullmatch(r"net\._forward_hooks\[\d+\]\.t", of(net=net).of(t))
 
 
 class Computing(Mapping):

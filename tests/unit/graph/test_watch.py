@@ -129,7 +129,7 @@ def test_a_function_that_is_met_again():
         y.sum().backward()
         with pytest.raises(RuntimeError, match="second time") as caught:
             y.sin().sum().backward()
-    assert "shared part: `y` = CubeBackward" in note(caught.value)
+    assert "part         `y`: CubeBackward" in note(caught.value)
 
 
 def test_nested_tensors():
@@ -194,7 +194,7 @@ def test_a_helper_that_is_called_for_everything():
             for _ in range(2):
                 loss = (y * layer(b)).sum()
                 loss.backward()
-    assert "outside the loop" in note(caught.value)
+    assert "=> made once" in note(caught.value)
 
 
 def test_one_line_that_differentiates_two_losses():
@@ -208,7 +208,7 @@ def test_one_line_that_differentiates_two_losses():
         step(first)
         with pytest.raises(RuntimeError, match="second time") as caught:
             step(second)
-    assert "both losses depend on it" in note(caught.value)
+    assert "=> shared part" in note(caught.value)
 
 
 def test_a_failing_pass_is_known_to_have_freed_what_it_ran():
@@ -223,16 +223,6 @@ def test_a_failing_pass_is_known_to_have_freed_what_it_ran():
         with pytest.raises(RuntimeError, match="second time") as caught:
             loss.backward()
     assert "same loss" in note(caught.value)
-
-
-def test_detach_is_withheld_where_nothing_would_be_left():
-    a = torch.rand(3, requires_grad=True)
-    y = a.exp()
-    with watch():
-        y.sum().backward()
-        with pytest.raises(RuntimeError, match="second time") as caught:
-            y.sin().sum().backward()
-    assert "detach" not in note(caught.value)
 
 
 def test_the_log_is_bounded_and_keeps_what_ran_once(monkeypatch):
@@ -286,8 +276,9 @@ def test_what_was_cut_is_forgotten_with_its_tensor():
         kept = a.detach()
         for _ in range(100):
             a.exp().detach()
-    assert len(record.record.cuts) == 1
-    assert record.record.cuts.of(kept).kind == "detached"
+    assert list(record.record.cuts.known) == [id(kept)]
+    (cut,) = record.record.cuts.places(kept)
+    assert (cut.kind, cut.line.text, cut.leaves) == ("detached", "kept = a.detach()", [a])
 
 
 def test_a_subclass_is_refused():
@@ -304,8 +295,8 @@ def test_second_derivatives():
             (g,) = torch.autograd.grad(y, a, create_graph=True)
             g.square().sum().backward()
     said = note(caught.value)
-    assert "no second derivative: _embedding_bag_backward" in said
-    assert re.search(r"recorded at .*embedding_bag\((?s:.*)failing call .*square\(\)\.sum\(\)\.backward\(\)", said)
+    assert re.search(r"lacks .*embedding_bag\(.*\n.*`_embedding_bag_backward`", said)
+    assert re.search(r"failed .*square\(\)\.sum\(\)\.backward\(\)", said)
 
 
 def test_explain_of_nothing():
@@ -322,7 +313,7 @@ def test_explain_finds_the_exception_being_handled():
         loss.backward()
     except RuntimeError:
         found = explain()
-    assert (found.cause, found.variable, found.certain) == ("same loss twice", "loss", False)
+    assert (found.cause, found.variable, found.certain) == ("freed before", "loss", False)
 
 
 def failing():
@@ -338,7 +329,7 @@ def test_explain_prefers_the_exception_being_handled_to_the_last_one(monkeypatch
     try:
         raise failing()
     except RuntimeError:
-        assert hodiff.graph.explain().cause == "two losses"
+        assert hodiff.graph.explain().cause == "freed before"
     assert hodiff.graph.explain() is None
 
 
@@ -346,7 +337,7 @@ def test_explain_looks_behind_an_exception_that_was_made_from_it():
     error = ValueError("of the user's own")
     error.__cause__ = failing()
     found = hodiff.graph.explain(error)
-    assert (found.cause, found.variable) == ("two losses", "y")
+    assert (found.cause, found.variable) == ("freed before", "y")
     assert found.failed.text == "y.mean().backward()"
 
 
@@ -368,7 +359,7 @@ def test_an_explanation_is_added_once_beside_notes_of_others():
     error = RuntimeError("failed")
     error.add_note("of the user's")
     for _ in range(2):
-        _explain.note(error, lambda: Explanation("this pass", "carried"))
+        _explain.note(error, lambda: Explanation("this pass", "carried over"))
     assert len(error.__notes__) == 2
 
 
@@ -389,5 +380,6 @@ def test_of_several_old_parts_one_that_is_not_private_is_named_first(turned):
         (_a.sin() + b.sin()).sum().backward()
         with pytest.raises(RuntimeError, match="second time") as info:
             ((b + _a) if turned else (_a + b)).sum().backward()
-    shown = "`b` = ExpBackward0 (output shape (3,)), `_a` = ExpBackward0 (output shape (3,))"
-    assert shown in "\n".join(info.value.__notes__)
+    first, second = re.findall(r"part +(`\w+`: .*)", "\n".join(info.value.__notes__))
+    assert first == "`b`: ExpBackward0, output shape (3,)"
+    assert second == "`_a`: ExpBackward0, output shape (3,)"

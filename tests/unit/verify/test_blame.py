@@ -55,7 +55,7 @@ def test_each_cut_is_named_with_its_own_part():
     (d,) = report.checks[0].direction
     assert missing[0] == pytest.approx(float((x.exp() * x.sin() * x * d).sum()), rel=1e-5)
     assert missing[1] == pytest.approx(float((x.exp() * x.cos() * x * d).sum()), rel=1e-5)
-    assert "remove the detach()" in text
+    assert "drop the detach()" in text
 
 
 def test_higher_orders_are_not_tried_above_one_that_disagrees():
