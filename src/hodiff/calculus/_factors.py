@@ -33,8 +33,11 @@ SAMPLES, FORMULA = 100, 10_000
 ROUNDS = 6
 """Passes to find out which operations have a result for each sample."""
 
-LARGEST = 2**30
+LARGEST = 2**28
 """Bytes of the derivatives by all operations that use a parameter."""
+
+PATCHES = 2**24
+"""Bytes of the patches that a kernel was laid on."""
 
 POSITIONS = 64
 """Up to so many positions are compared in pairs."""
@@ -321,6 +324,8 @@ def _convolution(of: Derivative) -> Outer:
     if x.ndim == 3:  # a row of pixels
         x, dilation = x.unsqueeze(2), (1, *dilation)
         stride, padding = (1, *stride), (0, *padding)
+    numbers = len(x) * groups * shape[1:].numel() * g.shape[3:].numel()
+    at.check(whole=numbers * x.element_size() <= PATCHES)
     patches = F.unfold(x, sizes, dilation, padding, stride)
     images, entries, number = patches.shape
     g = g.reshape(len(g), images, groups, -1, number)
@@ -515,7 +520,8 @@ class _Reading:
             for end in ends
             for use, turned in self._uses[end.node]
         ]
-        return first.shape, first.dtype, first.device.type, *uses
+        kinds = [leaf.dtype for leaf in self._graph.leaves]
+        return first.shape, first.dtype, first.device.type, *kinds, *uses
 
     # --- passes
 
