@@ -7,8 +7,9 @@ modules that are called twice, and derivatives inside of `f` are more positions.
 
 Nothing is taken on trust. A pass with a random weight for each sample must give g times the weight
 of one sample at each position: so it is known, at every call, to whom a position belongs, and that
-samples do not mix. And J'w as it follows from the factors must be what the pass gives, once for
-each structure of a graph. A parameter of which this is not so is *missing*.
+samples do not mix. And J'w as it follows from the factors must be what the pass gives: for vectors
+at every call, for all parameters once for each structure of a graph. A parameter of which this is
+not so is *missing*.
 """
 
 from __future__ import annotations
@@ -467,6 +468,8 @@ class _Reading:
                     of[number] = self._rows_of(ends)
             except Unread:
                 continue
+        if any(n in of and not self._is_right(of[n], x) for n, x in self._sums.items()):
+            return {}  # hooks of nodes change what passes through
         used = []
         for number, expected in enumerate(total):
             used += [expected] if any(self._uses[end.node] for end in self._ends[number]) else []
@@ -535,7 +538,10 @@ class _Reading:
         if any(g.__class__ is not Tensor for g in derivatives):  # sharded
             return False
         self._derivatives = dict(zip(self._sampled, derivatives, strict=True))
-        weighed = self._weighed(edges, shapes)
+        leaves = {n: leaf for n, leaf in enumerate(self._graph.leaves) if leaf.ndim < 2}
+        inputs = [*edges, *leaves.values()]
+        weighed = self._weighed(inputs, [*shapes, *(leaf.shape for leaf in leaves.values())])
+        self._sums = dict(zip(leaves, weighed[len(edges) :], strict=True))
         places = map(_place_of, derivatives, weighed, [self._weights] * len(edges))
         placed = zip(self._sampled, places, strict=True)
         self._places = {node: place for node, place in placed if place is not None}

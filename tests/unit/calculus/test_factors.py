@@ -288,6 +288,21 @@ def test_one_that_is_mixed_beside_much_larger_ones() -> None:
     assert factors_of(lambda w: f(w, 1e-15), w)[0].missing == {0}
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
+def test_hooks_of_nodes_are_noticed_by_biases(kind: str) -> None:
+    """Though the structure is one that was proved: they change what the node makes of its derivative."""
+    model, x = mlp(4, 5, 2), draw(N, 4)
+
+    def f(model: nn.Module, times: float) -> Tensor:
+        z = model[0](x)
+        double = lambda gradients, *_: tuple(None if g is None else times * g for g in gradients)
+        getattr(z.grad_fn, kind)(double)
+        return model[2](model[1](z)).sin()
+
+    assert not factors_of(lambda m: f(m, 1.0), model)[0].missing
+    assert factors_of(lambda m: f(m, 2.0), model)[0].missing == {0, 1, 2, 3}
+
+
 def test_a_head_of_zeros_proves_nothing_of_what_is_below() -> None:
     """The formula is compared again where it was 0 = 0."""
     model, x = mlp(4, 5, 2), draw(N, 4)
