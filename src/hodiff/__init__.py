@@ -2,7 +2,7 @@
 
 A map of the library:
 
-* first derivatives: `grad`, `value_and_grad`, `vjp`, `jvp`, `jacobian`, `per_sample_grad`
+* first derivatives: `grad`, `value_and_grad`, `vjp`, `jvp`, `jacobian`, `per_sample_grad`, `gram`
 * second derivatives: `hvp`, `hessian`, `value_grad_and_hessian`, `cross_hessian`, `cross_hvp`,
   `hessian_diagonal`
 * any order, elementwise: `nth_derivative`, `derivatives`
@@ -73,7 +73,7 @@ if typing.TYPE_CHECKING:
     from hodiff import sparse as sparse
     from hodiff.calculus._higher import derivatives, nth_derivative
     from hodiff.calculus._multi import multi_grad
-    from hodiff.calculus._per_sample import per_sample_grad
+    from hodiff.calculus._per_sample import gram, per_sample_grad
     from hodiff.curvature import (
         FisherOperator,
         GaussNewtonOperator,
@@ -141,6 +141,7 @@ __all__ = [
     "grad",
     "gradient_norm_penalty",
     "gradient_penalty",
+    "gram",
     "hessian",
     "hessian_diagonal",
     "hessian_penalty",
@@ -185,7 +186,7 @@ _compiled_callers.break_graphs(vars())
 _HOMES = {
     "calculus._higher": ("derivatives", "nth_derivative"),
     "calculus._multi": ("multi_grad",),
-    "calculus._per_sample": ("per_sample_grad",),
+    "calculus._per_sample": ("gram", "per_sample_grad"),
     "fields._partial": ("derivatives_of", "jet", "partial", "partials"),
     "fields._vector": ("curl", "divergence", "value_and_divergence"),
     "implicit": (),

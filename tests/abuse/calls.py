@@ -123,6 +123,7 @@ NEEDED: dict[str, Callable[[], dict[str, Any]]] = {
     "vjp": _with(f=same, x=X, u=V),
     "cross_hessian": _with(f=both, x=X, y=V[0]),
     "cross_hvp": _with(f=both, x=X, y=V[0], v=V[1]),
+    "gram": _with(f=samples, where=X, batch=torch.ones(2, dtype=D)),
     "per_sample_grad": _with(f=samples, where=X, batch=torch.ones(2, dtype=D)),
     "nth_derivative": _with(f=same, x=X, n=2),
     "derivatives": _with(f=same, x=X, n=3),

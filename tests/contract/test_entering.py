@@ -72,6 +72,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "nth_derivative": lambda x, w: hodiff.nth_derivative(lambda z: (w * z).sin(), x, 2, **GRAPH),
     "derivatives": lambda x, w: hodiff.derivatives(lambda z: (w * z).sin(), x, 2, **GRAPH),
     "per_sample_grad": lambda w, v: hodiff.per_sample_grad(lambda w, b: (w**2 * b**3).sum(-1), w, v, **GRAPH),
+    "gram": lambda w, v: hodiff.gram(lambda w, b: (w**2 * b**3).sum(-1), w, v, **GRAPH),
     "multi_grad": lambda x, w: hodiff.multi_grad([loss(w), loss(2)], x, **GRAPH),
     "multi_grad, shared": lambda x, w: hodiff.multi_grad(
         [lambda z, h: (w * h).sum(), lambda z, h: (h**3).sum()], x, shared=lambda z: w * z**2, **GRAPH

@@ -121,6 +121,9 @@ TABLE: dict[str, Callable[[Turn], Any]] = {
     "per_sample_grad": lambda t: hodiff.per_sample_grad(
         lambda p, batch: (p["a"] * batch["a"] + p["b"]["c"] * batch["b"].sin()).sum(1), POINT, t(ROWS)
     ),
+    "gram": lambda t: hodiff.gram(
+        lambda p, batch: (p["a"] * batch["a"] + p["b"]["c"] * batch["b"].sin()).sum(1), POINT, t(ROWS)
+    ),
     "HessianOperator": operator(lambda H, t: H @ t(VECTOR)),
     "flatten": operator(lambda H, t: H.flatten(t(VECTOR))),
     "solve": operator(lambda H, t: hodiff.solve(H, t(VECTOR), damping=50.0, start=t(GRADS)).value),

@@ -262,6 +262,7 @@ BY_PARAMETERS: dict[str, Callable[[nn.Module], Any]] = {
     "gradient_norm_penalty": lambda m: hodiff.gradient_norm_penalty(loss, m),
     "HessianOperator": lambda m: hodiff.HessianOperator(loss, m).value,
     "per_sample_grad": lambda m: hodiff.per_sample_grad(lambda m, z: m(z).square().sum(1), m, X),
+    "gram": lambda m: hodiff.gram(lambda m, z: m(z).square().sum(1), m, X),
     "unroll": lambda m: hodiff.unroll(loss, m, hodiff.rules.SGD(lr=0.1), 2),
     "check_derivatives": lambda m: bool(hodiff.check_derivatives(loss, m)),
     "LevenbergMarquardt": lambda m: hodiff.LevenbergMarquardt(lambda m, z: m(z)[:, 0], m).step(X),

@@ -24,8 +24,8 @@ NO_TENSORS_OF_THE_USERS = {
 }  # fmt: skip
 """What their rows in `callers` make of a point holds none of its entries in a place that could be sharded."""
 FIRST_ORDER = {
-    "grad", "value_and_grad", "vjp", "jacobian", "per_sample_grad", "sparse_jacobian", "sparse.plan_jacobian",
-    "multi_grad",
+    "grad", "value_and_grad", "vjp", "jacobian", "per_sample_grad", "gram", "sparse_jacobian",
+    "sparse.plan_jacobian", "multi_grad",
 }  # fmt: skip
 """One derivative by the inputs of a sharded module is right, and theirs has no graph."""
 

@@ -49,6 +49,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "per_sample_grad": lambda rows, p, **k: hodiff.per_sample_grad(
         lambda p, batch: rows(p["a"], p["b"]), p, torch.ones(N), **k
     ),
+    "gram": lambda rows, p, **k: hodiff.gram(lambda p, batch: rows(p["a"], p["b"]), p, torch.ones(N), **k),
     "multi_grad": lambda rows, p, **k: hodiff.multi_grad([scalar(rows), scalar(rows)], p, **k),
     "gradient_penalty": lambda rows, p, **k: hodiff.gradient_penalty(several(rows), p, target=0, **k),
     "gradient_norm_penalty": lambda rows, p, **k: hodiff.gradient_norm_penalty(scalar(rows), p, target=0, **k),

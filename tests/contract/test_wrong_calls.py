@@ -717,6 +717,14 @@ WRONG = {
             r"index: got 3, but x has coordinates 0 to 2\.",
         ),
     },
+    "gram": {
+        "gram, a number of samples": (lambda: hodiff.gram(lf, m, 5), r"batch: got an int, expected"),
+        "gram of a mean": (lambda: hodiff.gram(lf, m, batch), r"f returned shape \(\)"),
+        "gram of all pairs": (
+            lambda: hodiff.gram(lambda m, b: m(b[0]) - b[0][:, 0], m, batch),
+            r"every sample is combined with every other",
+        ),
+    },
     "per_sample_grad": {
         "per_sample_grad, a number of samples": (
             lambda: hodiff.per_sample_grad(lf, m, 5),

@@ -101,16 +101,26 @@ ROUTES: dict[str, dict[str, tuple[Callable[[Any], object], Callable[..., Any], i
         "through a Function": (lambda f: hodiff.jvp(f, X, V), cube, 1, 3),
     },
     "per_sample_grad": {
-        "samples apart": (lambda f: hodiff.per_sample_grad(f, X[:3], BATCH), weighted, 2, 1 + 1),
+        "in factors": (lambda f: hodiff.per_sample_grad(f, X[:3], BATCH), weighted, 1, 1 + 1),
+        "in factors, of a random f": (
+            lambda f: hodiff.per_sample_grad(f, X[:3], BATCH), lambda w, b: F.dropout(weighted(w, b)), 1, 1 + 1),
+        "samples apart": (lambda f: hodiff.per_sample_grad(f, X[:3], BATCH, chunk_size=100), weighted, 2, 1 + 1),
         "rows, of a random f": (
-            lambda f: hodiff.per_sample_grad(f, X[:3], BATCH), lambda w, b: F.dropout(weighted(w, b)), 1, 1),
+            lambda f: hodiff.per_sample_grad(f, X[:3], BATCH, chunk_size=100),
+            lambda w, b: F.dropout(weighted(w, b)), 1, 1),
         "rows, where samples mix": (
-            lambda f: hodiff.per_sample_grad(f, X[:3], BATCH), lambda w, b: weighted(w, b - b.mean(0)), 2, 1),
+            lambda f: hodiff.per_sample_grad(f, X[:3], BATCH, chunk_size=100),
+            lambda w, b: weighted(w, b - b.mean(0)), 2, 1),
         "rows, where f looks at a value": (
-            lambda f: hodiff.per_sample_grad(f, X[:3], BATCH),
+            lambda f: hodiff.per_sample_grad(f, X[:3], BATCH, chunk_size=100),
             lambda w, b: weighted(w, b) if w.sum() < 9 else w, 2, 1),
         "rows, to be differentiated": (
             lambda f: hodiff.per_sample_grad(f, X[:3], BATCH, create_graph=True), weighted, 1, 1),
+    },
+    "gram": {
+        "in factors": (lambda f: hodiff.gram(f, X[:3], BATCH), weighted, 1, 1 + 1),
+        "rows, to be differentiated": (
+            lambda f: hodiff.gram(f, X[:3], BATCH, create_graph=True), weighted, 1, 1),
     },
     "evaluation": {
         "once": (lambda f: hodiff.hvp(f, X, V), loss, 1, 2),

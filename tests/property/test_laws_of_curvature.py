@@ -109,6 +109,19 @@ def test_per_sample_grad(setting: Setting, chunk: int | Literal["auto"]) -> None
     agree(rows(found, 5), slopes[:, None] * (weights @ J), floor=1e-10)
 
 
+@law("gram", says="J Jᵀ of several numbers for each sample")
+@given(setting=settings(outputs=True), numbers=st.sampled_from([1, 2]))
+def test_gram(setting: Setting, numbers: int) -> None:
+    J = jacobian(setting)
+    weights = torch.randn(5, numbers, J.shape[0], dtype=D, generator=torch.Generator().manual_seed(3))
+    losses = lambda w, batch: (batch @ setting.f(w).reshape(-1)).sin()
+    slopes = (weights @ setting.flat(setting.x).reshape(-1)).cos()
+    rows = slopes[:, :, None] * (weights @ J)
+    expected = torch.einsum("nkp,mlp->nkml", rows, rows)
+    result = hodiff.gram(losses, setting.where, weights)
+    agree(result.view_as(expected), expected, floor=1e-10)
+
+
 @law("MatrixOperator", says="A v, Aᵀv, A", oracle="matrix products")
 @law("LinearOperator", says="2A - BAᵀ + 0.3, its products and its transpose", oracle="matrix products")
 @given(A=matrices)

@@ -154,6 +154,12 @@ CALLERS: tuple[Caller, ...] = (
             lambda z, batch, *r: f(z, *r), x, torch.zeros(2, dtype=D, device=place(x)), args=a
         ),
     ),
+    Caller(
+        "gram", "rows", 1,
+        lambda f, x, a: hodiff.gram(
+            lambda z, batch, *r: f(z, *r), x, torch.zeros(2, dtype=D, device=place(x)), args=a
+        ),
+    ),
     Caller("hessian", "scalar", 2, lambda f, x, a: hodiff.hessian(f, x, args=a)),
     Caller("value_grad_and_hessian", "scalar", 2, lambda f, x, a: hodiff.value_grad_and_hessian(f, x, args=a)),
     Caller("hvp", "scalar", 2, lambda f, x, a: hodiff.hvp(f, x, direction(x), args=a)),

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ __all__ = [
     "HIDING",
     "Node",
     "Survey",
+    "Use",
     "age",
     "below",
     "coarsest",
@@ -198,6 +199,15 @@ class Survey:
         """Whether `tensor`, a leaf or not, is in the graph."""
         return tensor.grad_fn in self.visited if tensor.grad_fn is not None else id(tensor) in self.leaf_ids()
 
+    def users(self) -> dict[Node, list[Use]]:
+        """For each node that is no root, the arguments that its first result is, outputs first."""
+        users = defaultdict[Node, list[Use]](list)
+        for node in self.nodes:
+            for place, (below, number) in enumerate(node.next_functions):
+                if below is not None and number == 0:
+                    users[below] += [Use(node, place)]
+        return users
+
     def uses(self, tensor: Tensor) -> bool:
         """Whether `tensor`, no leaf, is used: of the outputs of one operation (`chunk`, `unbind`) it may be another."""
         node, number = tensor.grad_fn, tensor.output_nr
@@ -220,6 +230,32 @@ class Edge(GradientEdge):
 
     requires_grad = True
     grad_fn = property(attrgetter("node"))
+
+
+class Use(NamedTuple):
+    """An argument of an operation: its node, and its place among what is differentiated."""
+
+    node: Node
+    place: int
+
+    @property
+    def kind(self) -> str:
+        """The operation, as the class of its node is called: "Addmm"."""
+        return self.node.__class__.__name__.removesuffix("Backward0")
+
+    @property
+    def edge(self) -> Edge:
+        """Where a pass meets the derivative by the operation's first result."""
+        return Edge(self.node, 0)
+
+    def results(self) -> list[tuple[tuple[Any, ...], torch.dtype]]:
+        """The shape and the dtype of each result."""
+        return list(_versions.received(self.node))
+
+    def kept(self, name: str) -> Any:
+        """What the operation has saved under a name; an `AttributeError` where there is none."""
+        value = _versions.kept(self.node, name)
+        return value.detach() if isinstance(value, Tensor) else value
 
 
 def without_values(tensors: Iterable[Tensor]) -> list[Any]:

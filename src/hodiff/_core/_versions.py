@@ -554,6 +554,11 @@ def reduction(value: Tensor) -> tuple[Literal["mean", "sum"] | None, torch.Size 
     return None, None
 
 
+def kept(node: Node, name: str) -> Any:
+    """What a node has saved under a name. Not proved: who asks holds it against a pass."""
+    return getattr(node, f"_saved_{name}")
+
+
 def received(node: Node) -> Iterator[tuple[tuple[Any, ...], torch.dtype]]:
     """The shape and dtype of each gradient that a node receives; nothing where PyTorch cannot tell (nested tensors)."""
     try:
@@ -586,7 +591,7 @@ def is_packed(node: Node) -> bool:
     return False
 
 
-hooks_on: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+hooks_on: Callable[[bool], Any] = _torch._autograd._top_saved_tensors_default_hooks
 """The two that have what is saved at this moment, asked with True; None where there are none."""
 
 

@@ -16,6 +16,7 @@ from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, check_generator, sum_dtype
 from hodiff._core._where import Where
+from hodiff.calculus._factors import Factors
 from hodiff.curvature._data import NONE, Batches, BatchWeight, DataReduction, Weighted, check_predict
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
@@ -29,6 +30,7 @@ from hodiff.curvature._losses import (
     likelihood_names,
     loss_at_outputs,
     recorded_curvature,
+    roots,
 )
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum
 from hodiff.errors import InputError
@@ -243,6 +245,50 @@ class PullbackOperator(SummedOperator[CurvedOutputs]):
         tangents = graph.jvp(parts, count, self._chosen, chunk)
         return graph.vjp(graph.curvature.times(tangents, count), count, self._chosen, chunk)
 
+    def _own_diagonal(self, most: int) -> Tensor | None:
+        """By rows: where B is a sum of outer products s s', it is the sum of the squares of J's."""
+        with self._raise_on_all_ranks():
+            total = self._space.zeros_flat(self.shape[1]).to(sum_dtype(self.dtype))
+            passes, size = list[int](), self._inner_chunk()
+
+            def add(graph: CurvedOutputs, number: int) -> None:
+                seeds = None if 0 in passes else roots(graph.curvature, graph.outputs, most)
+                passes.append(self._add_squares(graph, seeds, total, most, size) if seeds else 0)
+
+            weight = self._graphs.each_graph(add).everywhere.weight
+            group_sum, known = self._group_sum, [max(passes, default=1) if all(passes) else 0]
+            if group_sum is not None:
+                step, who = "takes a diagonal", self._names()
+                ((total,), known) = group_sum.sum(step, [total], who=who, fact=known[0])
+            if not all(known):
+                return None
+            self._count(max(known))
+            return total / weight
+
+    def _add_squares(
+        self, graph: CurvedOutputs, seeds: Leaves, total: Tensor, most: int, size: int
+    ) -> int:  # fmt: skip
+        """Add the squares of J's of a batch; in how many passes, 0 where more than so many."""
+        numbers, samples = seeds[0].shape[:2]
+        leaves = graph.evaluation.leaves
+        of = Factors(graph.evaluation, graph.outputs, seeds).of
+        missing = [index for index in self._chosen if index not in of]
+        passes = numbers * (samples if missing else 1)
+        if passes > most:
+            return 0
+        squares = {index: total.new_zeros(leaves[index].shape) for index in missing}
+        squares |= {index: of[index].squares() for index in self._chosen if index in of}
+        for start in range(0, passes if missing else 0, size):
+            which = torch.arange(start, min(start + size, passes), device=total.device)
+            of_one = which.unsqueeze(1) % samples == torch.arange(samples, device=total.device)
+            places = [of_one.view(*of_one.shape, *[1] * (seed.ndim - 2)) for seed in seeds]
+            alone = [seed[which // samples] * at for seed, at in zip(seeds, places, strict=True)]
+            rows = graph.vjp(alone, len(which), missing, size)
+            for index, part in zip(missing, rows, strict=True):
+                squares[index] += part.to(total.dtype).square().sum(0)
+        total += torch.cat([squares[index].reshape(-1) for index in self._chosen])
+        return max(1, passes)
+
 
 def check_operands(predict: Any, loss: Any, where: Any, data: Any) -> None:
     """Raise unless `predict`, `loss`, `where` and `data` are what they should be, and in this order."""
@@ -317,6 +363,13 @@ class GaussNewtonOperator(PullbackOperator):
         activations. With *checkpoint* and `memory_budget=0` the memory is about that of a gradient
         with activation checkpoints, and the time is that without checkpoints.
 
+        Where the loss is a convex function of each sample's own C outputs, the exact diagonal takes
+        at most C passes per batch and one that proves that samples are apart, in place of a product
+        for each column: `hodiff.diagonal(G, method="exact")`. For parameters of layers that are not
+        known (as those of `hodiff.gram`), and where samples mix, it takes C passes for each sample.
+        The estimates of `hodiff.trace` and `hodiff.diagonal` are exact if they allow as many
+        products.
+
     Examples:
         For least squares it is the Hessian, 2 X'X / n:
 
@@ -385,7 +438,6 @@ class FisherBuilder(PullbackBuilder):
         device: Where labels are drawn without a generator.
         source: The generator of this evaluation.
         scores: Those of the labels drawn, by batch: they stay the same when a batch is evaluated again.
-        ranks: Of how many outer products each batch's part is a sum.
     """
 
     kind: Kind
@@ -394,7 +446,6 @@ class FisherBuilder(PullbackBuilder):
     group_sum: ProcessGroupSum | None
     source: list[torch.Generator | None] = field(default_factory=list)
     scores: dict[int, Leaves] = field(default_factory=dict)
-    ranks: dict[int, int] = field(default_factory=dict)
 
     @property
     def by_samples(self) -> bool:
@@ -405,11 +456,6 @@ class FisherBuilder(PullbackBuilder):
         """The mean outer product of the scores."""
         if self.kind == "exact":
             return at_outputs.fisher or at_outputs.curvature
-        fisher = self._outer(at_outputs, outputs, number)
-        self.ranks[number] = fisher.rank
-        return fisher
-
-    def _outer(self, at_outputs: LossAtOutputs, outputs: Leaves, number: int) -> OuterProducts:
         if self.kind == "empirical":
             _check_samples(outputs, at_outputs.curvature.dims)
             return OuterProducts(
@@ -428,7 +474,7 @@ class FisherBuilder(PullbackBuilder):
         source = [] if self.kind != "mc" or not begins else [self.generator]
         if source and self.group_sum is not None:
             source = [self.group_sum.own(self.generator)]
-        return replace(self, source=source, scores={}, ranks={})
+        return replace(self, source=source, scores={})
 
 
 @final
@@ -485,8 +531,9 @@ class FisherOperator(PullbackOperator):
 
     Cost:
         Two passes per product and batch. `"mc"` keeps the batches of the first pass, unless `data`
-        is a sequence, so that its labels stay the same. The exact diagonal of `"mc"` and
-        `"empirical"` takes one pass for each score, if these are fewer than the parameters.
+        is a sequence, so that its labels stay the same. The exact diagonal of `"empirical"` takes
+        one pass per batch, that of `"mc"` one for each label of a sample, that of `"exact"` at most
+        one for each output of a sample, as that of `hodiff.GaussNewtonOperator`.
 
     Examples:
         Of a linear model with squared error, a Gaussian of variance 1/2: 2 X'X / n.
@@ -542,36 +589,6 @@ class FisherOperator(PullbackOperator):
         if checkpoint is not False:
             self._check_blocks(predict, checkpoint)
         self.kind, self._route = kind, f"{kind}, linearized outputs"
-
-    def _own_diagonal(self) -> Tensor | None:
-        """Of outer products: the sum of the squares of J' s, one pass for each score s where there are few of them."""
-        with self._raise_on_all_ranks():
-            group_sum, graphs = self._group_sum, self._graphs
-            graphs.evaluate()
-            own = sum(graphs.builder.ranks.values())
-            rank = own if group_sum is None else sum(group_sum.sum("sums", [], fact=own)[1])
-            if not 0 < rank < self.shape[1]:
-                return None
-            self._count(rank)
-            total = torch.zeros(self.shape[1], dtype=sum_dtype(self.dtype), device=self.device)
-
-            def add(graph: CurvedOutputs, number: int) -> None:
-                if isinstance(graph.curvature, OuterProducts):
-                    total.add_(self._squares(graph, graph.curvature) / graph.curvature.draws)
-
-            first = graphs.each_graph(add)
-            if group_sum is not None:
-                ((total,), _) = group_sum.sum("takes a diagonal", [total], who=self._names())
-            return total / first.everywhere.weight
-
-    def _squares(self, graph: CurvedOutputs, outer: OuterProducts) -> Tensor:
-        """The squares of J' s, summed over the scores of a batch."""
-        total, size = torch.zeros(self.shape[1], dtype=sum_dtype(self.dtype), device=self.device), self._inner_chunk()
-        for start in range(0, outer.rank, size):
-            stop = min(start + size, outer.rank)
-            rows = graph.vjp(outer.vectors(start, stop), stop - start, self._chosen, size)
-            total += torch.cat([part.to(total.dtype).square().sum(0).reshape(-1) for part in rows])
-        return total
 
 
 def _check_kind(kind: Any, loss: Any) -> None:

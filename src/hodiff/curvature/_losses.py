@@ -21,7 +21,7 @@ from hodiff._core import _arguments, _nodes, _reverse, _tree
 from hodiff._core._arguments import Allowed
 from hodiff._core._call import call, in_place_of
 from hodiff._core._graph import OutputGraph
-from hodiff._core._vectors import Leaves, draw, sum_dtype
+from hodiff._core._vectors import Leaves, draw, generic, sum_dtype
 from hodiff.curvature._data import NONE, Weighted, check_signature, told_what_it_got
 from hodiff.errors import GraphError, InputError
 
@@ -122,30 +122,22 @@ class OuterProducts:
                 sum_ += s * weight.reshape(part.shape) / draws
         return [sum_.to(v.dtype) for sum_, v in zip(total, tangents, strict=True)]
 
-    @property
-    def rank(self) -> int:
-        """How many vectors the matrix is a sum of outer products of, divided by the number of draws."""
-        return len(self._scores[0]) * self._groups(self._scores[0][0]).numel()
+    def roots(self) -> Leaves | None:
+        """The scores, stacked, those of all samples at one place in each.
 
-    @property
-    def draws(self) -> int:
-        """The number of draws for each sample."""
-        return len(self._scores[0])
-
-    def vectors(self, start: int, stop: int) -> Leaves:
-        """Some of these vectors, stacked: the scores of one sample of one draw, and zeros elsewhere."""
-        groups = [self._groups(score[0]) for score in self._scores]
-        which = torch.arange(start, stop, device=groups[0].device)
-        draw, sample = which // groups[0].numel(), which % groups[0].numel()
-        return [
-            score[draw] * (group == sample.reshape(-1, *[1] * group.ndim))
-            for score, group in zip(self._scores, groups, strict=True)
-        ]
-
-    def _groups(self, s: Tensor) -> Tensor:
-        """The number of the sample that an entry belongs to."""
-        shape = [1 if dim - s.ndim in self._dims(s) else length for dim, length in enumerate(s.shape)]
-        return torch.arange(math.prod(shape), device=s.device).reshape(shape)
+        None where no dimension is the samples', or they would fill memory.
+        """
+        stacks: Leaves = []
+        for scores in self._scores:
+            rest, dims = scores.shape[2:], self._dims(scores[0])
+            if not dims or -len(rest) - 1 not in dims:
+                own = range(-len(rest), 0)
+                shape = [1 if dim in dims else rest[dim] for dim in own]
+                places = torch.arange(math.prod(shape), device=scores.device)
+                at = places.reshape(-1, 1, *[1] * len(rest)) == places.reshape(shape)
+                if len(places) * scores.numel() * scores.element_size() <= _reverse.CHUNK_BYTES:
+                    stacks += [(scores.unsqueeze(1) * at).flatten(0, 1) / len(scores) ** 0.5]
+        return stacks if len(stacks) == len(self._scores) else None
 
     def _inner(self, s: Tensor, v: Tensor) -> Tensor:
         dims = self._dims(s)
@@ -153,6 +145,49 @@ class OuterProducts:
 
 
 Curvature = OutputCurvature | OuterProducts
+
+
+def roots(curvature: Curvature, outputs: Leaves, most: int) -> Leaves | None:
+    """Vectors `(R, N, *output)`: the matrix is the sum of s s', of each sample's part s of each.
+
+    None where there are none: samples meet in the loss, or it is not convex; or more than so many.
+    """
+    counts = {len(output) if output.ndim else 0 for output in outputs}
+    if len(counts) > 1 or 0 in counts:
+        return None
+    if isinstance(curvature, OuterProducts):
+        return curvature.roots()
+    sizes, like = [output[0].numel() for output in outputs], outputs[0]
+    numbers = sum(sizes)
+    if numbers > most or numbers**2 * len(like) * like.element_size() > _reverse.CHUNK_BYTES:
+        return None
+    units = torch.eye(numbers, dtype=like.dtype, device=like.device).split(sizes, 1)
+    columns = [
+        unit.reshape(-1, 1, *output.shape[1:]).expand(-1, *output.shape)
+        for unit, output in zip(units, outputs, strict=True)
+    ]
+    matrices = _lines(curvature.times(columns, numbers), 2).movedim(0, 1)
+    some = [generic(output.numel()).to(output).reshape(output.shape) for output in outputs]
+    apart = _lines(curvature.times(some, None), 1)
+    apart = apart - torch.einsum("nij,nj->ni", matrices, _lines(some, 1))
+    values, vectors = torch.linalg.eigh(matrices)
+    noise = ROUNDING * torch.finfo(like.dtype).eps * values.abs().amax(1, keepdim=True)
+    if not bool((apart.abs() <= noise * numbers).all() and (values >= -noise).all()):
+        return None
+    kept = values > noise
+    lines = (vectors * (values * kept).sqrt().unsqueeze(1))[:, :, kept.any(0)].movedim(2, 0)
+    parts = zip(lines.to(like.dtype).split(sizes, 2), outputs, strict=True)
+    return [part.reshape(-1, *output.shape) for part, output in parts]
+
+
+ROUNDING = 100
+"""How far two results may be apart, in units of it."""
+
+
+def _lines(parts: Leaves, leading: int) -> Tensor:
+    """What belongs to a sample of all outputs, as one line, in float64."""
+    lines = [part.reshape(*part.shape[:leading], -1) for part in parts]
+    return torch.cat(lines, -1).double()
 
 
 def check_loss(loss: Any, batch_weight: Any) -> None:

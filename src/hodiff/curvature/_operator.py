@@ -145,8 +145,8 @@ class LinearOperator(_arguments.Unlike):
                 return part._live
         return self._own
 
-    def _own_diagonal(self) -> Tensor | None:
-        """The diagonal, flat, where there is a cheaper way to it than a product for each column."""
+    def _own_diagonal(self, most: int) -> Tensor | None:
+        """The diagonal, flat, by a way of its own, of at most so many passes for each batch."""
         return None
 
     def _raise_on_all_ranks(self) -> AbstractContextManager[None]:
@@ -700,6 +700,12 @@ class AffineOperator(ComposedOperator):
             return products
         own = self._range.take(parts, count, self._domain)
         return [torch.add(part, v, alpha=self._shift) for part, v in zip(products, own, strict=True)]
+
+    def _own_diagonal(self, most: int) -> Tensor | None:
+        before = self._inner.products
+        entries = self._inner._own_diagonal(most)
+        self._count(self._inner.products - before)
+        return None if entries is None else self._factor * entries + self._shift
 
     def _transposed(self) -> LinearOperator:
         return AffineOperator(self._inner.T, self._factor, self._shift)

@@ -59,6 +59,10 @@ class RandomVectors:
         """Whether so many products, of vectors drawn, are as many as the operator has columns."""
         return not self.given and products >= self._size
 
+    def spare(self, products: int) -> int:
+        """Up to how many products an exact result may take in place of so many of vectors drawn."""
+        return 0 if self.given else products
+
     def kept(self) -> Tensor:
         """All of them, which from now on can be taken more than once."""
         if self._rows is None:
@@ -255,12 +259,15 @@ def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:
     return times(rows.to(operator.dtype)).to(_vectors.sum_dtype(operator.dtype))
 
 
-def exact_diagonal(operator: LinearOperator) -> Tensor:
-    """The diagonal, flat: the operator's own way, or by unit vectors, some at a time."""
-    entries = operator._own_diagonal()
-    if entries is not None:
-        return entries
+def exact_diagonal(operator: LinearOperator, most: int) -> Tensor | None:
+    """The diagonal, flat, by the operator's own way, or by unit vectors.
+
+    None where both take more than so many products.
+    """
     size, domain = operator.shape[-1], operator._domain
+    entries = operator._own_diagonal(most)
+    if entries is not None or most < size:
+        return entries
     entries = domain.zeros_flat(size).expand(*domain.batch, size).contiguous()
     for start in range(0, size, 64):
         stop = min(start + 64, size)

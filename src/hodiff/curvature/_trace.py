@@ -54,7 +54,8 @@ def trace(
             diagonal blocks, from the same products. Their estimates contain noise from outside the
             block; `trace(A.block(name))`, with its own products, does not. For `"hutchinson"`.
         samples: How many random vectors to draw. If they take at least as many products as the
-            exact trace, it is computed exactly.
+            exact trace, it is computed exactly: a product for each column, or the passes that
+            `hodiff.GaussNewtonOperator` names.
         probes: The distribution of their entries: `"rademacher"` (1 and -1) or `"gaussian"`.
         vectors: Your own random vectors, one or several, in a form that `A @ v` accepts (several
             flat ones are columns `(D, K)`), with independent entries of mean 0 and variance 1; then
@@ -126,8 +127,9 @@ def trace(
         return _differentiable(operator, drawn, blocks, method, rtol)
     needed = drawn.number + (drawn.number // 2 if method == "hutch++" else 0)  # two products for one of the sketch
     with EstimatorProgress("trace", operator, needed, callback, progress) as watch:
-        if drawn.exhaust(needed):
-            parts = operator._domain.pieces(exact_diagonal(operator))
+        entries = exact_diagonal(operator, drawn.spare(needed))
+        if entries is not None:
+            parts = operator._domain.pieces(entries)
             terms = torch.stack([part.sum(-1, dtype=torch.float64) for part in parts])[None]
             record = _record(operator, terms, leaves, 0.0, rtol, watch, exact=True)
         else:
@@ -253,9 +255,9 @@ def diagonal(
     Args:
         operator: A square operator.
         method: `"estimate"`, the mean of \(z \circ A z\); or `"exact"`, one product for each
-            column, or fewer passes for some operators (`hodiff.FisherOperator`).
-        samples: How many random vectors to draw. If they are at least as many as the columns, the
-            diagonal is computed exactly.
+            column, or the passes that `hodiff.GaussNewtonOperator` names.
+        samples: How many random vectors to draw. If they are at least as many as the products of
+            the exact diagonal, it is computed exactly.
         rtol: Stop an estimate as soon as the norm of the standard errors is below `rtol` times that
             of the diagonal (checked every 8 vectors, after the first 16). None: use all samples.
         probes: The distribution of their entries: `"rademacher"` (1 and -1) or `"gaussian"`, whose
@@ -314,8 +316,8 @@ def diagonal(
         return DiagonalRecord(shaped[0], shaped[1], met, spent)
 
     with EstimatorProgress("diagonal", operator, size if exact else drawn.number, callback, progress) as watch:
-        if exact:
-            value = exact_diagonal(operator)
+        value = exact_diagonal(operator, size if exact else drawn.spare(drawn.number))
+        if value is not None:
             stderr = torch.zeros_like(value)
         else:
             value, stderr = _estimate(

@@ -160,6 +160,7 @@ CALCULUS = {
         lambda at, **options: _blocks(at, at.outputs, lambda parts: _pytree.tree_unflatten(parts, at.form), **options),
     ),
     "per_sample_grad": (1, lambda at, batch, **_: at.like([_outer(at.value, each, 0) for each in at.slopes])),
+    "gram": (1, lambda at, batch, **_: _outer(at.value, at.value, 0)),
     "hvp": (2, lambda at, v, **_: at.plus(v)),
     "cross_hvp": (2, lambda at, y, v, **_: at.like(_stacked(at.slopes, v, _pytree.tree_leaves(y)))),
     "hessian": (2, lambda at, **options: _blocks(at, at.slopes, at.like, **options)),
@@ -218,7 +219,7 @@ OTHERS = {
 def _shadow(name: str, order: Any, form: Callable[..., Any], records: bool) -> Callable[..., Any]:
     parameters = inspect.signature(getattr(hodiff, name)).parameters.values()
     names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-    passed = name in ("per_sample_grad", "cross_hvp", "cross_hessian")
+    passed = name in ("per_sample_grad", "gram", "cross_hvp", "cross_hessian")
     valued = name.startswith("value_")
 
     def shadow(*given, has_aux=False, create_graph=None, return_outputs=False, args=(), kwargs=None, **options):

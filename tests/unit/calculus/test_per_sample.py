@@ -1,4 +1,4 @@
-"""`per_sample_grad` against one sample at a time, by both of its routes."""
+"""`per_sample_grad` against one sample at a time, by the routes of layers that are not read in factors."""
 
 import pytest
 import torch
@@ -73,6 +73,12 @@ def one_by_one(f, model, batch):
     names = [name for name, _ in model.named_parameters()]
     rows = [torch.autograd.grad(v, list(model.parameters()), retain_graph=True) for v in values]
     return {name: torch.stack([row[k] for row in rows]) for k, name in enumerate(names)}
+
+
+@pytest.fixture(autouse=True)
+def not_in_factors(monkeypatch):
+    """As if no layer were known: `test_rows_in_factors.py` has the others."""
+    monkeypatch.setattr(_per_sample, "_factored", lambda *_: None)
 
 
 @pytest.fixture
@@ -303,7 +309,7 @@ def test_the_diagonal_of_the_empirical_fisher_matrix(monkeypatch):
         lambda m, b: m(b[0]), nn.CrossEntropyLoss(), model, data=[(X[:4], Y[:4]), (X[4:], Y[4:])], kind="empirical"
     )
     found = hodiff.diagonal(F_, method="exact")
-    assert found.products == 7  # one for each sample, and not one for each of the 34 parameters
+    assert found.products == 1  # a pass for all samples of a batch, and no product for each of the 34 parameters
     for key, row in rows.items():
         torch.testing.assert_close(found.value[key], row.square().mean(0))
 

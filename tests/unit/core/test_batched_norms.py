@@ -93,6 +93,7 @@ NAMES: dict[str, Callable[..., Any]] = {
     "vjp": lambda f, p, **o: hodiff.vjp(f, p, U, **o),
     "jvp": lambda f, p, **o: hodiff.jvp(f, p, V, **o),
     "per_sample_grad": lambda f, p, **o: hodiff.per_sample_grad(lambda q, _: f(q), p, torch.zeros(8), **o),
+    "gram": lambda f, p, **o: hodiff.gram(lambda q, _: f(q), p, torch.zeros(8), **o),
     "hvp": lambda f, p, **o: hodiff.hvp(number(f), p, V, **o),
     "hessian": lambda f, p, **o: hodiff.hessian(number(f), p, **o),
     "hessian_diagonal": lambda f, p, **o: hodiff.hessian_diagonal(number(f), p, **o),

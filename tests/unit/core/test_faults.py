@@ -103,7 +103,7 @@ def many_rows() -> Any:
 
 
 def per_sample() -> Any:
-    return hodiff.per_sample_grad(lambda w, b: (w * b).sum(-1) ** 2, X, torch.eye(4, dtype=D))
+    return hodiff.per_sample_grad(lambda w, b: (w * b).sum(-1) ** 2, X, torch.eye(4, dtype=D), chunk_size=9)
 
 
 def square() -> Any:

@@ -99,6 +99,7 @@ AT_POINTS = {
     "per_sample_grad": lambda f, z: hodiff.per_sample_grad(
         lambda net, z: Functions(net).rows(z), f.net, z, **KEEP
     ),
+    "gram": lambda f, z: hodiff.gram(lambda net, z: Functions(net).rows(z), f.net, z, **KEEP),
     "sample_norm": lambda f, z: hodiff.sample_norm(hodiff.grad(f.number, z, **KEEP)),
     "interpolate": lambda f, z: f.number(hodiff.interpolate(z, like(z))),
     "wgan_gp_penalty": lambda f, z: hodiff.wgan_gp_penalty(f.rows, z, like(z)),

@@ -81,6 +81,8 @@ FORMS = {
     "nth_derivative of order 0": lambda: hodiff.nth_derivative(same, X, 0),
     "per_sample_grad of a module": lambda: hodiff.per_sample_grad(lambda net, x: net(x).square().sum(-1), NET, X),
     "per_sample_grad of several": lambda: hodiff.per_sample_grad(lambda net, x: net[:2](x), NET, X, **KEEP),
+    "gram of a module": lambda: hodiff.gram(lambda net, x: net(x).square().sum(-1), NET, X),
+    "gram of several": lambda: hodiff.gram(lambda net, x: net[:2](x), NET, X, **KEEP),
     "inside the f of another": lambda: hodiff.grad(lambda z: hodiff.grad(number, z).square().sum(), X, **KEEP),
     "laplacian of a component": lambda: hodiff.laplacian(NET, X),
     "laplacian without its graph": lambda: hodiff.laplacian(NET, X, create_graph=False),

@@ -1,0 +1,655 @@
+r"""The Jacobian of samples' numbers by parameters, in factors.
+
+An operation z = W a uses the weight at the positions t of a sample: its row is Σ_t g_t ⊗ a_t,
+with g the derivative of the sample's number by z. The graph has saved a, and one pass for all
+samples gives g: a Gram matrix, norms and products follow without the rows. Weights that are tied,
+modules that are called twice, and derivatives inside of `f` are more positions.
+
+Nothing is taken on trust. A pass with a random weight for each sample must give g times the weight
+of one sample at each position: so it is known, at every call, to whom a position belongs, and that
+samples do not mix. And J'w as it follows from the factors must be what the pass gives: for vectors
+at every call, for all parameters once for each structure of a graph. A parameter of which this is
+not so is *missing*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from itertools import combinations_with_replacement
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Size, Tensor
+
+from hodiff._core import _nodes, _reverse, _settings, _vectors
+from hodiff._core._faults import is_fault
+from hodiff._core._graph import OutputGraph
+
+SAMPLES, FORMULA = 100, 10_000
+"""How far two results may be apart, in units of rounding: by samples, and of sums over them."""
+
+ROUNDS = 6
+"""Passes to find out which operations have a result for each sample."""
+
+LARGEST = 2**28
+"""Bytes of the derivatives by all operations that use a parameter."""
+
+PATCHES = 2**24
+"""Bytes of the patches that a kernel was laid on."""
+
+POSITIONS = 64
+"""Up to so many positions are compared in pairs."""
+
+_missing: dict[object, frozenset[int]] = {}
+"""For each structure whose formula was compared with a pass: the parameters of another one."""
+
+
+class Unread(Exception):
+    """A use of a parameter that no reader knows."""
+
+
+# --- the rows of one parameter --------------------------------------------------------------------
+
+
+class Outer:
+    """Rows Σ_t left_t ⊗ right_t, for N samples with K numbers each.
+
+    Attributes:
+        left: `(N, K, T, O)`, of T positions; 1 in place of K for what all numbers share.
+        right: `(N, K, T, I)`, likewise.
+        shape: The parameter's, of O · I entries.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor, shape: Size) -> None:
+        self.left, self.right = left, right
+        self.shape = shape
+        self.width = right.shape[-1]
+
+    @classmethod
+    def of(cls, rows: Tensor, shape: Size) -> Outer:
+        """Rows as they are, `(N, K, *shape)`."""
+        return Outer(rows.new_ones(len(rows), 1, 1, 1), rows.reshape(*rows.shape[:2], 1, -1), shape)
+
+    def join(self, other: Outer) -> Outer:
+        """The sum of both."""
+        here, there = type(self), type(other)
+        if here is there is Outer and self.left.shape[-1] == other.left.shape[-1] > 1:
+            left, right = _joined(self.left, other.left), _joined(self.right, other.right)
+            return Outer(left, right, self.shape)
+        return Outer.of(self.rows() + other.rows(), self.shape)
+
+    def rows(self) -> Tensor:
+        """The rows themselves, `(N, K, *shape)`."""
+        whole = self._some(slice(None))
+        return self._shaped(whole).reshape(*whole.shape[:2], *self.shape)
+
+    def norms(self) -> Tensor:
+        """The squares of the rows' norms, `(N, K)`."""
+        positions, width = self.left.shape[2:]
+        if positions == 1:
+            return self.left.square().sum((2, 3)) * self._alike().squeeze(-1).squeeze(-1)
+        if positions * (width + self.width) <= width * self.width:
+            return (self.left @ self.left.mT * self._alike()).sum((2, 3))
+        return sum((part.square().sum((2, 3)) for part in self._parts()), self.left.new_zeros(()))
+
+    def squares(self) -> Tensor:
+        """For each entry of the parameter the sum of its squares over all rows."""
+        if self.left.shape[2] == 1 and type(self) is Outer:
+            return Outer(self.left.square(), self.right.square(), self.shape).pull(None)
+        sums = [part.square().sum((0, 1)) for part in self._parts()]
+        return self._shaped(torch.cat(sums)).reshape(self.shape)
+
+    def pull(self, weights: Tensor | None) -> Tensor:
+        """The sum of the rows, weighed by `(N, K)`."""
+        left, right = self.left, self.right
+        if weights is not None:
+            left = left * weights[:, :, None, None]
+        if right.shape[1] == 1:
+            left = left.sum(1, keepdim=True)
+        left = left.expand(-1, right.shape[1], -1, -1)
+        return (left.flatten(0, 2).T @ right.flatten(0, 2)).reshape(self.shape)
+
+    def push(self, vector: Tensor) -> Tensor:
+        """Each row times a vector of the parameter's shape, `(N, K)`."""
+        return (self.left * (self.right @ vector.reshape(-1, self.width).T)).sum((2, 3))
+
+    def gram(self) -> Tensor:
+        """The products of all rows with each other, `(N, K, N, K)`."""
+        samples, _, positions, width = self.left.shape
+        numbers = max(self.left.shape[1], self.right.shape[1])
+        many = samples * numbers
+        out = self.left.new_zeros((samples, numbers) * 2)
+        by_pairs = many * positions**2 * (width + self.width + 15)
+        if positions > POSITIONS or by_pairs > (positions + many) * width * self.width:
+            for part in self._parts():
+                flat = part.flatten(0, 1).flatten(1)
+                out.view(many, many).addmm_(flat, flat.T)
+            return out
+        beside = torch.zeros_like(out)
+        left, right = self.left.movedim(2, 0).contiguous(), self._turned()
+        for t, s in combinations_with_replacement(range(positions), 2):
+            pairs = self._pair(right[t], right[s])
+            (out if t == s else beside).addcmul_(_products(left[t], left[s]), pairs)
+        return out.add_(beside).add_(beside.permute(2, 3, 0, 1)) if positions > 1 else out
+
+    def _parts(self) -> Iterator[Tensor]:
+        """The rows of some columns at a time, `(N, K, some of O, I)`."""
+        numbers, width = max(self.left.shape[1], self.right.shape[1]), self.left.shape[-1]
+        line = len(self.left) * numbers * self.width * self.left.element_size()
+        step = max(1, _reverse.CHUNK_BYTES // max(1, line))
+        for start in range(0, width, step):
+            yield self._some(slice(start, start + step))
+
+    def _some(self, columns: slice) -> Tensor:
+        left = self.left[..., columns].mT
+        return left * self.right if left.shape[-1] == 1 else left @ self.right
+
+    def _alike(self) -> Tensor:
+        """The products of the right sides of one row, `(N, K, T, T)`."""
+        return self.right @ self.right.mT
+
+    def _turned(self) -> Tensor:
+        return self.right.movedim(2, 0).contiguous()
+
+    def _pair(self, one: Tensor, other: Tensor) -> Tensor:
+        return _products(one, other)
+
+    def _shaped(self, result: Tensor) -> Tensor:
+        return result
+
+
+class Indexed(Outer):
+    """The rows of an embedding: right sides are unit vectors, by their numbers `(N, 1, T)`."""
+
+    def __init__(self, left: Tensor, right: Tensor, shape: Size) -> None:
+        super().__init__(left, right, shape)
+        self.width = shape[0]
+
+    def pull(self, weights: Tensor | None) -> Tensor:
+        left = self.left if weights is None else self.left * weights[:, :, None, None]
+        left = left.sum(1).flatten(0, 1)
+        return left.new_zeros(self.shape).index_add_(0, self.right.flatten(), left)
+
+    def push(self, vector: Tensor) -> Tensor:
+        return (self.left * vector[self.right]).sum((2, 3))
+
+    def _some(self, columns: slice) -> Tensor:
+        left = self.left[..., columns].mT
+        result = left.new_zeros(*left.shape[:-1], self.width)
+        return result.scatter_add_(-1, self.right.unsqueeze(2).expand(left.shape), left)
+
+    def _alike(self) -> Tensor:
+        return (self.right.unsqueeze(3) == self.right.unsqueeze(2)).to(self.left)
+
+    def _turned(self) -> Tensor:
+        return self.right[:, 0].T
+
+    def _pair(self, one: Tensor, other: Tensor) -> Tensor:
+        return (one[:, None, None, None] == other[:, None]).to(self.left)
+
+    def _shaped(self, result: Tensor) -> Tensor:
+        return result.mT
+
+
+def _products(one: Tensor, other: Tensor) -> Tensor:
+    """Of `(N, K, width)` with `(N, K, width)` at another position: `(N, K, N, K)`."""
+    return (one.flatten(0, 1) @ other.flatten(0, 1).T).view(one.shape[:2] * 2)
+
+
+def _joined(one: Tensor, other: Tensor) -> Tensor:
+    """The positions of both."""
+    numbers = max(one.shape[1], other.shape[1])
+    return torch.cat([one.expand(-1, numbers, -1, -1), other.expand(-1, numbers, -1, -1)], 2)
+
+
+# --- readers: what an operation's node says of a parameter that it uses ---------------------------
+
+
+class SamplesAxis(NamedTuple):
+    """Where the samples lie in a result: flattened it is `(before, samples, after)`."""
+
+    before: int
+    samples: int
+    after: int
+
+    def apart(self, x: Tensor, width: int) -> Tensor:
+        """What has a vector at each position, `(K, ...)`, as `(N, K, T, width)`."""
+        x = x.reshape(len(x), self.before, self.samples, -1, width)
+        return x.permute(2, 0, 1, 3, 4).flatten(2, 3)
+
+    def check(self, *, whole: bool) -> SamplesAxis:
+        """Itself, where samples do not lie in the middle of what belongs together."""
+        if not whole:
+            raise Unread
+        return self
+
+
+class Derivative(NamedTuple):
+    """A use of a parameter, and the derivatives by the operation's result."""
+
+    use: _nodes.Use
+    turned: bool
+    shape: Size
+    g: Tensor
+    at: SamplesAxis
+
+    def kept(self, name: str) -> Any:
+        """What the operation has saved under a name."""
+        try:
+            return self.use.kept(name)
+        except AttributeError:  # in another release
+            raise Unread from None
+
+    def outer(self, left: Tensor, right: Tensor) -> Outer:
+        """Rows of the parameter; `left` is for its first dimension, unless it is used turned."""
+        return Outer(right, left, self.shape) if self.turned else Outer(left, right, self.shape)
+
+    def entries(self, factor: Tensor | float = 1.0, shape: Size | None = None) -> Outer:
+        """Rows where entries of the result are the parameter's, times a factor, by broadcasting."""
+        x = self.g if factor.__class__ is float and factor == 1 else self.g * factor
+        sizes = x.shape[1:]
+        before, count, _ = self.at
+        like = [1] * (len(sizes) - len(shape or self.shape)) + [*(shape or self.shape)]
+        dim, left = 0, 1
+        while dim < len(sizes) and (left * sizes[dim]) % (before * count):
+            left *= sizes[dim]
+            dim += 1
+        self.at.check(whole=dim < len(sizes) and not before % left and not self.turned)
+        self.at.check(whole=like[dim] == 1)
+        x = x.reshape(len(x), *sizes[:dim], before // left, count, -1, *sizes[dim + 1 :])
+        x = x.movedim(dim + 2, 0).flatten(dim + 2, dim + 3)
+        return Outer.of(x.sum_to_size(count, len(self.g), *like), self.shape)
+
+    def channels(self, factor: Tensor | float = 1.0) -> Outer:
+        """Rows of a parameter with an entry for each channel, the result's second dimension."""
+        return self.entries(factor, Size([*self.shape, *[1] * (self.g.ndim - 3)]))
+
+
+READERS: dict[str, Callable[[Derivative], Outer]] = {}
+"""For each operation, by the name of its node, how the rows of a parameter that it uses follow.
+
+What a node has saved is not proved to be what it seems: the rows are held against a pass.
+"""
+
+
+def reads(*names: str) -> Callable[[Callable[[Derivative], Outer]], Callable[[Derivative], Outer]]:
+    """Enter a reader into the table."""
+
+    def enter(reader: Callable[[Derivative], Outer]) -> Callable[[Derivative], Outer]:
+        READERS.update(dict.fromkeys(names, reader))
+        return reader
+
+    return enter
+
+
+@reads("Addmm", "Mm")
+def _product(of: Derivative) -> Outer:
+    """Rows of z = a W, of z = W a, and of what is added."""
+    use, *_, g, at = of
+    added = use.kind == "Addmm"
+    at.check(whole=not added or of.kept("alpha") == of.kept("beta") == 1)
+    if added and use.place == 0:
+        return of.entries()
+    if use.place == added:  # W a: the positions are columns
+        a, width = of.kept("mat2"), g.shape[1]
+        at.check(whole=at.before % width == 0)
+        at = SamplesAxis(at.before // width, at.samples, at.after * width)
+        return of.outer(at.apart(g.mT, width), at.apart(a.T[None], a.shape[0]))
+    a = of.kept("mat1" if added else "self")
+    at.check(whole=at.after % g.shape[-1] == 0)
+    return of.outer(at.apart(a[None], a.shape[-1]), at.apart(g, g.shape[-1]))
+
+
+@reads("Mv")
+def _product_with_vector(of: Derivative) -> Outer:
+    """Rows of z = a w."""
+    a = of.kept("self")
+    of.at.check(whole=of.use.place == 1)
+    return of.outer(of.at.apart(a[None], a.shape[-1]), of.at.apart(of.g, 1))
+
+
+@reads("Convolution")
+def _convolution(of: Derivative) -> Outer:
+    """Rows of a kernel, by the patches that it was laid on, and of a bias."""
+    use, _, shape, g, at = of
+    if use.place == 2:
+        return of.channels()
+    x, groups, transposed = map(of.kept, ("input", "groups", "transposed"))
+    at.check(whole=use.place == 1 and at.before == 1 and x.ndim in (3, 4) and not transposed)
+    at.check(whole=len(x) % at.samples == 0)
+    stride, padding, dilation = map(of.kept, ("stride", "padding", "dilation"))
+    sizes = (1, *shape[2:])[-2:]
+    if x.ndim == 3:  # a row of pixels
+        x, dilation = x.unsqueeze(2), (1, *dilation)
+        stride, padding = (1, *stride), (0, *padding)
+    numbers = len(x) * groups * shape[1:].numel() * g.shape[3:].numel()
+    at.check(whole=numbers * x.element_size() <= PATCHES)
+    patches = F.unfold(x, sizes, dilation, padding, stride)
+    images, entries, number = patches.shape
+    g = g.reshape(len(g), images, groups, -1, number)
+    if groups == 1:
+        left = g.reshape(len(g), at.samples, images // at.samples, -1, number)
+        right = patches.mT.reshape(at.samples, 1, -1, entries)
+        return of.outer(left.permute(1, 0, 2, 4, 3).flatten(2, 3), right)
+    rows = torch.einsum("kmgol,mgil->mkgoi", g, patches.reshape(images, groups, -1, number))
+    return Outer.of(rows.reshape(at.samples, -1, len(g), *shape).sum(1), shape)
+
+
+@reads("Embedding")
+def _embedding(of: Derivative) -> Outer:
+    *_, g, at = of
+    width, padding = g.shape[-1], of.kept("padding_idx")
+    plain = not of.kept("sparse") and not of.kept("scale_grad_by_freq")
+    at.check(whole=at.after % width == 0 and plain)
+    numbers = at.apart(of.kept("indices")[None], 1).squeeze(3)
+    left = at.apart(g, width)
+    if padding >= 0:
+        left = left * (numbers != padding).unsqueeze(3)
+    return Indexed(left, numbers, of.shape)
+
+
+@reads("NativeLayerNorm")
+def _layer_norm(of: Derivative) -> Outer:
+    if of.use.place == 2:
+        return of.entries()
+    return of.entries((of.kept("input") - of.kept("result1")) * of.kept("result2"))
+
+
+@reads("NativeGroupNorm")
+def _group_norm(of: Derivative) -> Outer:
+    if of.use.place == 2:
+        return of.channels()
+    x, mean, scale = map(of.kept, ("input", "result1", "result2"))
+    apart = x.reshape(*mean.shape, -1)
+    return of.channels(((apart - mean.unsqueeze(-1)) * scale.unsqueeze(-1)).reshape(x.shape))
+
+
+@reads("NativeBatchNorm")
+def _batch_norm(of: Derivative) -> Outer:
+    x, mean, variance, eps = map(of.kept, ("input", "running_mean", "running_var", "eps"))
+    of.at.check(whole=not of.kept("training"))
+    if of.use.place == 2:
+        return of.channels()
+    like = (-1, *[1] * (x.ndim - 2))
+    return of.channels((x - mean.view(like)) * (variance.view(like) + eps).rsqrt())
+
+
+@reads("Mul")
+def _factor(of: Derivative) -> Outer:
+    other = of.kept("self" if of.use.place else "other")
+    of.at.check(whole=other is not None)
+    return of.entries(other)
+
+
+@reads("Add", "Sub")
+def _summand(of: Derivative) -> Outer:
+    sign = -1.0 if of.use.kind == "Sub" and of.use.place else 1.0
+    return of.entries(sign * of.kept("alpha") if of.use.place else sign)
+
+
+# --- all parameters -------------------------------------------------------------------------------
+
+
+class End(NamedTuple):
+    """What samples share: a parameter, or the result of an operation on parameters alone."""
+
+    node: _nodes.Node
+    shape: Size
+    edge: object
+
+
+class Factors:
+    """The Jacobian of outputs `(N, ...)` by a graph's leaves, K rows for each sample.
+
+    Attributes:
+        of: For each leaf that is not missing, by its number, its rows.
+        missing: The numbers of the others: what uses them was not read, or samples mix there.
+        shape: N and K.
+    """
+
+    def __init__(
+        self,
+        graph: OutputGraph,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Of the numbers of samples, `(N,)` or `(N, K)`; with seeds `(K, N, ...)`, of sums."""
+        self.of: dict[int, Outer] = {}
+        with _settings.grad_mode(False), _settings.autocast(outputs[0].device.type):
+            self._seeds = _units(outputs[0]) if seeds is None else seeds
+            numbers, count = self._seeds[0].shape[:2]
+            precise = self._seeds[0].element_size() >= 4  # else rounding would hide what is mixed
+            if precise and count and numbers and all(x.grad_fn is not None for x in outputs):
+                self.of = _Reading(graph, outputs, self._seeds).read()
+        self.missing = {*range(len(graph.leaves))} - self.of.keys()
+        self.shape = Size((count, numbers))
+
+    def gram(self) -> Tensor:
+        """J J', `(N, K, N, K)`."""
+        zero = self._seeds[0].new_zeros(self.shape * 2)
+        with _settings.grad_mode(False):
+            return reduce(torch.add, (of.gram() for of in self.of.values()), zero)
+
+
+class _Reading:
+    """How the rows of a graph's leaves are found."""
+
+    def __init__(self, graph: OutputGraph, outputs: Sequence[Tensor], seeds: Sequence[Tensor]):
+        self._graph, self._outputs = graph, outputs
+        self._seeds = seeds
+        self._numbers, self._count = seeds[0].shape[:2]
+        weights = _vectors.generic(self._count * self._numbers) - 0.5
+        self._weights = weights.to(seeds[0]).reshape(self._count, -1)
+        """A random number for each row, `(N, K)`."""
+        self._users = _nodes.survey(outputs).users()
+        self._shared: set[_nodes.Node] = set()
+        """Operations whose results belong to no single sample, though they could by their shape."""
+
+    def read(self) -> dict[int, Outer]:
+        """For each leaf that is not missing, its rows."""
+        for _ in range(ROUNDS):
+            self._find_uses()
+            if not self._place():
+                return {}
+            lost = self._sampled.keys() - self._places.keys()
+            self._shared |= lost
+            if not lost:
+                break
+        key, of = self._structure(), dict[int, Outer]()
+        known = _missing.get(key)
+        leaves = self._graph.leaves
+        total = self._weighed(leaves, [leaf.shape for leaf in leaves]) if known is None else []
+        for number, ends in enumerate(self._ends):
+            try:
+                if known is None or number not in known:
+                    of[number] = self._rows_of(ends)
+            except Unread:
+                continue
+        if any(n in of and not self._is_right(of[n], x) for n, x in self._sums.items()):
+            return {}  # hooks of nodes change what passes through
+        used = []
+        for number, expected in enumerate(total):
+            used += [expected] if any(self._uses[end.node] for end in self._ends[number]) else []
+            if number in of and not self._is_right(of[number], expected):
+                del of[number]
+        # A head of zeros would prove nothing of what is below it.
+        if used and all(map(Tensor.any, used)):
+            _missing[key] = frozenset({*range(len(leaves))} - of.keys())
+        return of
+
+    def _find_uses(self) -> None:
+        """For each leaf the ends: itself, and what is made of it alone, each with its uses."""
+        self._ends: list[list[End]] = []
+        self._uses: dict[_nodes.Node, list[tuple[_nodes.Use, bool]]] = {}
+        self._sampled: dict[_nodes.Node, _nodes.Use] = {}
+        for leaf in self._graph.leaves:
+            ends = [End(_nodes.node_of(leaf), leaf.shape, leaf)]
+            met = {ends[0].node}
+            for end in ends:  # which grows
+                self._uses[end.node] = own = []
+                for use, turned in self._arguments(end.node, end.shape):
+                    shapes = [shape for shape, _ in use.results()]
+                    if not all(n.__class__ is int for shape in shapes for n in shape):  # nested
+                        shapes = []
+                    sampled = any(n and n % self._count == 0 for shape in shapes[:1] for n in shape)
+                    if sampled and use.node not in self._shared:
+                        self._sampled[use.node] = use
+                        own += [(use, turned)]
+                    elif len(shapes) != 1:  # each with uses of its own
+                        own += [(use, turned)]
+                    elif use.node not in met:
+                        met.add(use.node)
+                        ends += [End(use.node, Size(shapes[0]), use.edge)]
+            self._ends += [ends]
+
+    def _arguments(self, node: _nodes.Node, shape: Size) -> Iterator[tuple[_nodes.Use, bool]]:
+        """Where a parameter is used, and whether by its transpose."""
+        for use in self._users.get(node, ()):
+            if use.kind in ("Permute", "T", "Transpose") and len(shape) == 2:
+                for below, turned in self._arguments(use.node, shape):
+                    yield below, not turned
+            else:
+                yield use, False
+
+    def _structure(self) -> object:
+        """What the formula depends on: kinds of operations, shapes, places of the samples."""
+        first = self._seeds[0]
+        uses = [
+            (number, end.shape, use.kind, use.place, turned, self._places.get(use.node))
+            for number, ends in enumerate(self._ends)
+            for end in ends
+            for use, turned in self._uses[end.node]
+        ]
+        kinds = [leaf.dtype for leaf in self._graph.leaves]
+        return first.shape, first.dtype, first.device.type, *kinds, *uses
+
+    # --- passes
+
+    def _place(self) -> bool:
+        """Whether the derivatives by what has samples could be taken, and where these lie."""
+        edges = [use.edge for use in self._sampled.values()]
+        shapes = [Size(use.results()[0][0]) for use in self._sampled.values()]
+        if sum(map(Size.numel, shapes)) * self._numbers * self._seeds[0].element_size() > LARGEST:
+            return False
+        derivatives = self._pulled(self._outputs, self._seeds, edges, shapes)
+        if any(g.__class__ is not Tensor for g in derivatives):  # sharded
+            return False
+        self._derivatives = dict(zip(self._sampled, derivatives, strict=True))
+        leaves = {n: leaf for n, leaf in enumerate(self._graph.leaves) if leaf.ndim < 2}
+        inputs = [*edges, *leaves.values()]
+        weighed = self._weighed(inputs, [*shapes, *(leaf.shape for leaf in leaves.values())])
+        self._sums = dict(zip(leaves, weighed[len(edges) :], strict=True))
+        places = map(_place_of, derivatives, weighed, [self._weights] * len(edges))
+        placed = zip(self._sampled, places, strict=True)
+        self._places = {node: place for node, place in placed if place is not None}
+        return True
+
+    def _weighed(self, inputs: Sequence[object], shapes: Sequence[Size]) -> list[Tensor]:
+        """The derivatives of the sum of all rows' numbers, weighed."""
+        weights = self._weights.unsqueeze(0)
+        own = [torch.einsum("ank,kn...->an...", weights, seed) for seed in self._seeds]
+        return [part[0] for part in self._pulled(self._outputs, own, inputs, shapes)]
+
+    def _pulled(
+        self,
+        outputs: Sequence[object],
+        seeds: Sequence[Tensor],
+        inputs: Sequence[object],
+        shapes: Sequence[Size],
+    ) -> list[Tensor]:
+        """For K cotangents the derivatives `(K, *shape)`, by tensors or results of operations."""
+
+        def one(*given: Tensor) -> tuple[Tensor, ...]:
+            recorded = self._graph.recorded
+            parts = _reverse.vjp_between(outputs, inputs, given, keep=True, recorded=recorded)
+            like = zip(parts, shapes, strict=True)
+            return tuple(given[0].new_zeros(n) if part is None else part for part, n in like)
+
+        if not inputs:
+            return []
+        if len(seeds[0]) > 1:
+            try:
+                return _reverse.batched(one, seeds)
+            except Exception as error:  # no batching rule
+                if not is_fault(error):
+                    raise
+        rows = [one(*each) for each in zip(*seeds, strict=True)]
+        return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+    # --- rows
+
+    def _rows_of(self, ends: list[End]) -> Outer:
+        """The rows of a leaf: by its own uses, and by way of what is made of it alone."""
+        parts = [self._through(end, ends[0]) for end in ends[1:] if self._uses[end.node]]
+        parts += [self._own(ends[0])] if self._uses[ends[0].node] else []
+        if not parts:
+            zero = self._seeds[0].new_zeros(self._count, self._numbers, *ends[0].shape)
+            return Outer.of(zero, ends[0].shape)
+        return reduce(Outer.join, parts)
+
+    def _own(self, end: End) -> Outer:
+        """The rows by the operations that use it, each of which has a result for each sample."""
+        parts = []
+        for use, turned in self._uses[end.node]:
+            if use.node not in self._places or use.kind not in READERS:
+                raise Unread
+            g = self._derivatives[use.node]
+            if (g.dtype, g.device) != (self._seeds[0].dtype, self._seeds[0].device):
+                raise Unread
+            given = Derivative(use, turned, end.shape, g, self._places[use.node])
+            parts += [READERS[use.kind](given)]
+        return reduce(Outer.join, parts)
+
+    def _through(self, end: End, leaf: End) -> Outer:
+        """The rows of a leaf by way of what is made of it alone."""
+        entries = self._count * self._numbers * (end.shape.numel() + leaf.shape.numel())
+        if entries * self._seeds[0].element_size() > _reverse.CHUNK_BYTES:
+            raise Unread
+        rows = self._own(end).rows()
+        [parts] = self._pulled([end.edge], [rows.flatten(0, 1)], [leaf.edge], [leaf.shape])
+        return Outer.of(parts.reshape(*rows.shape[:2], *leaf.shape), leaf.shape)
+
+    def _is_right(self, rows: Outer, expected: Tensor) -> bool:
+        result = rows.pull(self._weights)
+        right = result.dtype == expected.dtype
+        return right and _close(result.flatten(), expected.flatten(), expected, FORMULA)
+
+
+def _units(output: Tensor) -> list[Tensor]:
+    """Seeds of each number of the samples, `(N,)` or `(N, K)`: unit vectors."""
+    if output.ndim == 1:
+        return [torch.ones_like(output)[None]]
+    units = torch.eye(output.shape[1], dtype=output.dtype, device=output.device)
+    return [units.unsqueeze(1).expand(-1, *output.shape)]
+
+
+def _place_of(g: Tensor, weighed: Tensor, weights: Tensor) -> SamplesAxis | None:
+    """Where samples lie in a result; None where each position is not one sample's."""
+    count, (numbers, *sizes) = len(weights), g.shape
+    before, total = 1, math.prod(sizes)
+    tried = set[int]()
+    for size in sizes:
+        times = size // count if size % count == 0 else 0
+        for outer in (n for n in range(1, times + 1) if times % n == 0):
+            place = SamplesAxis(before * outer, count, total // (before * outer * count))
+            if place.before not in tried and place.before * count * place.after == total:
+                tried.add(place.before)
+                parts, own = g.reshape(numbers, *place), torch.zeros_like(weighed).view(place)
+                for part, weight in zip(parts, weights.to(g).T.unsqueeze(-1), strict=True):
+                    own.addcmul_(part, weight)
+                if _close(own, weighed.reshape(place), parts.abs().amax(0), SAMPLES):
+                    return place
+        before *= size
+    return None
+
+
+def _close(result: Tensor, expected: Tensor, size: Tensor, units: float) -> bool:
+    """Whether two results agree up to rounding; of three dimensions for each of the middle."""
+    if not result.numel():
+        return True
+    dims = (0, 2) if result.ndim == 3 else (0,)
+    apart, size = (result - expected).abs().amax(dims), size.reshape(result.shape).abs().amax(dims)
+    return bool((apart <= units * torch.finfo(result.dtype).eps * size).all())

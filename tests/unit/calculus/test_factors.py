@@ -1,0 +1,443 @@
+"""The Jacobian in factors, against one reverse pass for each row."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import hodiff
+from hodiff._core._call import call
+from hodiff._core._graph import OutputGraph
+from hodiff.calculus import _factors
+from hodiff.calculus._factors import Factors
+
+D = torch.float64
+N = 6
+TOLERANCE = 1e-12
+
+
+def factors_of(f: Callable[[Any], Tensor], where: Any) -> tuple[Factors, list[Tensor], list[list[Tensor]]]:
+    """The factors, the leaves, and by a pass for each sample and number the rows: `(N, K, *shape)`."""
+    with OutputGraph(call(f, where, 1, None, False, (), (), None)) as graph:
+        rows = [
+            torch.autograd.grad(number, graph.leaves, retain_graph=True, allow_unused=True)
+            for number in graph.outputs.flatten()
+        ]
+        count = len(graph.outputs)
+        like = graph.leaves
+        expected = [
+            torch.stack([torch.zeros_like(x) if row[i] is None else row[i] for row in rows]).view(count, -1, *x.shape)
+            for i, x in enumerate(like)
+        ]
+        return Factors(graph, [graph.outputs]), like, expected
+
+
+def agree(result: Tensor, expected: Tensor) -> None:
+    assert result.shape == expected.shape
+    assert float((result - expected).abs().max()) <= TOLERANCE * (1 + float(expected.abs().max()))
+
+
+# --- networks ---------------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A function of a point, and how many of its tensors are missing."""
+
+    f: Callable[[Any], Tensor]
+    where: Any
+    missing: int = 0
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=D)
+
+
+class Tied(nn.Module):
+    """A transformer whose head is its embedding."""
+
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 8, padding_idx=0)
+        self.norm = nn.LayerNorm(8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.norm(self.words(x))) @ self.words.weight.T
+
+
+class Recurrent(nn.Module):
+    """One layer at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 4)
+        for step in x.unbind(1):
+            h = torch.tanh(self.inner(step) + self.outer(h))
+        return self.head(h)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return w**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+def mlp(*sizes: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for inner, outer in itertools.pairwise(sizes):
+        layers += [nn.Linear(inner, outer), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def chain(first: nn.Module, last: nn.Module) -> nn.Sequential:
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+def of_module(model: nn.Module, x: Tensor, *, single: bool = False, missing: int = 0) -> Case:
+    """Numbers of each sample that are not linear in what the network gives."""
+    numbers = lambda m: m(x).sin().flatten(1).square()[:, :1].squeeze(1) if single else m(x).sin().flatten(1)[:, :3]
+    return Case(numbers, model.double(), missing)
+
+
+def laplacian_by_hand(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    [slope] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return sum(torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(x.shape[1]))
+
+
+def laplacian(model: nn.Module, x: Tensor) -> Tensor:
+    return hodiff.laplacian(lambda z: model(z)[:, 0], x)
+
+
+def checkpointed(model: nn.Sequential, x: Tensor) -> Tensor:
+    return model[2:](checkpoint(model[:2], x, use_reentrant=False))
+
+
+def with_draw(model: nn.Module, x: Tensor) -> Tensor:
+    """Rows of one draw of dropout."""
+    torch.manual_seed(5)
+    return model(x)
+
+
+def slopes(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return (torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].norm(dim=1) - 1) ** 2
+
+
+def heads(words: Tensor, *, batch_first: bool) -> Callable[[nn.Module], Tensor]:
+    """Three numbers of each sentence."""
+    last = (lambda y: y.mean(1)) if batch_first else (lambda y: y.mean(0))
+    return lambda m: last(m(words if batch_first else words.T).tanh())[:, :3]
+
+
+def single_tensors() -> dict[str, Case]:
+    x, row, images = draw(N, 4), draw(N), draw(N, 5, 4)
+    return {
+        "x @ W": Case(lambda w: (x @ w).sin(), draw(4, 3)),
+        "x @ W.T.T": Case(lambda w: (x @ w.T.T).sin(), draw(4, 3)),
+        "W @ x.T": Case(lambda w: (w @ x.T).sin().T, draw(3, 4)),
+        "W.T @ x.T": Case(lambda w: (w.T @ x.T).sin().T, draw(4, 3)),
+        "(N, T, E) @ W": Case(lambda w: (images @ w).sin().sum(1), draw(4, 3)),
+        "x @ w": Case(lambda w: (x @ w).sin(), draw(4)),
+        "a factor": Case(lambda w: (x * w).sin(), draw(4)),
+        "a number": Case(lambda w: (row * w).sin(), draw(1)[0]),
+        "a summand": Case(lambda w: (x + w).sin(), draw(4)),
+        "subtracted": Case(lambda w: (torch.sub(x, w, alpha=3) - torch.sub(w, x)).sin(), draw(4)),
+        "addmm of other weights": Case(lambda w: torch.addmm(x[:, :3], x, w, alpha=2.0).sin(), draw(4, 3), 1),
+        "W squared": Case(lambda w: (x @ (w * w)).sin(), draw(4, 3)),
+        "twice in one product": Case(lambda w: (x @ (w.T @ w)).sin()[:, :3], draw(3, 4)),
+        "decay in each loss": Case(lambda w: (x @ w).sin() + w.square().sum(), draw(4)),
+        "not used": Case(lambda w: (x @ w[0]).sin(), [draw(4), draw(3)]),
+        "its own Function": Case(lambda w: (x @ Cube.apply(w)).sin(), draw(4)),
+        "flipped": Case(lambda w: (x * w).flip(0).sin() * x, draw(4), 1),
+        "einsum": Case(lambda w: torch.einsum("ntc,ecd->netd", images, w).sin().sum((1, 2)), draw(2, 4, 3), 1),
+        "a sample": Case(lambda w: (x[:1] @ w).sin() + w.sum(), draw(4, 3)),
+    }
+
+
+def modules() -> dict[str, Case]:
+    x, images, series = draw(N, 4), draw(N, 4, 5, 5), draw(N, 4, 9)
+    steps = draw(N, 5, 3)
+    conv = nn.Sequential(
+        nn.Conv2d(4, 6, 3, stride=2, padding=1), nn.GroupNorm(2, 6), nn.Tanh(),
+        nn.Conv2d(6, 4, 2, groups=2), nn.Flatten(), nn.Linear(16, 4),
+    )  # fmt: skip
+    norms = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+    evaluated = nn.Sequential(nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)).eval()
+    instance = nn.Sequential(nn.Conv2d(4, 3, 2, bias=False), nn.InstanceNorm2d(3, affine=True))
+    lstm, gru = nn.LSTM(3, 4, batch_first=True), nn.GRU(3, 4, batch_first=True)
+    words = torch.arange(N * 5).view(N, 5) % 7
+    square = mlp(4, N, N, N, 2)  # whose weights look as if of the samples
+    transposed = nn.Sequential(nn.ConvTranspose1d(4, 3, 3), nn.Flatten(), nn.Linear(33, 3))
+    weighed = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3))
+    return {
+        "perceptron": of_module(mlp(4, 5, 5, 3), x),
+        "perceptron, one number": of_module(mlp(4, 5, 5, 1), x, single=True),
+        "as wide as samples": of_module(square, x),
+        "as wide, one number": of_module(square, x, single=True),
+        "convolutions": of_module(conv, images),
+        "dilated, one number": of_module(nn.Conv2d(4, 2, 2, dilation=2, bias=False), images, single=True),
+        "one dimension": of_module(chain(nn.Conv1d(4, 3, 3, dilation=2), nn.Conv1d(3, 2, 2)), series),
+        "folded": Case(lambda m: m(images.reshape(-1, 1, 5, 5)).sin().view(N, 4, -1).sum(1)[:, :3],
+                       nn.Conv2d(1, 2, 2).double()),
+        "batch norm, eval": of_module(evaluated, images),
+        "batch norm": of_module(norms, x, missing=4),
+        "instance norm": of_module(chain(instance, nn.Tanh()), images, missing=2),
+        "recurrent": of_module(Recurrent(), steps),
+        "LSTM": Case(lambda m: m(steps)[0][:, -1], lstm.double()),
+        "GRU": Case(lambda m: m(steps)[0][:, -1], gru.double()),
+        "transformer": Case(heads(words, batch_first=True), Tied(batch_first=True).double()),
+        "transformer, time first": Case(heads(words, batch_first=False), Tied(batch_first=False).double()),
+        "embedding": Case(lambda m: m(words).sin().sum(1)[:, :3], nn.Embedding(7, 4).double()),
+        "embedding, scaled": Case(lambda m: m(words).sin().sum(1)[:, :3],
+                                  nn.Embedding(7, 4, scale_grad_by_freq=True).double(), 1),
+        "bag of words": Case(lambda m: m(words).sin()[:, :3], nn.EmbeddingBag(7, 4).double(), 1),
+        "PReLU": of_module(nn.Sequential(nn.Linear(4, 3), nn.PReLU(), nn.Linear(3, 2)), x, missing=1),
+        "bilinear": Case(lambda m: m(x, x.sin()).sin(), nn.Bilinear(4, 4, 3).double(), 1),
+        "RMSNorm": of_module(nn.Sequential(nn.Linear(4, 5), nn.RMSNorm(5), nn.Linear(5, 3)), x),
+        "weight norm": of_module(weighed, x),
+        "transposed convolution": of_module(transposed, series, missing=1),
+        "dropout": Case(lambda m: with_draw(m, x), nn.Sequential(*mlp(4, 8, 8), nn.Dropout(0.5), *mlp(8, 3)).double()),
+        "checkpoint": Case(lambda m: checkpointed(m, x), mlp(4, 5, 5, 3)),
+        "twice": Case(lambda m: m(m(x.sin()).tanh()), mlp(4, 5, 4)),
+        "Laplacian by hand": Case(lambda m: laplacian_by_hand(m, x[:, :2]), mlp(2, 5, 5, 1)),
+        "Laplacian by hodiff": Case(lambda m: laplacian(m, x[:, :2]).sin(), mlp(2, 5, 5, 1)),
+        "Laplacian, as wide as samples": Case(lambda m: laplacian(m, x[:, :2]), mlp(2, N, N, 1)),
+        "gradient penalty": Case(lambda m: slopes(m, x), mlp(4, 5, 5, 1)),
+        "many numbers": Case(lambda m: m(x).sin(), mlp(4, 5, 70)),
+    }  # fmt: skip
+
+
+def cases() -> dict[str, Case]:
+    torch.manual_seed(0)
+    return single_tensors() | modules()
+
+
+NAMES = list(cases())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_against_a_pass_for_each_row(name: str) -> None:
+    f, where, missing = cases()[name]
+    for _ in range(2):  # the first time the formula is compared, the second not
+        factors, leaves, rows = factors_of(f, where)
+        assert len(factors.missing) == missing, f"{name}: {factors.missing}"
+        assert sorted([*factors.of, *factors.missing]) == list(range(len(leaves)))
+        for number, of in factors.of.items():
+            _compare(of, rows[number])
+        if factors.of:
+            flat = torch.cat([rows[number].reshape(*rows[number].shape[:2], -1) for number in factors.of], 2)
+            agree(factors.gram(), torch.einsum("nkp,mlp->nkml", flat, flat))
+
+
+def _compare(of: _factors.Outer, rows: Tensor) -> None:
+    """Everything that follows from the factors of one parameter."""
+    agree(of.rows(), rows)
+    flat = rows.reshape(*rows.shape[:2], -1)
+    agree(of.gram(), torch.einsum("nkp,mlp->nkml", flat, flat))
+    agree(of.norms().expand(rows.shape[:2]), flat.square().sum(2))
+    agree(of.squares(), rows.square().sum((0, 1)))
+    weights, vector = draw(*rows.shape[:2]), torch.randn_like(rows[0, 0])
+    agree(of.pull(weights), torch.einsum("nk,nk...->...", weights, rows))
+    agree(of.push(vector).expand(rows.shape[:2]), flat @ vector.flatten())
+
+
+# --- proofs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1.0, 1e-4, 1e-8])
+@pytest.mark.parametrize("numbers", [1, 3])
+def test_mixed_samples_are_refused(times: float, numbers: int) -> None:
+    """Though the graph is one that was read before: to whom a position belongs is looked at in each call."""
+    torch.manual_seed(1)
+    model, x = mlp(4, 5, numbers), draw(N, 4)
+
+    def f(model: nn.Module, times: float) -> Tensor:
+        z = model[1](model[0](x))
+        return model[2](z + times * z.mean(0)).sin()
+
+    f_of = lambda times: lambda m: f(m, times) if numbers > 1 else f(m, times).squeeze(1)
+    assert not factors_of(f_of(0.0), model)[0].missing
+    mixed, _, rows = factors_of(f_of(times), model)
+    assert mixed.missing == {0, 1}
+    for number, of in mixed.of.items():
+        _compare(of, rows[number])
+
+
+def test_one_that_is_mixed_beside_much_larger_ones() -> None:
+    """Each sample is compared by its own size."""
+    scale = torch.tensor([1e-9, *[1.0] * (N - 1)], dtype=D)
+    x, w = draw(N, 4), draw(4)
+    # A millionth of what the first one's position has.
+    f = lambda w, more: scale * (x @ w + more * (x @ w).cumsum(0)).sin()
+    assert not factors_of(lambda w: f(w, 0.0), w)[0].missing
+    assert factors_of(lambda w: f(w, 1e-15), w)[0].missing == {0}
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
+def test_hooks_of_nodes_are_noticed_by_biases(kind: str) -> None:
+    """Though the structure is one that was proved: they change what the node makes of its derivative."""
+    model, x = mlp(4, 5, 2), draw(N, 4)
+
+    def f(model: nn.Module, times: float) -> Tensor:
+        z = model[0](x)
+        double = lambda gradients, *_: tuple(None if g is None else times * g for g in gradients)
+        getattr(z.grad_fn, kind)(double)
+        return model[2](model[1](z)).sin()
+
+    assert not factors_of(lambda m: f(m, 1.0), model)[0].missing
+    assert factors_of(lambda m: f(m, 2.0), model)[0].missing == {0, 1, 2, 3}
+
+
+def test_a_head_of_zeros_proves_nothing_of_what_is_below() -> None:
+    """The formula is compared again where it was 0 = 0."""
+    model, x = mlp(4, 5, 2), draw(N, 4)
+    with torch.no_grad():
+        model[2].weight.zero_()
+    _factors._missing.clear()
+    factors_of(lambda m: m(x).sin(), model)
+    assert not _factors._missing
+    with torch.no_grad():
+        model[2].weight.fill_(0.3)
+    factors_of(lambda m: m(x).sin(), model)
+    assert len(_factors._missing) == 1
+
+
+def test_a_formula_that_is_not_right_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And remembered as that of the same structure alone."""
+    _factors._missing.clear()
+    x, w = draw(N, 4), draw(4, 3)
+    twice = lambda of: of.outer(2 * of.at.apart(of.kept("self")[None], 4), of.at.apart(of.g, 3))
+    with monkeypatch.context() as patch:
+        patch.setitem(_factors.READERS, "Mm", twice)
+        assert factors_of(lambda w: (x @ w).sin(), w)[0].missing == {0}
+    assert factors_of(lambda w: (x @ w).sin(), w)[0].missing == {0}
+    assert not factors_of(lambda w: (x[1:] @ w).sin(), w)[0].missing
+    _factors._missing.clear()
+
+
+def test_what_a_node_does_not_tell_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that calls it otherwise: no error, and no wrong number."""
+    monkeypatch.setitem(_factors.READERS, "Mm", lambda of: of.outer(of.kept("renamed"), of.g))
+    _factors._missing.clear()
+    x = draw(N, 4)
+    assert factors_of(lambda w: (x @ w).sin(), draw(4, 3))[0].missing == {0}
+    _factors._missing.clear()
+
+
+def test_too_large_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_factors, "LARGEST", 8 * N * 3 * 3 - 1)
+    x = draw(N, 4)
+    assert factors_of(lambda w: (x @ w).sin(), draw(4, 3))[0].missing == {0}
+    monkeypatch.setattr(_factors, "LARGEST", 8 * N * 3 * 3)
+    assert not factors_of(lambda w: (x @ w).sin(), draw(4, 3))[0].missing
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_few_samples(count: int) -> None:
+    x = draw(count, 4)
+    factors, _, rows = factors_of(lambda m: m(x).sin(), mlp(4, 7, 2))
+    assert not factors.missing
+    for number, of in factors.of.items():
+        _compare(of, rows[number])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128])
+def test_numbers_of_another_kind_are_missing(dtype: torch.dtype) -> None:
+    """Inside, where what comes out is float32 or real."""
+    x, w = draw(N, 4).to(dtype), torch.randn(4, 3, dtype=dtype)
+    real = lambda z: torch.view_as_real(z).sum(-1) if dtype.is_complex else z.float()
+    with OutputGraph(call(lambda v: real(x @ v.to(dtype)), w.real, 1, None, False, (), (), None)) as graph:
+        assert Factors(graph, [graph.outputs]).missing == {0}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_that_hides_what_is_mixed(dtype: torch.dtype) -> None:
+    x, model = draw(N, 4).to(dtype), mlp(4, 3).to(dtype)
+    mixed = lambda m: (m(x) + 0.2 * m(x).mean(0)).tanh().sum(1)
+    with OutputGraph(call(mixed, model, 1, None, False, (), (), None)) as graph:
+        assert Factors(graph, [graph.outputs]).missing == {0, 1}
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_missing(layout: torch.layout) -> None:
+    parts = [draw(length, 4) for length in range(1, N + 1)]
+
+    def f(model: nn.Module) -> Tensor:
+        words = torch.nested.nested_tensor(parts, layout=layout, dtype=D)
+        return model(words).to_padded_tensor(0.0).sin().sum((1, 2))
+
+    with OutputGraph(call(f, mlp(4, 3), 1, None, False, (), (), None)) as graph:
+        assert Factors(graph, [graph.outputs]).missing == {0, 1}
+
+
+def test_images_that_are_one() -> None:
+    """Samples may be the channels of one image."""
+    x = draw(1, N, 5, 5)
+    f = lambda w: F.conv2d(x, w, groups=N)[0].sin().sum((1, 2))
+    assert factors_of(f, draw(N, 1, 2, 2))[0].missing == {0}
+
+
+def test_no_samples() -> None:
+    x = draw(0, 4)
+    with OutputGraph(call(lambda m: m(x), mlp(4, 2), 1, None, False, (), (), None)) as graph:
+        assert Factors(graph, [graph.outputs]).missing == {0, 1}
+
+
+# --- several outputs, sums of numbers ---------------------------------------------------------------------------------
+
+
+def test_two_outputs_and_seeds() -> None:
+    """Rows of sums of numbers, weighed for each sample by itself."""
+    x, model = draw(N, 4), mlp(4, 5, 5)
+    seeds = [draw(2, N, 3), draw(2, N, 2)]
+    f = lambda m: torch.split(m(x).sin(), [3, 2], 1)
+    with OutputGraph(call(f, model, 1, None, False, (), (), None)) as graph:
+        factors = Factors(graph, graph.outputs, seeds)
+        sums = sum((seed * output).flatten(2).sum(2).T for seed, output in zip(seeds, graph.outputs, strict=True))
+        rows = [torch.autograd.grad(number, graph.leaves, retain_graph=True) for number in sums.flatten()]
+    assert not factors.missing
+    assert factors.shape == (N, 2)
+    for number, of in factors.of.items():
+        _compare(of, torch.stack([row[number] for row in rows]).view(N, 2, *of.shape))
+
+
+@pytest.mark.parametrize("model", [mlp(4, N, N, 2), Tied(batch_first=True).double()], ids=["perceptron", "transformer"])
+def test_samples_in_another_order(model: nn.Module) -> None:
+    """Their Gram matrix is that matrix in this order."""
+    x = torch.arange(N * 4).view(N, 4) % 7 if isinstance(model, Tied) else draw(N, 4)
+    order = torch.randperm(N)
+    f = lambda x: lambda m: m(x).sin().flatten(1)[:, :2]
+    gram = factors_of(f(x), model)[0].gram()
+    agree(factors_of(f(x[order]), model)[0].gram(), gram[order][:, :, order])
+
+
+@pytest.mark.parametrize(
+    "name", ["perceptron", "embedding", "transformer", "LSTM", "Laplacian by hodiff", "convolutions"]
+)
+@pytest.mark.parametrize("pairs", [True, False])
+def test_by_pairs_and_by_columns(name: str, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to a Gram matrix, some columns at a time."""
+    f, where, _ = cases()[name]
+    factors, _, rows = factors_of(f, where)
+    expected = factors.gram()
+    monkeypatch.setattr(_factors, "POSITIONS", 1000 if pairs else 0)
+    monkeypatch.setattr(_factors._reverse, "CHUNK_BYTES", 2**9)
+    agree(factors.gram(), expected)
+    for number, of in factors.of.items():
+        _compare(of, rows[number])
