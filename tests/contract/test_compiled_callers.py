@@ -81,6 +81,7 @@ def without_generators(monkeypatch) -> None:
     monkeypatch.setattr("tests.support.callers.generator", lambda: None)
 
 
+@since((2, 13), "Dynamo refuses the caller's own requires_grad_() first")
 @pytest.mark.table(wide=20)
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in FIRST])
 def test_one_graph_alone_is_refused_in_our_words(name: str, without_generators) -> None:

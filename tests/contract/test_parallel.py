@@ -14,6 +14,7 @@ import hodiff
 from hodiff._core import _versions
 from tests.support.callers import CALLERS, SCALE, D
 from tests.support.processes import Ranks
+from tests.support.releases import marked, since
 
 X = torch.tensor([[0.3, -0.8, 1.4], [0.9, 0.2, -0.5]], dtype=D)
 WEIGHTS = torch.tensor([0.7, -1.2, 0.4], dtype=D)
@@ -397,7 +398,9 @@ def differentiable(rank: int, functional: bool) -> Any:
 SHARED = torch.tensor([0.2, -0.1, 0.3], dtype=D)
 
 
-@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize(
+    "functional", marked([False, True], since((2, 13), "functional collectives end in the one in place"), [True])
+)
 def test_a_differentiable_collective_is_told_what_its_derivative_is(two: Ranks, functional: bool) -> None:
     whole = lambda z: (X @ z).exp().sum().square()
     for told, (gradient, matrix) in on_each(two, differentiable, functional):

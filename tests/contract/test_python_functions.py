@@ -15,6 +15,7 @@ from hodiff import CustomFunctionWarning, GraphError
 from hodiff._core import _python_functions
 from tests.support.callers import CALLERS, SCALE, Caller, D
 from tests.support.modules import Cube
+from tests.support.releases import CHECKPOINTS
 
 X = torch.tensor([[0.3, -0.8, 1.4], [0.9, 0.2, -0.5]], dtype=D)
 BOTH = r"(?s)not the derivative of the gradient: \S+ against \S+,.*allow="
@@ -328,6 +329,7 @@ def test_a_failure_beside_the_point_is_no_failure_of_the_call() -> None:
         torch.testing.assert_close(hodiff.hvp(f, X, X), 6 * X * X)
 
 
+@CHECKPOINTS
 def test_blocks_that_run_again() -> None:
     for function, said in ((Cube, False), (WrongSecond, True)):
 

@@ -331,7 +331,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.table(plain=10)
+@pytest.mark.table(plain=4)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_programs_are_told_nothing(name, process, capsys, tmp_path):
     assert looped(tmp_path, capsys, *RIGHT[name]) == ""

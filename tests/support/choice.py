@@ -21,7 +21,7 @@ import pytest
 PLAIN = 2
 """How many cases of a function run by `pytest`."""
 LEVELS = ("plain", "wide", "all")
-EXAMPLES = {"plain": 6, "wide": 60, "all": 300}
+EXAMPLES = {"plain": 5, "wide": 60, "all": 300}
 """How many examples of each property Hypothesis draws."""
 PINNED = Path(__file__).parents[1] / "pinned.txt"
 

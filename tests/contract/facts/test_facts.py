@@ -31,7 +31,7 @@ def judged(seed: int, folder: Path) -> list[str]:
 
 
 @CHANGES
-@pytest.mark.table(plain=20)
+@pytest.mark.table(plain=10)
 @pytest.mark.parametrize("seed", range(FIXED))
 def test_what_is_said_is_so(seed: int, tmp_path: Path) -> None:
     assert judged(seed, tmp_path) == []
