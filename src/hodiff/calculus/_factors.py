@@ -5,11 +5,10 @@ with g the derivative of the sample's number by z. The graph has saved a, and on
 samples gives g: a Gram matrix, norms and products follow without the rows. Weights that are tied,
 modules that are called twice, and derivatives inside of `f` are more positions.
 
-Nothing is taken on trust. A pass with a random weight for each sample must give g times the weight
-of one sample at each position: so it is known, at every call, to whom a position belongs, and that
-samples do not mix. And J'w as it follows from the factors must be what the pass gives: for vectors
-at every call, for all parameters once for each structure of a graph. A parameter of which this is
-not so is *missing*.
+Nothing is taken on trust. At every call one pass with a random weight w for each sample must give g
+times the weight of one sample at each position: so it is known to whom a position belongs, and that
+samples do not mix. And J'w as it follows from the factors must be what that pass gives. A parameter
+of which this is not so is *missing*.
 """
 
 from __future__ import annotations
@@ -42,9 +41,6 @@ PATCHES = 2**24
 
 POSITIONS = 64
 """Up to so many positions are compared in pairs."""
-
-_missing: dict[object, frozenset[int]] = {}
-"""For each structure whose formula was compared with a pass: the parameters of another one."""
 
 
 class Unread(Exception):
@@ -458,26 +454,14 @@ class _Reading:
             self._shared |= lost
             if not lost:
                 break
-        key, of = self._structure(), dict[int, Outer]()
-        known = _missing.get(key)
-        leaves = self._graph.leaves
-        total = self._weighed(leaves, [leaf.shape for leaf in leaves]) if known is None else []
-        for number, ends in enumerate(self._ends):
+        of: dict[int, Outer] = {}
+        for number, (ends, expected) in enumerate(zip(self._ends, self._sums, strict=True)):
             try:
-                if known is None or number not in known:
-                    of[number] = self._rows_of(ends)
+                rows = self._rows_of(ends)
             except Unread:
                 continue
-        if any(n in of and not self._is_right(of[n], x) for n, x in self._sums.items()):
-            return {}  # hooks of nodes change what passes through
-        used = []
-        for number, expected in enumerate(total):
-            used += [expected] if any(self._uses[end.node] for end in self._ends[number]) else []
-            if number in of and not self._is_right(of[number], expected):
-                del of[number]
-        # A head of zeros would prove nothing of what is below it.
-        if used and all(map(Tensor.any, used)):
-            _missing[key] = frozenset({*range(len(leaves))} - of.keys())
+            if self._is_right(rows, expected):  # a hook of the node, say, changes what passes
+                of[number] = rows
         return of
 
     def _find_uses(self) -> None:
@@ -514,18 +498,6 @@ class _Reading:
             else:
                 yield use, False
 
-    def _structure(self) -> object:
-        """What the formula depends on: kinds of operations, shapes, places of the samples."""
-        first = self._seeds[0]
-        uses = [
-            (number, end.shape, use.kind, use.place, turned, self._places.get(use.node))
-            for number, ends in enumerate(self._ends)
-            for end in ends
-            for use, turned in self._uses[end.node]
-        ]
-        kinds = [leaf.dtype for leaf in self._graph.leaves]
-        return first.shape, first.dtype, first.device.type, *kinds, *uses
-
     # --- passes
 
     def _place(self) -> bool:
@@ -538,10 +510,10 @@ class _Reading:
         if any(g.__class__ is not Tensor for g in derivatives):  # sharded
             return False
         self._derivatives = dict(zip(self._sampled, derivatives, strict=True))
-        leaves = {n: leaf for n, leaf in enumerate(self._graph.leaves) if leaf.ndim < 2}
-        inputs = [*edges, *leaves.values()]
-        weighed = self._weighed(inputs, [*shapes, *(leaf.shape for leaf in leaves.values())])
-        self._sums = dict(zip(leaves, weighed[len(edges) :], strict=True))
+        leaves = self._graph.leaves
+        weighed = self._weighed([*edges, *leaves], [*shapes, *(leaf.shape for leaf in leaves)])
+        self._sums = weighed[len(edges) :]
+        weighed = weighed[: len(edges)]
         places = map(_place_of, derivatives, weighed, [self._weights] * len(edges))
         placed = zip(self._sampled, places, strict=True)
         self._places = {node: place for node, place in placed if place is not None}

@@ -164,14 +164,13 @@ def gram(
 
     Cost:
         One evaluation, one pass for each of the K numbers, batched, and one with random weights,
-        which proves at every call that samples are apart; once for each structure of a graph, one
-        more, which proves the formula. No gradient of a weight is formed in them: each weight adds
-        the products of the inputs and of the derivatives at the layers that use it, \(N^2 K^2
-        (I + O)\) for a layer of I inputs and O outputs, and as little memory. That holds for
-        linear layers, `@`, convolutions, embeddings, norms, recurrent cells, tied weights, and
-        derivatives inside of `f`. Parameters used otherwise, those of layers that mix samples
-        (BatchNorm in training), and all with `create_graph` or in bfloat16, take their rows, as by
-        `per_sample_grad`.
+        which proves at every call that samples are apart and that the factors are right. No
+        sample's gradient of a weight is formed in them: each weight adds the products of the inputs
+        and of the derivatives at the layers that use it, \(N^2 K^2 (I + O)\) for a layer of I
+        inputs and O outputs, and as little memory. That holds for linear layers, `@`,
+        convolutions, embeddings, norms, recurrent cells, tied weights, and derivatives inside of
+        `f`. Parameters used otherwise, those of layers that mix samples (BatchNorm in training),
+        and all with `create_graph` or in bfloat16, take their rows, as by `per_sample_grad`.
 
     Examples:
         Of \((w x_i - y_i)^2\) the gradients are 2, 8 and 12:
