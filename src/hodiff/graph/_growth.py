@@ -181,10 +181,12 @@ class Growth(Listener):
         self._before = [self._before[1], now]
         handed = [path for path in rising if _is_handed_on(path, at)]
         for path, nodes in rising.items():
-            said = grown("unused", record, names, path, now[path], groups[path])
-            token = _Token()
             output = handed and path not in handed and len(groups[path]) == 1  # beside its state
-            if said.bytes and not output and path.rpartition("[")[0] not in self._unused:
+            if output or path.rpartition("[")[0] in self._unused:
+                continue
+            said = grown("unused", record, names, path, now[path], groups[path])
+            if said.bytes:
+                token = _Token()
                 self._unused[path] = token, said
                 for node in nodes:
                     _saved.tags(node)[self._unused_key] = token
