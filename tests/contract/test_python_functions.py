@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import hodiff
 from hodiff import CustomFunctionWarning, GraphError
@@ -438,19 +439,22 @@ def test_a_surrogate_is_told_of_each_function_that_a_line_differentiates() -> No
     assert [len(outcome(lambda f=f: penalty(f))) for f in (once, once, twice, twice)] == [1, 0, 1, 0]
 
 
+class Scaled(torch.autograd.Function):
+    """Right by the first argument, cut off from the other."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(scale, x)
+        return scale * x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        scale, x = ctx.saved_tensors
+        return g * x**3, g * 3 * scale * x.detach() ** 2
+
+
 def test_one_code_is_held_again_where_it_is_another_function() -> None:
     """Of other parameters, or with another module in its closure: by ways that the first did not take."""
-
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, scale: Tensor, x: Tensor) -> Tensor:
-            ctx.save_for_backward(scale, x)
-            return scale * x**3
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-            scale, x = ctx.saved_tensors
-            return g * x**3, g * 3 * scale * x.detach() ** 2
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -472,6 +476,18 @@ def test_one_code_is_held_again_where_it_is_another_function() -> None:
 
     for given, words in ((lambda x: (x, X), 0), (lambda x: (X, x), 1)):
         assert len(outcome(lambda given=given: hodiff.hvp(around(given), X, X))) == words
+
+
+@CHECKPOINTS
+def test_one_code_is_held_again_where_a_block_is_another_function() -> None:
+    """What a block that runs again holds is in a graph of its own."""
+
+    def blocks(given: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[Tensor], Tensor]:
+        block = lambda z: Scaled.apply(*given(z))
+        return lambda x: checkpoint(block, x, use_reentrant=False).sum()
+
+    for given, words in ((lambda x: (x, X), 0), (lambda x: (X, x), 1)):
+        assert len(outcome(lambda given=given: hodiff.hvp(blocks(given), X, X, checkpoint=True))) == words
 
 
 def test_a_jacobian_product_asks_for_no_second_derivative() -> None:

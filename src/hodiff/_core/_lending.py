@@ -121,7 +121,7 @@ class EvaluationContext(_settings.Scope[Any]):
         by_hand: The derivatives that `f` took itself, when it was called last; None where it took none.
         forward_mode: Whether PyTorch's forward mode was on as `f` began, or `f` used it.
         nests: Whether `f` makes calls of hodiff itself.
-        unheld: The Python Functions in its graph whose second derivatives nobody has verified yet.
+        unheld: The Python Functions in its graph whose second derivatives nobody has verified yet, and their use.
         packs_blocks: Whether hooks, as an outer block's, pack what a block in `f` saves.
         hooks: Whether a tensor hook that `f` registered, or one of its modules', changed a gradient.
         undo: What undoes all that was switched.
@@ -139,7 +139,7 @@ class EvaluationContext(_settings.Scope[Any]):
         """With `leaves`, those stand at once in place of the parameters of the point."""
         self.call, self._leaves = call, leaves
         self.leaf_tag, self.hooks = LeafTag(), Hooks()
-        self.unheld: dict[type, None] = {}
+        self.unheld: dict[type, frozenset[object]] = {}
         self.leaf_tag.detached = not call.create_graph
         undo: _settings.Undo = []
         self.undo = self._undo = undo

@@ -178,13 +178,6 @@ class Survey:
             if is_function(kind):
                 yield _versions.function_of(kind), self.of(kind)
 
-    def ways(self) -> frozenset[object]:
-        """The Python `autograd.Function`s by name, and of which arguments each is a function here."""
-        uses = [(function, each) for function, nodes in self.functions() for each in nodes]
-        return frozenset(
-            (function.__qualname__, *[node is not None for node, _ in each.next_functions]) for function, each in uses
-        )
-
     def variables(self) -> list[Tensor]:
         """The leaf tensors that would accumulate a gradient."""
         return [*map(_variable, self._ends)]
@@ -381,6 +374,11 @@ def has_backward(function: type) -> bool:
     """Whether an `autograd.Function` says how it is differentiated."""
     plain = torch.autograd.Function
     return getattr(function, "backward", None) is not plain.backward or getattr(function, "vjp", None) is not plain.vjp
+
+
+def varying(nodes: Iterable[Node]) -> frozenset[object]:
+    """Of which of their arguments operations are functions."""
+    return frozenset(tuple(below is not None for below, _ in node.next_functions) for node in nodes)
 
 
 def reaches(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> bool:

@@ -79,7 +79,13 @@ def hold(graph: Any, chain: Chain) -> None:
     if code is None or not _can_compare(graph):
         warn_of(functions, code)
         return
-    key = code, code.co_filename, graph.call.order, graph.leaves[0].dtype, _way(graph)
+    # One code is many functions: of the parameters that are selected, of the module in its closure.
+    way = (
+        frozenset(graph.call.where.names),
+        frozenset(kind.__name__ for kind in graph.kinds),
+        frozenset((function.__qualname__, used) for function, used in functions.items()),
+    )
+    key = code, code.co_filename, graph.call.order, graph.leaves[0].dtype, way
     unknown = [function for function in functions if key not in _findings.setdefault(function, {})]
     comparison = _Comparison(graph, chain) if unknown else None
 
@@ -95,15 +101,6 @@ def hold(graph: Any, chain: Chain) -> None:
         graph.last = finish
     else:
         finish(graph)
-
-
-def _way(graph: Any) -> object:
-    """The leaves, and the operations and arguments of Functions by which they are reached.
-
-    One code is many functions: of the parameters that are selected, of the module in its closure.
-    """
-    survey = _nodes.survey(graph.tensors())
-    return frozenset(graph.call.where.names), frozenset(survey.names()), survey.ways()
 
 
 def _can_compare(graph: Any) -> bool:

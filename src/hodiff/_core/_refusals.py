@@ -78,17 +78,18 @@ def judge(
     leaves: Sequence[Tensor],
     order: int,
     allow: Collection[str | type],
-    unheld: dict[type, None] | None = None,
+    unheld: dict[type, frozenset[object]] | None = None,
 ) -> bool:
     """Raise, or warn, for every operation through which a derivative of that order is not right.
 
-    Python Functions that nobody has verified are added to `unheld`; without that, they are warned of.
+    Python Functions that nobody has verified are added to `unheld`, with the operations beside them
+    and the arguments of which they are functions; without that, they are warned of.
 
     Returns:
         Whether a pass must be recorded to be right, though its result is detached.
     """
     unremarkable, recorded = _nodes.UNREMARKABLE[order], False
-    functions: dict[type, None] = {}
+    functions: dict[type, frozenset[object]] = {}
     _versions.prove()
     for kind in graph.kinds:
         if kind in unremarkable:
@@ -99,13 +100,13 @@ def judge(
         elif _nodes.is_function(kind):
             function = _versions.function_of(kind)
             if _is_unknown(function, graph.of(kind), leaves, allow):
-                functions[function] = None
+                functions[function] = _nodes.varying(graph.of(kind)) | graph.names()
         else:
             unremarkable.add(kind)
     if unheld is None:
         _python_functions.warn_of(functions)
     else:
-        unheld.update(functions)
+        unheld.update({each: way | unheld.get(each, frozenset()) for each, way in functions.items()})
     return recorded
 
 
@@ -431,7 +432,8 @@ def _watch_spectrum(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> N
             HodiffWarning,
             stacklevel=outside(),
         )
-    for node in [] if unseen else [node for node in nodes if _versions.spectrum(node)[0].numel()]:
+        return
+    for node in [node for node in nodes if _versions.spectrum(node)[0].numel()]:
         spectrum = _Spectrum(node, order)
         if bool((spectrum.least <= spectrum.wide).any()) and _nodes.reaches([node], leaves):
             spectrum.handles += [node.register_prehook(spectrum.warn)]
