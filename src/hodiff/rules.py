@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _tree
-from hodiff._core._call import is_wrapped
 from hodiff._core._compiled_callers import uncompiled
+from hodiff._core._versions import is_wrapped
 from hodiff.errors import InputError
 
 __all__ = ["SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rule"]

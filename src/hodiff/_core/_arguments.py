@@ -520,7 +520,7 @@ def _is_numbers(value: Any, depth: int = 0) -> bool:
 
 LOADED_BY = "torch.distributed.tensor"
 """The module without which there are no such tensors: who calls the checks asks for it first, which costs nothing."""
-REPLICATED_BY = "torch.distributed._composable.replicate"
+REPLICATED_BY = _versions.REPLICATED_BY
 """The module whose `replicate` makes a module one of DistributedDataParallel without a wrapper, when it first runs."""
 
 

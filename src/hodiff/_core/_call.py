@@ -29,7 +29,6 @@ __all__ = [
     "inside_vmap",
     "is_followed",
     "is_hidden",
-    "is_wrapped",
     "loss_recorded",
     "nested",
     "outer_order",
@@ -177,7 +176,7 @@ state = _OpenEvaluations()
 
 def enter(context: Any, undo: list[Callable[[], object]], *, differentiated: bool) -> None:
     """Put a context on the stacks; `undo` is given what takes it off, and ends its leaves."""
-    context.forward_mode = forward_ad._current_level >= 0
+    context.forward_mode = _versions.forward[_versions.LEVEL] >= 0
     running, differentiable = state.running, state.open
     if running:
         running[-1].nests = True
@@ -213,7 +212,7 @@ def refuse_transforms(*, batched: bool = False) -> None:
     Args:
         batched: Whether values are looked at, so that it raises inside `vmap` as well.
     """
-    stack = torch._C._functorch.get_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
+    stack = _versions.transforms()
     if stack and (batched or any(level.key().name in ("Grad", "Jvp") for level in stack)):
         raise InputError(INSIDE_A_TRANSFORM)
 
@@ -231,8 +230,7 @@ def refuse_stand_ins() -> None:
 
 def inside_vmap() -> bool:
     """Whether this code runs inside `torch.vmap`, which `torch.func.jacrev` and the like call as well."""
-    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return any(level.key().name == "Vmap" for level in functorch.get_interpreter_stack() or ())
+    return any(level.key().name == "Vmap" for level in _versions.transforms() or ())
 
 
 INSIDE_A_TRANSFORM = (
@@ -249,7 +247,7 @@ def outer_order() -> int:
 
 def tangents() -> bool:
     """Whether tensors may carry tangents of PyTorch's forward mode."""
-    return forward_ad._current_level >= 0
+    return _versions.forward[_versions.LEVEL] >= 0
 
 
 def is_followed() -> bool:
@@ -257,21 +255,16 @@ def is_followed() -> bool:
     return tangents() or _settings.tracing() or bool(_versions.levels_entered())
 
 
-def is_wrapped(value: Tensor) -> bool:
-    """Whether a transform of `torch.func` hides the values of a tensor, as `vmap` does."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(value)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def is_hidden(value: Tensor) -> bool:
     """Whether the numbers of a tensor cannot be looked at: it is such a one, or PyTorch traces."""
-    return is_wrapped(value) or _settings.tracing()
+    return _versions.is_wrapped(value) or _settings.tracing()
 
 
 def carries_tangent(x: Any) -> bool:
     """Whether something is a tensor that carries one; what `torch.func` has wrapped counts as such, of any level."""
     if not isinstance(x, Tensor):
         return False
-    return is_wrapped(x) or forward_ad.unpack_dual(x).tangent is not None
+    return _versions.is_wrapped(x) or forward_ad.unpack_dual(x).tangent is not None
 
 
 def note_forward_mode() -> None:
@@ -282,7 +275,7 @@ def note_forward_mode() -> None:
 
 def refuse_tangent(x: Tensor, name: str = "x") -> None:
     """Raise for a point that carries a tangent of PyTorch's forward mode: a detached result would lose it."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+    if _versions.forward[_versions.LEVEL] >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         refuse_transforms()  # which keep their tangents in the same place, and have an error of their own
         raise InputError(
             f"{name} carries a tangent of PyTorch's forward mode (forward_ad.make_dual), which a "
@@ -293,7 +286,7 @@ def refuse_tangent(x: Tensor, name: str = "x") -> None:
 
 def cut(tensor: Tensor) -> Tensor:
     """A result without its graph: as `detach`, which drops tangents of forward mode too, but with those."""
-    if forward_ad._current_level < 0:
+    if _versions.forward[_versions.LEVEL] < 0:
         return tensor.detach()
     tangent = forward_ad.unpack_dual(tensor).tangent
     return tensor.detach() if tangent is None else forward_ad.make_dual(tensor.detach(), tangent.detach())

@@ -13,6 +13,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from hodiff._core import _versions
+
 __all__ = ["REASON", "break_graphs", "mark", "uncompiled"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,13 +28,10 @@ REASON = (
 
 def uncompiled(function: F, reason: str = REASON) -> F:
     """`function` itself, marked: the tracer breaks its graph there and leaves everything below alone."""
-    # torch 2.13 to 2.15; `torch._dynamo.eval_frame.skip_code` has the same from there, for one frame alone
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = reason
-    set_code_exec_strategy(marked.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    _versions.skip(marked.__code__)
     return function
 
 

@@ -169,11 +169,11 @@ class OutputGraph:
         context.remember()
         exact = order >= 3 or context.forward_mode
         survey = failure = None
-        compiles = "torch._dynamo" not in sys.modules
+        compiles = _versions.DYNAMO not in sys.modules
         try:
             survey = self._run(exact=order if exact else 0)
         except RuntimeError as error:  # of a second pass by hand, where there is no second derivative
-            compiles = compiles and "torch._dynamo" in sys.modules  # too late to switch it
+            compiles = compiles and _versions.DYNAMO in sys.modules  # too late to switch it
             if context.by_hand is None and not compiles:
                 raise
             failure = error

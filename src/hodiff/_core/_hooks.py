@@ -64,7 +64,7 @@ def note(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     by_hand.count += 1
     by_hand.batched |= (batched := _call.inside_vmap())
     by_hand.names |= graph.names()
-    by = [_base(each) for each in inputs if isinstance(each, Tensor)]
+    by = [_versions.unwrapped(each) for each in inputs if isinstance(each, Tensor)]
     try:
         by = by if by and len(by) == len(inputs) else graph.variables()
         _refusals.judge(graph, by, context.call.order + by_hand.count, context.call.allow)
@@ -74,16 +74,8 @@ def note(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         by_hand.refused = by_hand.refused or error
 
 
-def _base(tensor: Tensor) -> Tensor:
-    """A tensor without what `torch.func` has wrapped around it: its graph has all that the transforms record."""
-    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    return tensor
-
-
 def _node(output: Any) -> Any:
-    return _nodes.node_of(_base(output)) if isinstance(output, Tensor) else output.node
+    return _nodes.node_of(_versions.unwrapped(output)) if isinstance(output, Tensor) else output.node
 
 
 # --- modules, passes and hooks ----------------------------------------------------------------------------------------

@@ -25,8 +25,6 @@ from hodiff._core._settings import Counted, Scope, Undo
 
 __all__ = ["OURS", "include", "plain_attention", "repeatable", "without"]
 
-_torch: Any = torch._C
-
 # --- the key --------------------------------------------------------------------------------------
 
 OURS: dict[str, Callable[..., Tensor]] = {}
@@ -35,11 +33,9 @@ OURS: dict[str, Callable[..., Tensor]] = {}
 registered: list[Any] = []  # held here, for what a library registers goes with it
 
 _KEY = _versions.KERNEL_KEY
-included = bool if _KEY is None else partial(_torch._dispatch_tls_is_dispatch_key_included, _KEY)
+included = partial(_versions.is_included, _KEY)
 """Whether this thread has our kernels."""
-_include: Any = bool if _KEY is None else _torch._dispatch_tls_set_dispatch_key_included
-enter = partial(_include, _KEY, True)
-leave = partial(_include, _KEY, False)
+enter, leave = (partial(_versions.include, _KEY, on) for on in (True, False))
 
 
 def available() -> bool:
@@ -62,7 +58,7 @@ def _register() -> None:
     """
     name = _versions.KERNEL_KEY_NAME
     places = ("_", "aten", "c10d")
-    others, ours, collectives = (_torch._dispatch_library("IMPL", of, name, __file__, 0) for of in places)
+    others, ours, collectives = (_versions.library(of, __file__) for of in places)
     others.fallback(name, torch.library.fallthrough_kernel, False)
     for operation, kernel in OURS.items():
         ours.impl(operation, name, kernel, False)
@@ -91,7 +87,7 @@ def include(undo: Undo) -> None:
 
 def without() -> _settings.Context:
     """A block in which the thread does not have our kernels. It begins when it is entered."""
-    return _torch._ExcludeDispatchKeyGuard(_torch.DispatchKeySet(_KEY))
+    return _versions.key_left_out(_KEY)
 
 
 # --- attention by matrix products -----------------------------------------------------------------

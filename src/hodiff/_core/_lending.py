@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize, stateless
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -162,8 +162,8 @@ class EvaluationContext(_settings.Scope[Any]):
         if torch.is_inference_mode_enabled():
             _settings.record(undo)
         if not torch.is_grad_enabled():
-            undo += [_settings.InTime(torch._C._set_grad_enabled, False)]
-            torch._C._set_grad_enabled(True)
+            undo += [_settings.InTime(_versions.set_grad_enabled, False)]
+            _versions.set_grad_enabled(True)
         # The checkpoints of a tensor run again as they ran: without.
         if call.builds_graph and not _kernels.included():
             if _kernels.registered:
@@ -172,10 +172,10 @@ class EvaluationContext(_settings.Scope[Any]):
             elif call.order >= 2 or _kernels.available():
                 _kernels.include(undo)
         _settings.enter(_SWITCHES[call.order >= 2], undo)
-        if WATCH not in _settings.stance.holders and "torch._dynamo" in sys.modules:  # loaded since
+        if WATCH not in _settings.stance.holders and _versions.DYNAMO in sys.modules:  # loaded since
             _settings.eager.enter(undo)
         _call.enter(self, undo, differentiated=call.order > 0)
-        if parametrize._cache_enabled:
+        if _versions.parametrizations["_cache_enabled"]:
             self._set_aside_cache()
         if call.where.module_slices:
             self._lend()
@@ -205,13 +205,14 @@ class EvaluationContext(_settings.Scope[Any]):
 
         def restore() -> None:
             for cache in theirs:
-                parametrize._cache = cache
+                _versions.parametrizations[_versions.CACHE] = cache
             _locks.release((parametrize,), self.leaf_tag)
 
         self.undo += [restore]
         _locks.claim((parametrize,), self.leaf_tag)
-        theirs += [parametrize._cache]
-        parametrize._cache = {}
+        caches, name = _versions.parametrizations, _versions.CACHE
+        theirs += [caches[name]]
+        caches[name] = {}
 
     def _lend(self) -> None:
         """Borrow the modules of the point, with all their parameters, buffers and attributes."""
@@ -378,8 +379,7 @@ class EvaluationContext(_settings.Scope[Any]):
             mark = tag_of(watched[changed])
             raise _refusals.changed_in_place(self.call.where.names[mark[1] if mark else 0])
         for leaf, table, name in self._tables:
-            batched = torch._C._functorch.is_batchedtensor(leaf)  # pyright: ignore[reportAttributeAccessIssue]
-            if not batched and not torch.equal(leaf.detach(), table.detach().to(leaf.dtype)):
+            if not _versions.is_batched(leaf) and not torch.equal(leaf.detach(), table.detach().to(leaf.dtype)):
                 _refusals.warn_of_renormalization(name)
         return value
 
@@ -402,7 +402,7 @@ def _swapped() -> Kept:
     """What `torch.func.functional_call` has put into the modules for which it runs at this moment."""
     frame, result = sys._getframe(), list[nn.Module]()
     while frame is not None:
-        if frame.f_code is stateless._functional_call.__code__:
+        if frame.f_code is _versions.FUNCTIONAL_CALL:
             result += frame.f_locals["module"].modules()
         frame = frame.f_back
     return {module: (module._parameters.copy(), module._buffers.copy(), {}) for module in result}

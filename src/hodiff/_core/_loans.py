@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from hodiff._core import _arguments, _call, _locks, _tree
 from hodiff._core._call import Call
@@ -233,7 +232,7 @@ class StateLoan:
         """
         result = Kept()
         for module, before in self.attributes.items():
-            if (before is None and not module._buffers) or isinstance(module, _NormBase):
+            if (before is None and not module._buffers) or "track_running_stats" in module.__dict__:
                 continue
             buffers = {
                 name: buffer.clone()

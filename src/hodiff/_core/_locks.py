@@ -14,13 +14,12 @@ their nodes may evaluate `f` once more while that one waits.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from hodiff._core import _faults, _versions
@@ -43,14 +42,13 @@ class _Here(threading.local):
 
 here = _Here()
 
-_torch: Any = torch._C
 _KEY = "hodiff: the thread that waits for what runs here"
-_known = functools.partial(_torch._get_obj_in_tls, _KEY)  # raises a RuntimeError where nobody has asked before
+_known = partial(_versions.remembered, _KEY)
 
 
 def _me() -> int:
     """This thread; in one of the engine's, the one that began the pass, whose PyTorch-local values it has."""
-    if not _torch._is_key_in_tls(_KEY):
+    if not _versions.is_remembered(_KEY):
         _versions.remember_in_thread(_KEY, threading.get_ident())
     return _known()
 

@@ -24,7 +24,7 @@ from hodiff._core import _settings, _versions
 from hodiff._core._arguments import outside
 from hodiff.errors import HodiffWarning
 
-__all__ = ["BESSEL", "cumprod", "det", "is_even", "is_near", "prod", "sinc", "warn_of_near"]
+__all__ = ["BESSEL", "is_even", "is_near", "warn_of_near"]
 
 
 def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
@@ -33,8 +33,7 @@ def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
     A derivative of what is smooth there, as its square is: it is made of parts that are as large as the
     root's power 2 - order, and cancel. With `at_zero`, entries that are 0 count: PyTorch has zeros there.
     """
-    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    if functorch.maybe_current_level() is not None or _settings.tracing() or not _versions.has_numbers(size):
+    if _versions.levels_entered() or _settings.tracing() or not _versions.has_numbers(size):
         return False
     near = size.detach() < (torch.finfo(size.dtype).eps ** (0.75 / (order - 2)) if order > 2 else 0)
     return bool(((near & (size != 0)) | ((size == 0) & at_zero)).any())

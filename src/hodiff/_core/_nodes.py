@@ -70,7 +70,7 @@ def _leaf_node(leaf: Tensor) -> Node | None:
     return None if node is None else node.next_functions[0][0]
 
 
-ACCUMULATE: type = torch._C._functions.AccumulateGrad  # pyright: ignore[reportAttributeAccessIssue]
+ACCUMULATE: type = _versions.ACCUMULATE
 """The class of the nodes that stand for leaves."""
 
 

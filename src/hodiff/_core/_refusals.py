@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hodiff._core import _arguments, _call, _messages, _near_zero, _nodes, _python_functions, _versions
 from hodiff._core._arguments import outside
@@ -113,7 +112,7 @@ def judge(
 def _said(remark: Remark, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
     """Make a remark, for which what nodes have saved may be read: of a graph that is there no more, say that."""
     try:
-        with _disable_current_modes():  # it is we who look, not `f`
+        with _versions.without_modes():  # it is we who look, not `f`
             return remark(nodes, leaves) is True
     except RuntimeError as error:
         ours = _messages.engine_error(error)
@@ -294,7 +293,7 @@ def _refuse_rounded_attention(nodes: list[Any], leaves: Sequence[Tensor]) -> Non
 
 def loses_digits(graph: _nodes.Survey) -> bool:
     """Whether second derivatives of powers, products or determinants must be written out here."""
-    with _disable_current_modes():  # as there
+    with _versions.without_modes():  # as there
         for node in graph.named(_messages.POWER):
             kept = _versions.power(node)
             # At a base of 0 the second derivative by the exponent is not a number.
@@ -395,9 +394,8 @@ class _Spectrum:
 
     def used(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether digits are lost of what has these gradients; where they cannot be seen, too."""
-        functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
         given, *vectors = gradients[self.place], *gradients[: self.place], *gradients[self.place + 1 :]
-        if functorch.maybe_current_level() is not None or any(part is not None for part in vectors):
+        if _versions.levels_entered() or any(part is not None for part in vectors):
             return True
         if given is None or self.name == "LinalgEigBackward0":
             return True
@@ -852,7 +850,7 @@ def warn_of_zeros(names: Callable[[], Iterable[str]], second: Iterable[Any], vec
 
 def _all_zero(tensors: Iterable[Any]) -> bool:
     """Whether plain tensors are; None is."""
-    with _disable_current_modes():
+    with _versions.without_modes():
         return all(x is None or (type(x) is Tensor and not bool(x.detach().any())) for x in tensors)
 
 

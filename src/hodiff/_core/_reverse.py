@@ -491,8 +491,8 @@ def densified(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> l
                 dense[number] = torch.zeros_like(leaf)
             elif part.layout is not leaf.layout:
                 dense[number] = part.to_dense()
-    if any(map(Tensor._is_zerotensor, dense)):
-        return [part.clone() if part._is_zerotensor() else part for part in dense]
+    if any(map(_versions.lacks_memory, dense)):
+        return [part.clone() if _versions.lacks_memory(part) else part for part in dense]
     return dense
 
 

@@ -22,9 +22,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hodiff._core import _locks, _needed, _versions
 from hodiff._core._compiled_callers import uncompiled
@@ -272,24 +269,24 @@ stance = SimpleNamespace(ours=None, theirs=None, holders=dict[object, None]())
 
 def force_eager(holder: object) -> None:
     """Compiled functions run as plain PyTorch: compiled code has no second derivative."""
-    eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
+    compiler, name = sys.modules[_versions.COMPILER].__dict__, _versions.STANCE
     if stance.ours is None:
         _needed.check("torch.compile beside hodiff")
         # As by `torch.compiler.set_stance`, which takes as long as all that is switched beside it.
-        stance.ours = eval_frame.DynamoStance("force_eager")
+        stance.ours = compiler["DynamoStance"]("force_eager")
     stance.holders[holder] = None
-    if eval_frame._stance is not stance.ours:
-        stance.theirs, eval_frame._stance = eval_frame._stance, stance.ours
+    if compiler[name] is not stance.ours:
+        stance.theirs, compiler[name] = compiler[name], stance.ours
 
 
 def as_compiled(holder: object) -> None:
     """The last holder puts it back."""
-    eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
+    compiler, name = sys.modules[_versions.COMPILER].__dict__, _versions.STANCE
     holders = stance.holders
     last = not holders or holders == {holder: None}
     # First of all: behind the other step an interrupt would leave it for good.
-    if last and stance.ours is not None and eval_frame._stance is stance.ours:
-        eval_frame._stance = stance.theirs
+    if last and stance.ours is not None and compiler[name] is stance.ours:
+        compiler[name] = stance.theirs
     if holder in holders:
         del holders[holder]
 
@@ -305,7 +302,7 @@ def _no_cudnn(undo: Undo) -> None:
     torch.backends.cudnn.enabled = False
 
 
-eager = Counted(_eager, needs="torch._dynamo.eval_frame")
+eager = Counted(_eager, needs=_versions.COMPILER)
 no_cudnn = Counted(_no_cudnn)
 
 
@@ -316,11 +313,8 @@ no_cudnn = Counted(_no_cudnn)
 # nobody else use PyTorch's.
 
 
-M = TypeVar("M", bound=TorchFunctionMode | TorchDispatchMode)
 Context = AbstractContextManager[Any]
-_torch: Any = torch._C
-_Inference: Any = _torch._InferenceMode
-"""A guard: from when it is made until it goes, or `__exit__` in C: it puts back inference mode and grad mode."""
+M = TypeVar("M", bound=Context)
 
 
 def records() -> bool:
@@ -330,7 +324,7 @@ def records() -> bool:
 
 def recording() -> Context:
     """The state in which operations are recorded, whatever the caller's modes are. It begins when this is called."""
-    return _Inference(False)
+    return _versions.inference(False)
 
 
 def record(undo: Undo) -> None:
@@ -342,17 +336,17 @@ def record(undo: Undo) -> None:
             guard.__exit__(None, None, None)
 
     undo += [InTime(leave)]
-    guards.append(_Inference(False))
+    guards.append(_versions.inference(False))
 
 
 def grad_mode(on: bool) -> Context:
     """Whether operations are recorded, under the caller's inference mode. It begins when this is called."""
-    forward, threads = _torch._is_fwd_grad_enabled(), _torch._is_multithreading_enabled()
-    guard = _Inference(torch.is_inference_mode_enabled())
+    forward, threads = _versions.forward_mode_on(), _versions.multithreading_on()
+    guard = _versions.inference(torch.is_inference_mode_enabled())
     try:
-        _torch._set_grad_enabled(on)
-        _torch._set_fwd_grad_enabled(forward)
-        _torch._set_multithreading_enabled(threads)
+        _versions.set_grad_enabled(on)
+        _versions.set_forward_mode(forward)
+        _versions.set_multithreading(threads)
     except BaseException:
         guard.__exit__(None, None, None)
         raise
@@ -387,7 +381,7 @@ def _set_autocast(device: str, dtype: torch.dtype, enabled: bool) -> None:
 
 def on(mode: M) -> Scope[M]:
     """A mode of our own that sees each operation: it is on the stack within the block, and gone after it."""
-    if isinstance(mode, TorchDispatchMode):
+    if isinstance(mode, _versions.DispatchMode):
         return Scope(partial(_push_operations, mode))
     return Scope(partial(push_calls, mode))
 
@@ -401,8 +395,8 @@ def push_calls(mode: M, undo: Undo) -> M:
 
 def those_on(kind: type[M]) -> list[M]:
     """The modes of a kind that see calls at this moment."""
-    depths = range(_torch._len_torch_function_stack())
-    return [mode for mode in map(_torch._get_function_stack_at, depths) if isinstance(mode, kind)]
+    depths = range(_versions.count_of_modes())
+    return [mode for mode in map(_versions.mode_at, depths) if isinstance(mode, kind)]
 
 
 class _Absent(threading.local):
@@ -415,29 +409,29 @@ absent = _Absent()
 
 def take_off(mode: Any) -> None:
     """Take a mode off the stack of those that see calls, wherever on it; the next call looks for one not there."""
-    depth = _torch._len_torch_function_stack()
-    at = next((at for at in range(depth) if _torch._get_function_stack_at(at) is mode), depth)
+    depth = _versions.count_of_modes()
+    at = next((at for at in range(depth) if _versions.mode_at(at) is mode), depth)
     if at == depth:
         absent.modes += (weakref.ref(mode),)
-    modes = [_torch._pop_torch_function_stack() for _ in range(at, depth)]
+    modes = [_versions.pop_mode() for _ in range(at, depth)]
     for other in modes[-2::-1]:
-        _torch._push_on_torch_function_stack(other)
+        _versions.push_mode(other)
 
 
 def _flags() -> dict[str, bool]:
     """Whether a mode that sees operations is on, as PyTorch keeps it in Python: for the process, not for a thread."""
-    return {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+    return {name: value for name, value in _versions.flags_of_modes.items() if name.startswith("_is_in_")}
 
 
 _TOLD = {
-    f"_is_in_any_mode_{name}": vars(_python_dispatch)[f"set_is_in_mode_{name}"]
+    f"_is_in_any_mode_{name}": _versions.flags_of_modes[f"set_is_in_mode_{name}"]
     for name in ("without_ignore_compile_internals",)
-    if f"set_is_in_mode_{name}" in vars(_python_dispatch)
+    if f"set_is_in_mode_{name}" in _versions.flags_of_modes
 }
 
 
 def _tell(flags: dict[str, bool]) -> None:
-    _python_dispatch.__dict__.update(flags)
+    _versions.flags_of_modes.update(flags)
     for name, told in _TOLD.items():
         told(flags[name])
 
@@ -452,11 +446,11 @@ _flagged = Counted(_keep_flags)
 
 def _push_operations(mode: M, undo: Undo) -> M:
     _flagged.enter(undo)
-    depth, flags = _torch._len_torch_dispatch_stack(), _flags()
+    depth, flags = _versions.count_below(), _flags()
 
     def leave() -> None:
-        while _torch._len_torch_dispatch_stack() > depth:
-            _torch._pop_torch_dispatch_stack(None)
+        while _versions.count_below() > depth:
+            _versions.pop_below(None)
         if depth:
             _tell(flags)
 
@@ -474,7 +468,7 @@ def take_off_absent() -> None:
     absent.modes = ()
 
 
-class DispatchMode(TorchDispatchMode):
+class DispatchMode(_versions.DispatchMode):
     """A `TorchDispatchMode` whose handler the tracer (Dynamo) leaves alone, by a mark on its code.
 
     The base class puts `torch.compiler.disable` around it, which imports Dynamo when a mode sees its first operation:
@@ -534,7 +528,7 @@ def _is_apart(value: Any) -> bool:
 
 def tracing() -> bool:
     """Whether PyTorch follows what runs, with stand-ins for values: Dynamo, `torch.export`, `make_fx`."""
-    mode = _python_dispatch._get_current_dispatch_mode()
+    mode = _versions.mode_below()
     return mode is not None and mode.is_infra_mode()
 
 

@@ -23,22 +23,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import HigherOrderOperator, _higher_order_ops
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _call, _messages, _near_zero, _needed, _settings
+from hodiff._core import _call, _messages, _near_zero, _needed, _settings, _versions
 from hodiff._core._settings import tracing
 from hodiff.errors import GraphError
 
 __all__ = [
     "TAKEN_FOR_CONSTANTS",
+    "WRITTEN_OUT",
     "ExactNorms",
-    "batch_norm",
-    "instance_norm",
-    "layer_norm",
     "named_by_torch",
-    "power",
-    "weight_norm",
 ]
 
 
@@ -173,7 +168,7 @@ def _spellings(name: str) -> Iterator[Callable[..., Any]]:
 
 
 _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
-    torch._weight_norm: weight_norm,  # pyright: ignore[reportPrivateImportUsage] - what nn's weight_norm calls
+    _versions.weight_norm: weight_norm,  # what nn's weight_norm calls
     **dict.fromkeys(_spellings("logcumsumexp"), logcumsumexp),
     **dict.fromkeys(_spellings("prod"), _near_zero.prod),
     **dict.fromkeys(_spellings("cumprod"), _near_zero.cumprod),
@@ -425,6 +420,20 @@ def named_by_torch(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 _NUMPYS = {"axis": "dim", "keepdims": "keepdim"}
 
 
+WRITTEN_OUT: dict[str, Callable[..., Any]] = {
+    "_weight_norm": weight_norm,
+    "layer_norm": layer_norm,
+    "batch_norm": batch_norm,
+    "instance_norm": instance_norm,
+    "pow": power,
+    "prod": _near_zero.prod,
+    "cumprod": _near_zero.cumprod,
+    "sinc": _near_zero.sinc,
+    "det": _near_zero.det,
+}
+"""By name, from their definitions: what has a derivative of PyTorch's that is wrong at some order."""
+
+
 # --- operators that take functions ------------------------------------------------------------------------------------
 # PyTorch traces what such an operator runs, to lift what its functions capture into arguments. Where nothing is
 # traced (compiled functions run as they are, or a mode sees each operation) it takes what they capture for constants,
@@ -445,9 +454,7 @@ def _refused(name: str, *args: Any, **kwargs: Any) -> Any:
 
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:
     _needed.check("flex_attention inside hodiff")
-    from torch._higher_order_ops.flex_attention import math_attention
-
-    return math_attention(*args, **kwargs)
+    return _versions.plain_flex_attention()(*args, **kwargs)
 
 
 DEFINITIONS: dict[str, Callable[..., Any]] = {
@@ -462,17 +469,17 @@ def _as_they_are() -> bool:
     return tracing()
 
 
-def _seen(operator: HigherOrderOperator, mode: ExactNorms, *args: Any, **kwargs: Any) -> Any:
+def _seen(operator: Any, mode: ExactNorms, *args: Any, **kwargs: Any) -> Any:
     """An operator under a mode that sees what its functions call as well."""
     if _as_they_are():
         return operator(*args, **kwargs)
     with _settings.on(mode):
-        return operator.dispatch(None, *args, **kwargs)  # type: ignore[arg-type]
+        return operator.dispatch(None, *args, **kwargs)
 
 
 def _instead(theirs: Callable[..., Any], definition: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
     """An operator's own way, or what stands for it where a call of hodiff runs and nothing is traced."""
-    node = torch._C._current_autograd_node()
+    node = _versions.node_at_hand()
     if _as_they_are() or (node is not None and "AutogradOp" in node.name()):
         return theirs(key, *args, **kwargs)  # in the backward pass of such an operator nothing is captured
     return definition(*args, **kwargs)
@@ -480,7 +487,7 @@ def _instead(theirs: Callable[..., Any], definition: Callable[..., Any], key: An
 
 def of_operators() -> Iterator[tuple[dict[str, Any], str, Any, None]]:
     """For `_hooks.WHILE_CALLS`, what stands in the operators' way."""
-    for name in DEFINITIONS.keys() & _higher_order_ops.keys():  # `switch` is new in 2.15
-        operator: Any = _higher_order_ops[name]
+    for name in DEFINITIONS.keys() & _versions.OPERATORS.keys():  # `switch` is new in 2.15
+        operator: Any = _versions.OPERATORS[name]
         _TOLD[operator] = functools.partial(_seen, operator)
         yield vars(operator), "dispatch", functools.partial(_instead, operator.dispatch, DEFINITIONS[name]), None

@@ -18,7 +18,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import repeat, starmap
-from types import CellType, FrameType, FunctionType
+from operator import attrgetter
+from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any, Literal
 
 import torch
@@ -27,26 +28,34 @@ from torch import Tensor
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction, once_differentiable
-from torch.nn.utils import stateless
+from torch.nn.utils import parametrize, stateless
 from torch.overrides import has_torch_function
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils import _python_dispatch, checkpoint
 
 from hodiff._core import _needed
 from hodiff._core._needed import NEWEST, OLDEST, RELEASE
 from hodiff.errors import HodiffError
 
 __all__ = [
-    "BATCHED_KEY",
     "CLAMPED",
+    "DYNAMO",
     "GROUPS_HEADS",
     "LARGEST",
+    "count_below",
     "dense",
+    "hooks_on",
+    "is_batched",
+    "is_in_a_batch_of_passes",
+    "is_wrapped",
+    "levels_entered",
     "load_forward_mode",
     "mend_from_local",
+    "pass_at_hand",
     "received",
     "reduction",
     "schema_of",
+    "transforms",
+    "unwrapped",
 ]
 
 levels: Any = torch._C if RELEASE < (2, 13) else sys.modules["torch._functorch.predispatch"]
@@ -96,7 +105,52 @@ def public(
 
 
 _torch: Any = torch._C
+node_at_hand: Callable[[], Any] = _torch._current_autograd_node
+"""The node whose backward runs in this thread; None outside of any."""
+ACCUMULATE: type = _torch._functions.AccumulateGrad
+weight_norm: Any = torch._weight_norm  # pyright: ignore[reportPrivateImportUsage]
+lacks_memory: Callable[[Any], bool] = Tensor._is_zerotensor
+"""Whether a tensor is one of zeros that stand nowhere, which no operation may write to."""
+REPLICATED_BY = "torch.distributed._composable.replicate"
+without_modes = _python_dispatch._disable_current_modes
+"""A block that no mode sees."""
+DYNAMO = "torch._dynamo"
+"""The package that compiles; it takes seconds to load, and is not loaded before it is used."""
+COMPILER, STANCE = "torch._dynamo.eval_frame", "_stance"
+"""Where it keeps whether compiled functions run as they are, and under which name."""
+
+# The state of a thread. PyTorch's own contexts set the same, in Python, where an interrupt may come between.
+inference: Any = _torch._InferenceMode
+"""A guard: from when it is made until it goes, or `__exit__` in C: it puts back inference mode and grad mode."""
+set_grad_enabled: Callable[[bool], None] = _torch._set_grad_enabled
+forward_mode_on: Callable[[], bool] = _torch._is_fwd_grad_enabled
+"""Whether tangents are carried: not in the forward of a Function."""
+set_forward_mode: Callable[[bool], None] = _torch._set_fwd_grad_enabled
+multithreading_on: Callable[[], bool] = _torch._is_multithreading_enabled
+set_multithreading: Callable[[bool], None] = _torch._set_multithreading_enabled
+
+# The modes that see calls, from the outermost on; below them those that see operations.
+count_of_modes: Callable[[], int] = _torch._len_torch_function_stack
+mode_at: Callable[[int], Any] = _torch._get_function_stack_at
+pop_mode: Callable[[], Any] = _torch._pop_torch_function_stack
+push_mode: Callable[[Any], None] = _torch._push_on_torch_function_stack
+count_below: Callable[[], int] = _torch._len_torch_dispatch_stack
+pop_below: Callable[[None], Any] = _torch._pop_torch_dispatch_stack
+mode_below: Callable[[], Any] = _python_dispatch._get_current_dispatch_mode
+"""The innermost of those."""
+DispatchMode: Any = _python_dispatch.TorchDispatchMode
+flags_of_modes: Any = vars(_python_dispatch)
+"""Whether any is on, as PyTorch keeps it in Python: for the process, not for a thread."""
+
+FUNCTIONAL_CALL = stateless._functional_call.__code__
+"""What runs a module for `torch.func.functional_call`."""
+parametrizations: Any = vars(parametrize)
+CACHE = "_cache"
+"""Where `parametrize.cached()` keeps what it has computed, for all threads, and under which name."""
+forward, LEVEL = vars(forward_ad), "_current_level"
+"""Where PyTorch keeps the level of forward mode that is on, below 0 where none is, and under which name."""
 autocasts = _torch._is_any_autocast_enabled  # for some kind of device
+_dynamo: Any = _torch._dynamo
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -122,6 +176,27 @@ def mapped(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequen
 
 levels_entered: Callable[[], int] = _functorch.get_dynamic_layer_stack_depth
 """How many levels of `torch.func` are on."""
+
+transforms: Callable[[], Any] = _functorch.get_interpreter_stack
+"""Those, from the outermost on; None without any."""
+
+is_batched: Callable[[Tensor], bool] = _functorch.is_batchedtensor
+"""Whether `torch.vmap` hides a dimension of a tensor."""
+
+is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+"""Whether a transform of `torch.func` hides the values of a tensor, as `vmap` does."""
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """A tensor without what `torch.func` has wrapped around it: its graph has all that the transforms record."""
+    while is_wrapped(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def pass_at_hand() -> int:
+    """The number of the pass that runs in this thread; -1 outside of any."""
+    return _torch._current_graph_task_id()
 
 
 def set_aside_levels(undo: list[Callable[[], object]]) -> None:
@@ -178,6 +253,11 @@ def remember_in_thread(key: str, value: object) -> None:
     _torch._stash_obj_in_tls(key, value)
     if sys.getrefcount(value) == references:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+is_remembered: Callable[[str], bool] = _torch._is_key_in_tls
+remembered: Callable[[str], Any] = _torch._get_obj_in_tls
+"""What was, also in the engine's threads of a pass that the thread began. Where nothing was, a RuntimeError."""
 
 
 def dense(x: Any) -> Any:
@@ -272,8 +352,37 @@ def _key(name: str) -> Any:
 
 
 KERNEL_KEY = _key(KERNEL_KEY_NAME)
-BATCHED_KEY = _key("Batched")
-"""That of PyTorch's older `vmap`, by which `is_grads_batched` goes."""
+_BATCHED_KEY = _key("Batched")
+
+
+is_included: Callable[[Any], bool] = bool if KERNEL_KEY is None else _torch._dispatch_tls_is_dispatch_key_included
+"""Whether a thread has what stands under a key."""
+include: Callable[..., object] = bool if KERNEL_KEY is None else _torch._dispatch_tls_set_dispatch_key_included
+"""Give it to a thread, or take it away."""
+
+
+def library(namespace: str, home: str) -> Any:
+    """What stands under our key, for the operations of one namespace."""
+    return _torch._dispatch_library("IMPL", namespace, KERNEL_KEY_NAME, home, 0)
+
+
+def key_left_out(key: Any) -> Any:
+    """A block in which a thread does not have what stands under a key. It begins when it is entered."""
+    return _torch._ExcludeDispatchKeyGuard(_torch.DispatchKeySet(key))
+
+
+def is_in_a_batch_of_passes(x: Any) -> bool:
+    """Whether a tensor is of PyTorch's older `vmap`, that of `is_grads_batched`."""
+    return _BATCHED_KEY is not None and isinstance(x, Tensor) and _torch._dispatch_keys(x).has(_BATCHED_KEY)
+
+
+OPERATORS: dict[str, Any] = _ops._higher_order_ops
+"""PyTorch's operators that take functions, by their names."""
+
+
+def plain_flex_attention() -> Any:
+    """The definition of `flex_attention`, in operations that have derivatives of every order."""
+    return sys.modules["torch._higher_order_ops.flex_attention"].math_attention
 
 
 def key_is_taken() -> bool:
@@ -283,9 +392,16 @@ def key_is_taken() -> bool:
 
 def let_higher_order_operators_pass() -> None:
     """Make the key no concern of PyTorch's operators that take functions, now and to come."""
-    for operator in _ops._higher_order_ops.values():
+    for operator in OPERATORS.values():
         operator.fallthrough(KERNEL_KEY)
     _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(KERNEL_KEY)
+
+
+def skip(code: CodeType) -> None:
+    """Let Dynamo run a function as it is, with all below. 2.13 to 2.15: its own `skip_code` does so for one frame."""
+    strategy = _dynamo.eval_frame._FrameExecStrategy
+    action = _dynamo.eval_frame._FrameAction.SKIP
+    _dynamo.eval_frame.set_code_exec_strategy(code, strategy(action, action))
 
 
 # --- what nodes tell under private names ------------------------------------------------------------------------------
@@ -331,7 +447,7 @@ def _read(node: Node, name: str) -> Any:
     theirs = sys.gettrace() if profiled else None
     public = name.removeprefix("_raw_" if isinstance(node, BackwardCFunction) else "_raw")
     fault = kept = None
-    with _disable_current_modes(), _reading:  # modes are Python code, too, and no hooks
+    with without_modes(), _reading:  # modes are Python code, too, and no hooks
         collects = gc.isenabled()
         try:
             gc.disable()  # a collection calls finalizers, which are not to be stopped
@@ -350,8 +466,19 @@ def _read(node: Node, name: str) -> Any:
     return tuple(map(_Read, kept)) if isinstance(kept, (tuple, list)) else _Read(kept, error=fault)
 
 
+RAW = "_raw_saved_"
+"""What begins the names under which nodes show what they saved, packed."""
+
 look = _read if RELEASE < (2, 12) else getattr
 """For "_raw_saved_x" its `data`, its `unpack_hook` (2.8 to 2.11: one of the same code), and `unpack()`."""
+
+
+def kept(node: Node, name: str) -> Any:
+    """What a node has saved under a name: the one prefix that PyTorch documents (autograd mechanics). Names change.
+
+    Those that are read here are proved by `LOOKS`; who else asks holds it against a pass.
+    """
+    return getattr(node, f"_saved_{name}")
 
 
 def saved(node: Node, name: str) -> Any:
@@ -399,12 +526,11 @@ def _is_kept(raw: Any) -> bool:
 
 def scales_by_frequency(node: Node) -> bool:
     """Whether the node of an embedding scales gradients by how often a row was used."""
-    return node._saved_scale_grad_by_freq
+    return kept(node, "scale_grad_by_freq")
 
 
-def is_training(node: Node) -> bool:
-    """Whether the node of a batch norm took the statistics of its batch."""
-    return node._saved_training
+is_training = attrgetter("_saved_training")
+"""Whether the node of a batch norm took the statistics of its batch."""
 
 
 def weight(node: Node) -> Node | None:
@@ -415,27 +541,27 @@ def weight(node: Node) -> Node | None:
 def lacks_weight(node: Node) -> bool:
     """Whether a norm has a bias, and nothing to multiply by: PyTorch's second derivative by the bias is then zero."""
     (weight, _), (bias, _) = node.next_functions[1:3]
-    return weight is None and bias is not None and node._saved_weight is None
+    return weight is None and bias is not None and kept(node, "weight") is None
 
 
 def was_training(node: Node) -> bool:
     """Whether the node of a batch norm's gradient is that of a norm by the statistics of its batch."""
-    return node._saved_train
+    return kept(node, "train")
 
 
 def argument(node: Node) -> Tensor:
     """What the node of a function of one tensor has kept of its argument."""
-    return node._saved_self
+    return kept(node, "self")
 
 
 def factors(node: Node) -> list[Tensor]:
     """What the node of a product has multiplied, or divided by; nothing of another reduction."""
     if node.__class__.__name__ not in ("ScatterReduceBackward0", "IndexReduceBackward0"):
-        return [node._saved_other if node.__class__.__name__ == "DivBackward0" else node._saved_self]
-    if node._saved_reduce != "prod":
+        return [kept(node, "other") if node.__class__.__name__ == "DivBackward0" else kept(node, "self")]
+    if kept(node, "reduce") != "prod":
         return []
     by_index = node.__class__.__name__ == "IndexReduceBackward0"
-    return [node._saved_self, node._saved_source if by_index else node._saved_src]
+    return [kept(node, "self"), kept(node, "source") if by_index else kept(node, "src")]
 
 
 def underflows(node: Node) -> bool:
@@ -443,10 +569,10 @@ def underflows(node: Node) -> bool:
 
     PyTorch's derivatives are the result divided by the factors.
     """
-    kept = saved(node, "_raw_saved_result")
+    kept = saved(node, RAW + "result")
     if kept.unpack_hook is not None or not _has_numbers(kept):
         return False
-    with _disable_current_modes():  # it is we who look, not `f`
+    with without_modes():  # it is we who look, not `f`
         least = torch.finfo(kept.data.dtype).tiny
         return bool((kept.data.abs() < least).any()) and any(
             bool(((x != 0) & (x.abs() < least**0.5)).any()) for x in factors(node)
@@ -463,7 +589,7 @@ def rounds_rows(node: Node) -> bool | None:
     The kernel takes softmax anew as exp(S - lse), and lse = -1e9 + log N has no digit left of log N: each weight is 1
     in place of 1/N. None: it cannot be seen, for an activation checkpoint (or another hook) packed it.
     """
-    mask, kept = saved(node, "_raw_saved_attn_mask"), saved(node, "_raw_saved_logsumexp")
+    mask, kept = saved(node, RAW + "attn_mask"), saved(node, RAW + "logsumexp")
     if mask.unpack_hook is not None:
         return None
     if mask.data is None or kept.data is None:  # no mask; or the graph was freed, which the pass will say
@@ -475,12 +601,12 @@ def rounds_rows(node: Node) -> bool | None:
 
 def is_singular(node: Node) -> bool:
     """Whether a node of det has a determinant that came out as 0, or may have: a hook packed it."""
-    kept = saved(node, "_raw_saved_result")
+    kept = saved(node, RAW + "result")
     if kept.unpack_hook is not None:
         return True
     if not _has_numbers(kept):  # a tracer's; or the graph was freed
         return False
-    with _disable_current_modes():  # it is we who look, not `f`
+    with without_modes():  # it is we who look, not `f`
         return bool((kept.data == 0).any())
 
 
@@ -489,10 +615,10 @@ def power(node: Node) -> tuple[Tensor, Tensor, bool] | None:
 
     None also where the graph was freed, which the pass will say, and where a tracer keeps the numbers.
     """
-    kept = saved(node, "_raw_saved_exponent")
-    if node.next_functions[1][0] is None or (kept.unpack_hook is None and not _has_numbers(kept)):
+    raw = saved(node, RAW + "exponent")
+    if node.next_functions[1][0] is None or (raw.unpack_hook is None and not _has_numbers(raw)):
         return None
-    return node._saved_self, node._saved_exponent, node.next_functions[0][0] is not None
+    return kept(node, "self"), kept(node, "exponent"), node.next_functions[0][0] is not None
 
 
 def has_numbers(x: Any) -> bool:
@@ -508,31 +634,31 @@ def _has_numbers(kept: Any) -> bool:
 
 def determinant(node: Node) -> tuple[Tensor, Tensor, Tensor]:
     """What a node of det has kept: the matrix, its pivots, and its determinant."""
-    return node._saved_A, node._saved_LU.diagonal(dim1=-2, dim2=-1), node._saved_result
+    return kept(node, "A"), kept(node, "LU").diagonal(dim1=-2, dim2=-1), kept(node, "result")
 
 
 def spectrum(node: Node) -> tuple[Tensor, bool, int]:
     """The values that a decomposition has kept, whether it divides by them, and which result they are."""
     if node.__class__.__name__ == "LinalgSvdBackward0":
-        return node._saved_S, node._saved_U.shape[-2] != node._saved_Vh.shape[-1], 1
-    return node._saved_eigenvalues, False, 0
+        return kept(node, "S"), kept(node, "U").shape[-2] != kept(node, "Vh").shape[-1], 1
+    return kept(node, "eigenvalues"), False, 0
 
 
 def norm_of(node: Node) -> tuple[float, Tensor]:
     """The power that the node of a norm takes, and of what."""
     if node.__class__.__name__ == "DistBackward0":
-        return node._saved_p, node._saved_self - node._saved_other
-    return _power_of(node), node._saved_self
+        return kept(node, "p"), kept(node, "self") - kept(node, "other")
+    return _power_of(node), kept(node, "self")
 
 
 def _power_of(node: Node) -> float:
-    return node._saved_ord if node.__class__.__name__.startswith("Linalg") else node._saved_p
+    return kept(node, "ord") if node.__class__.__name__.startswith("Linalg") else kept(node, "p")
 
 
 def root_of(node: Node) -> tuple[float, Tensor]:
     """The power of a norm, 2 for a square root, and its value."""
     square = node.__class__.__name__ in ("SqrtBackward0", "HypotBackward0")
-    return 2.0 if square else _power_of(node), node._saved_result
+    return 2.0 if square else _power_of(node), kept(node, "result")
 
 
 _LOSSES = {
@@ -548,15 +674,10 @@ def reduction(value: Tensor) -> tuple[Literal["mean", "sum"] | None, torch.Size 
     node = value.grad_fn
     kind = type(node).__name__
     if kind in _LOSSES:
-        return ("mean" if node._saved_reduction == 1 else "sum"), None  # pyright: ignore
+        return ("mean" if kept(node, "reduction") == 1 else "sum"), None  # pyright: ignore
     if kind in _MEANS or kind in _SUMS:
-        return ("mean" if kind in _MEANS else "sum"), torch.Size(node._saved_self_sym_sizes)  # pyright: ignore
+        return ("mean" if kind in _MEANS else "sum"), torch.Size(kept(node, "self_sym_sizes"))  # pyright: ignore
     return None, None
-
-
-def kept(node: Node, name: str) -> Any:
-    """What a node has saved under a name. Not proved: who asks holds it against a pass."""
-    return getattr(node, f"_saved_{name}")
 
 
 def received(node: Node) -> Iterator[tuple[tuple[Any, ...], torch.dtype]]:
@@ -573,8 +694,8 @@ class _RawSaved(dict[type, tuple[str, ...]]):
 
     def __missing__(self, kind: type) -> tuple[str, ...]:
         if issubclass(kind, BackwardCFunction):
-            return ("_raw_saved_tensors",)
-        self[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+            return (RAW + "tensors",)
+        self[kind] = tuple(name for name in dir(kind) if name.startswith(RAW))
         return self[kind]
 
 
@@ -704,7 +825,7 @@ def _checkpoints_are_told() -> bool:
 
 def _swaps_are_told() -> bool:
     """Whether `torch.func.functional_call` runs a module in a frame that says which, swapped by the name we take."""
-    code = stateless._functional_call.__code__
+    code = FUNCTIONAL_CALL
     told = "_functional_call" in torch.func.functional_call.__code__.co_names and code.co_varnames[0] == "module"
     return told and "_reparametrize_module" in code.co_names
 
@@ -734,7 +855,7 @@ _INDICES, _ROWS = torch.tensor([[0, 1, 2, 3]], device="cpu"), torch.tensor([0, 4
 GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "NativeLayerNormBackwardBackward0": lambda x: _gradient(F.layer_norm(x, (4,)).sin(), x),
     "NativeBatchNormBackwardBackward0": lambda x: _gradient(F.batch_norm(x, None, None, training=True).sin(), x),
-    "WeightNormInterfaceBackward0": lambda x: torch._weight_norm(x, x[:, :1], 0),  # pyright: ignore[reportPrivateImportUsage]
+    "WeightNormInterfaceBackward0": lambda x: weight_norm(x, x[:, :1], 0),
     "SparseCooTensorWithDimsAndTensorsBackward0": lambda x: torch.sparse_coo_tensor(
         _INDICES, x[0], (4,), device="cpu", check_invariants=False
     ),
@@ -884,7 +1005,7 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
         and [getattr(part, "shape", part) for part in power((x ** x[0]).grad_fn) or ()] == [x.shape, x.shape[1:], True]
     ),
     "what a write to a view hides": lambda x: any(
-        node.__class__.__name__ == "PowBackward1" and bool((node._saved_exponent == -1).all())
+        node.__class__.__name__ == "PowBackward1" and bool((kept(node, "exponent") == -1).all())
         for node in _below(_gradient(_raised(x), x))
     ),
     "of what a determinant was taken": lambda x: (

@@ -27,6 +27,7 @@ from hodiff.curvature._losses import (
     LossAtOutputs,
     OuterProducts,
     check_loss,
+    is_of_torch,
     likelihood_names,
     loss_at_outputs,
     recorded_curvature,
@@ -303,7 +304,7 @@ def _is_loss(value: Any) -> bool:
     """Whether it is one of PyTorch's losses: a module, or a function such as `F.mse_loss`."""
     if getattr(value, "__module__", "") == "torch.nn.functional":
         return any(word in value.__name__ for word in ("loss", "entropy", "kl_div"))
-    return isinstance(value, nn.modules.loss._Loss)
+    return is_of_torch(value)
 
 
 # --- `GaussNewtonOperator`: the part of a Hessian that comes from the loss --------------------------------------------

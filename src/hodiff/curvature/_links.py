@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _settings
+from hodiff._core import _arguments, _settings, _versions
 from hodiff._core._vectors import Leaves, Vectors
 from hodiff.curvature._krylov import listed, norms, number, spread
 from hodiff.curvature._operator import LinearOperator
@@ -221,7 +221,7 @@ class Scale:
 
     def met(self, vectors: Tensor) -> list[float]:
         """The largest of each before in this pass; these count from now on."""
-        now = torch._C._current_graph_task_id()
+        now = _versions.pass_at_hand()
         sizes = listed(norms(vectors.double()))
         if now != self._pass:
             self._pass = now
@@ -244,7 +244,7 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *v: Tensor) -> tuple[Any, ...]:
         chain, residual = ctx.chain, ctx.saved_tensors
-        if any(map(torch._C._functorch.is_batchedtensor, v)):  # pyright: ignore[reportAttributeAccessIssue]
+        if any(map(_versions.is_batched, v)):
             raise InputError(
                 f"{chain.system.name}: the backward pass solves a linear system, which torch.vmap "
                 f"cannot batch. Use hodiff.jacobian or hodiff.hessian, which then take one vector "

@@ -190,11 +190,16 @@ def _lines(parts: Leaves, leading: int) -> Tensor:
     return torch.cat(lines, -1).double()
 
 
+def is_of_torch(loss: Any) -> bool:
+    """Whether it is one of PyTorch's modules of losses, or of a class that is made of one."""
+    return any(cls.__module__ == "torch.nn.modules.loss" for cls in type(loss).__mro__)
+
+
 def check_loss(loss: Any, batch_weight: Any) -> None:
     """Raise unless the loss is a function, or one of the modules whose Hessian is known."""
     if isinstance(loss, type):
         raise InputError(f"loss: got the class {loss.__name__}; give an instance of it.")
-    if isinstance(loss, nn.modules.loss._Loss):
+    if is_of_torch(loss):
         if type(loss) not in LIKELIHOODS:  # a subclass computes what it likes
             takes = list(inspect.signature(loss.forward).parameters)
             more = ["outputs", "batch[1]"] if len(takes) == 2 else [*takes[:1], *(f"... {name}" for name in takes[1:])]

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _nodes, _settings, _tree
+from hodiff._core import _arguments, _call, _nodes, _settings, _tree, _versions
 from hodiff._core._vectors import Vectors, near, sum_dtype
 from hodiff.curvature._krylov import (
     GMRES,
@@ -405,7 +405,7 @@ def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vector
     """Vectors as rows, a single one flat, in the precision of sums; spelling and largest entries."""
     given = b if isinstance(b, Vectors) else operator._domain.parse(b, name)
     rows = flat_rows(operator, given).detach()
-    if torch._C._functorch.is_batchedtensor(rows):  # pyright: ignore[reportAttributeAccessIssue]
+    if _versions.is_batched(rows):
         raise InputError(
             f"{name} is batched by torch.vmap, but solve looks at values. Call it once, outside: K "
             f"right-hand sides are columns (D, K), and an operator with batch_ndim=1 holds one "

@@ -232,8 +232,11 @@ def culprits(where: Where) -> str:
     return f" In training mode: {', '.join(changed[:4])}." if changed else ""
 
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def _varies(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    if isinstance(module, BATCH_NORMS):
         return True
     rate = getattr(module, "p", getattr(module, "dropout", 0.0))
     return isinstance(rate, float) and rate > 0
@@ -252,7 +255,7 @@ def buffers_of(where: Where) -> list[Tensor]:
 
 
 def _uses_buffers(module: nn.Module) -> bool:
-    return not (module.training and isinstance(module, nn.modules.batchnorm._NormBase))
+    return not (module.training and "track_running_stats" in module.__dict__)
 
 
 def warn_buffers(odd: Sequence[int]) -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _reverse, _settings
-from hodiff._core._call import is_wrapped
 from hodiff._core._faults import is_fault
 from hodiff._core._settings import RandomState
 from hodiff._core._vectors import Space, check_generator, draw
+from hodiff._core._versions import is_wrapped
 from hodiff.calculus import _directional
 from hodiff.errors import GraphError, InputError
 from hodiff.fields._field import FieldCall, choose, push, released

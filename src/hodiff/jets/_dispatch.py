@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _substitutes, _tree
-from hodiff._core._call import is_wrapped
+from hodiff._core import _substitutes, _tree, _versions
 from hodiff._core._faults import is_fault
 from hodiff._core._loans import memory_of
 from hodiff.errors import HodiffError
@@ -34,7 +33,7 @@ from hodiff.jets._jet import (
     value_of,
     wrap,
 )
-from hodiff.jets._series import Expansion, inside, is_hidden, surroundings
+from hodiff.jets._series import Expansion, as_tensors, inside, is_hidden, set_grad_enabled, surroundings
 
 _FLAGS = {"requires_grad": True, "is_leaf": False, "grad": None, "_grad": None, "retains_grad": False}
 
@@ -66,7 +65,7 @@ def _refuse_hidden() -> None:
 
 
 def _metadata(func: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_tensors():
         return func(*args, **kwargs)
 
 
@@ -142,11 +141,11 @@ def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, k
     inside.rules += 1
     try:
         if not expansion.record:
-            torch._C._set_grad_enabled(False)
+            set_grad_enabled(False)
         result = _applied(rule, name, func, expansion, args, kwargs)
     finally:
         inside.rules -= 1
-        torch._C._set_grad_enabled(recording)
+        set_grad_enabled(recording)
     if expansion.counter is not None and result is not NotImplemented:
         expansion.counter.count(name, rule.kind, time.perf_counter() - start)
     if rule.kind in _FRESH and name != "einsum":  # of one operand it may be a view
@@ -174,11 +173,7 @@ def _with_shares(result: Any, args: Any, kwargs: Any) -> Any:
 
 def _memory(value: Any) -> int:
     """Where the value of a jet, or a tensor, lies; below a `vmap` around the call."""
-    wrappers: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    value = value_of(value)
-    while is_wrapped(value):
-        value = wrappers.get_unwrapped(value)
-    return memory_of(value)
+    return memory_of(_versions.unwrapped(value_of(value)))
 
 
 def _applied(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
@@ -255,10 +250,13 @@ def _without_rule(name: str, func: Any, expansion: Expansion, args: Any, kwargs:
     return _run(JetRule("fallback", RULES.fallback), name, func, expansion, args, kwargs)
 
 
+_HOMES = {f.__module__ for f in (torch.nn.functional.relu, torch.functional.einsum, Tensor.norm)}
+
+
 @functools.cache
 def _body(func: types.FunctionType) -> Callable[..., Any] | None:
     """A function of `torch` as a copy that does not look for overrides again; the original is not touched."""
-    if func.__module__ not in ("torch.nn.functional", "torch.functional", "torch._tensor"):
+    if func.__module__ not in _HOMES:
         return None
     never = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
     copy = types.FunctionType(

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from hodiff._core._substitutes import TAKEN_FOR_CONSTANTS
 from hodiff.errors import GraphError
-from hodiff.jets._series import Expansion, Series
+from hodiff.jets._series import Expansion, Series, without_data
 
 # --- operations: their names, their rules, the errors where none is -------------------------------
 # Rules are kept by name, since one operation has several functions (`torch.add`, `Tensor.add`,
@@ -264,9 +264,7 @@ class Jet(Tensor):
         """
         value = series[0]
         floats = value.dtype.is_floating_point or value.dtype.is_complex
-        jet = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            cls, value.shape, dtype=value.dtype, device=NOWHERE, requires_grad=floats
-        )
+        jet = without_data(cls, value, device=NOWHERE, requires_grad=floats)
         jet.series = series
         jet.expansion = expansion
         jet.shared = False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _messages, _needed, _nodes, _refusals, _tree
+from hodiff._core import _arguments, _messages, _needed, _nodes, _refusals, _tree, _versions
 from hodiff._core._call import call, cut
 from hodiff._core._lending import EvaluationContext
 from hodiff.errors import GraphError, HodiffError, InputError
@@ -81,7 +81,7 @@ def push(
         jets, bases = _jets(points, seeds, expansion)
         expansion.max_bytes = max_bytes
         values = [_jet.value_of(point) for point in points]
-        loaded = "torch._dynamo" in sys.modules
+        loaded = _versions.DYNAMO in sys.modules
         try:
             output = _jet.settled(context.run(jets, [value for value in values if not value.is_inference()]))
         except Exception as error:
@@ -104,7 +104,7 @@ def _refuse_in_other_words(error: Exception, expansion: Expansion, loaded: bool)
         return
     if expansion.refused is not None:
         raise NoRule(expansion.refused, _jet.BELOW_PYTHON) from error
-    if not loaded and "torch._dynamo" in sys.modules:
+    if not loaded and _versions.DYNAMO in sys.modules:
         raise NoRule("torch.compile, or an operator that it runs (torch.cond, ...), inside f") from error
     if re.search(r"\bJet\b|\bmeta\b|incompatible tensor type", str(error)):
         raise NoRule("what f does", f"{type(error).__name__}: {error}") from error

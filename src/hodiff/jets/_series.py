@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hodiff._core import _versions
 from hodiff._core._settings import InTime, Undo
 
 Series = list[Any]
@@ -54,15 +55,28 @@ class _Inside(threading.local):
 
 inside = _Inside()
 
+# --- what jets ask of PyTorch by private names ----------------------------------------------------
+
+_torch: Any = torch._C
+as_tensors: Any = _torch.DisableTorchFunctionSubclass
+"""A block in which jets are tensors like others: for what tells of them, and computes nothing."""
+set_grad_enabled: Callable[[bool], None] = _torch._set_grad_enabled
+"""Set whether operations are recorded."""
+
+
+def without_data(cls: type, value: Tensor, **options: Any) -> Any:
+    """A tensor of a class of ours that has the shape and dtype of another, and no data."""
+    plain: Any = Tensor
+    return plain._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, **options)
+
 
 def surroundings() -> tuple[Any, ...]:
     """The transform of `torch.func` and the tracer that operations run in now: a jet knows those it was made in."""
-    proxies = torch._C._TorchDispatchModeKey.PROXY  # pyright: ignore[reportAttributeAccessIssue]
     return (
-        torch._C._functorch.maybe_current_level(),  # pyright: ignore[reportAttributeAccessIssue]
-        torch._C._get_dispatch_mode(proxies),  # pyright: ignore[reportAttributeAccessIssue]
-        torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch),
-        torch._C._is_tracing(),
+        _versions.levels_entered(),
+        _torch._get_dispatch_mode(_torch._TorchDispatchModeKey.PROXY),
+        _torch._dispatch_tls_is_dispatch_key_included(_torch.DispatchKey.PreDispatch),
+        _torch._is_tracing(),
     )
 
 
@@ -77,8 +91,8 @@ def begin(undo: Undo) -> int:
     if not numbers:
         # An interrupt may have kept them from being counted out.
         inside.rules, inside.bodies = 0, []
-        undo += [InTime(torch._C._set_fwd_grad_enabled, torch._C._is_fwd_grad_enabled())]
-        torch._C._set_fwd_grad_enabled(True)
+        undo += [InTime(_torch._set_fwd_grad_enabled, _torch._is_fwd_grad_enabled())]
+        _torch._set_fwd_grad_enabled(True)
     numbers += [number]
     return number
 
@@ -95,7 +109,7 @@ def is_hidden() -> bool:
     the user's inference mode. So it is on where `f` begins, also where hodiff itself is called
     inside the forward of a Function.
     """
-    return not torch._C._is_fwd_grad_enabled()
+    return not _torch._is_fwd_grad_enabled()
 
 
 class Expansion:

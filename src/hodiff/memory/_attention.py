@@ -30,7 +30,6 @@ from typing import Any, NamedTuple, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._guards import TracingContext
 
 from hodiff._core import _call, _kernels, _settings, _versions
 from hodiff._core._settings import Scope, Undo
@@ -44,8 +43,6 @@ LEAST = 2**19
 """The elements of the matrix of queries by keys below which plain operations are as good."""
 
 _softmax: Any = vars(torch)["_safe_softmax"]
-_FUSED: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FUSED_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @final
@@ -280,7 +277,7 @@ class Attention(Chunked):
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: AttentionForm) -> Any:
         """By the kernel, or piece by piece."""
         if form.fused:
-            return _FUSED(
+            return _chunked.fused_attention(
                 *_laid_out(q, k, v),
                 0.0,
                 form.causal,
@@ -342,7 +339,7 @@ class AttentionGradient(Chunked):
         q, k, v, mask, g, out, rows, form = given
         if form.fused and not form.mask_varies and not bool((rows.abs() > _versions.LARGEST).any()):
             bias = _additive(mask, q, k)
-            made = _FUSED_BACKWARD(
+            made = _chunked.fused_attention_backward(
                 g,
                 *_laid_out(q, k, v),
                 out,
@@ -483,7 +480,7 @@ def attention(
     with _kernels.without():
         rest = {"scale": scale, "enable_gqa": enable_gqa}
         given = (query, key, value, attn_mask)
-        traced = TracingContext.try_get() is not None  # compiled code has first derivatives alone
+        traced = _chunked.is_compiled()
         wrong = attn_mask is not None and attn_mask.ndim < 2  # PyTorch's matrix products take it
         if not any(map(_chunked.varies, given)) or traced or wrong or _first_is_enough(query):
             return F.scaled_dot_product_attention(*given, dropout_p, is_causal, **rest)

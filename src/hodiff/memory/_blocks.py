@@ -38,6 +38,7 @@ from hodiff._core import (
     _reverse,
     _settings,
     _tree,
+    _versions,
 )
 from hodiff._core._arguments import kind, outside
 from hodiff._core._graph import OutputGraph
@@ -318,7 +319,7 @@ def _print(x: Tensor) -> Tensor:
 
 def _alike(x: Tensor, sums: Tensor) -> bool:
     """Whether a tensor is the one of these sums, up to what kernels may differ in from run to run."""
-    if _call.is_wrapped(x) or x.is_complex():
+    if _versions.is_wrapped(x) or x.is_complex():
         return True
     return bool((_print(x)[1] - sums[1]).abs() <= sums[0]) or not bool(sums.isfinite().all())
 
@@ -537,7 +538,7 @@ class _NoTangents(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call it, without grad mode at the values alone."""
-        if not torch.is_grad_enabled() and torch._C._is_fwd_grad_enabled():
+        if not torch.is_grad_enabled() and _chunked.forward_mode_on():
             args, kwargs = _tree.tree_map(_value, args), _tree.tree_map(_value, kwargs or {})
         result = func(*args, **(kwargs or {}))
         return _without_padding(result, *args, **(kwargs or {})) if func is F.embedding else result
@@ -613,10 +614,5 @@ class Tangents:
 
 
 def _level(undo: Undo) -> None:
-    undo += [partial(forward_ad.exit_dual_level, level=forward_ad._current_level + 1)]
+    undo += [partial(forward_ad.exit_dual_level, level=0)]
     forward_ad.enter_dual_level()
-
-
-def lacks_forward_mode(error: Exception) -> bool:
-    """Whether an operation or a Function has no derivative in PyTorch's forward mode."""
-    return "forward AD" in str(error) or "forward mode AD" in str(error)

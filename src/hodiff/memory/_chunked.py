@@ -13,7 +13,27 @@ from torch.autograd import Function
 from hodiff._core import _call, _settings, _versions
 from hodiff._core._compiled_callers import uncompiled
 
-_torch: Any = torch._C
+# --- what kernels and blocks ask of PyTorch by private names ---------------------------------------
+
+_torch: Any = torch
+forward_mode_on: Callable[[], bool] = _torch._C._is_fwd_grad_enabled
+"""Whether tangents are carried: not in the forward of a Function."""
+
+
+def fused_attention(*args: Any, **kwargs: Any) -> Any:
+    """PyTorch's kernel for processors, which gives the logarithms of its sums as well."""
+    return _torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args, **kwargs)
+
+
+def fused_attention_backward(*args: Any, **kwargs: Any) -> Any:
+    """The derivative of that kernel."""
+    return _torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, **kwargs)
+
+
+def is_compiled() -> bool:
+    """Whether compiled code runs, which has first derivatives alone."""
+    return _torch._guards.TracingContext.try_get() is not None
+
 
 SIZE = 2**18
 """The elements of one temporary of a chunk: those of a few stay in the processor's cache."""
@@ -77,12 +97,6 @@ def _stacked(
     return tuple(None if parts[0] is None else torch.stack(parts) for parts in each)
 
 
-def _in_a_batch_of_passes(x: Any) -> bool:
-    """Whether a tensor is of PyTorch's older `vmap`, that of `is_grads_batched`."""
-    key = _versions.BATCHED_KEY
-    return key is not None and isinstance(x, Tensor) and _torch._dispatch_keys(x).has(key)
-
-
 def _by_sample(derivative: Callable[..., Any]) -> Callable[..., Any]:
     """A derivative that runs by sample below `is_grads_batched`, which has few rules.
 
@@ -91,18 +105,17 @@ def _by_sample(derivative: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(ctx: Any, *given: Any) -> Any:
-        batched = next(filter(_in_a_batch_of_passes, given), None)
+        batched = next(filter(_versions.is_in_a_batch_of_passes, given), None)
         if batched is None:
             return derivative(ctx, *given)
-        entries: Any = torch
-        remove = entries._remove_batch_dim
+        remove = _torch._remove_batch_dim
         level = next(n for n in range(1, 65) if len(remove(batched, n, 0, 0)))
-        apart = [remove(x, level, 0, 0) if _in_a_batch_of_passes(x) else () for x in given]
+        apart = [remove(x, level, 0, 0) if _versions.is_in_a_batch_of_passes(x) else () for x in given]
         args = [part if len(part) else x for x, part in zip(given, apart, strict=True)]
         dims = [0 if len(part) else None for part in apart]
         made = _stacked(partial(call, ctx), max(map(len, apart)), dims, args)
         each = made if isinstance(made, tuple) else (made,)
-        results = [None if x is None else entries._add_batch_dim(x, 0, level) for x in each]
+        results = [None if x is None else _torch._add_batch_dim(x, 0, level) for x in each]
         return tuple(results) if isinstance(made, tuple) else results[0]
 
     return call
@@ -175,15 +188,14 @@ def nests_forward_mode() -> bool:
     """Whether forward mode goes through forward mode: a Function's `jvp` loses the outer one."""
     if not _call.tangents():
         return False
-    levels = _torch._functorch.get_interpreter_stack() or ()
-    return sum(level.key().name == "Jvp" for level in levels) > 1
+    return sum(level.key().name == "Jvp" for level in _versions.transforms() or ()) > 1
 
 
 def varies(x: Any) -> bool:
     """Whether a derivative by a tensor may be asked for."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return False
-    if (x.requires_grad and torch.is_grad_enabled()) or _call.is_wrapped(x):
+    if (x.requires_grad and torch.is_grad_enabled()) or _versions.is_wrapped(x):
         return True
     return _call.tangents() and _call.carries_tangent(x)
 

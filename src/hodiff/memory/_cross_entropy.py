@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hodiff._core import _call, _kernels
+from hodiff._core import _kernels, _versions
 from hodiff.memory import _chunked
 from hodiff.memory._chunked import Chunked, Tensors
 
@@ -460,7 +460,7 @@ def _is_ours(z: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> 
         return target.shape == z.shape and target.dtype == z.dtype
     if target.dtype != torch.long or target.shape != _rows_of(z):
         return False
-    if z.device.type != "cpu" or _call.is_wrapped(target):
+    if z.device.type != "cpu" or _versions.is_wrapped(target):
         return True
     wrong = ((target < 0) | (target >= classes)) & (target != ignored)
     return not bool(wrong.any())

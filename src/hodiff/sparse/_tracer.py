@@ -203,16 +203,14 @@ Rule = Callable[["OperatorCall"], OutputSets]
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """What PyTorch says of operations that give Python a number, or a shape, that follows from values."""
 
-_aten = torch.ops.aten
 READING = {
-    _aten._pack_padded_sequence.default: "the lengths of sequences",
-    _aten._linalg_check_errors.default: "whether a matrix has a factorization (which an `except` may ask)",
+    "_pack_padded_sequence": "the lengths of sequences",
+    "_linalg_check_errors": "whether a matrix has a factorization (which an `except` may ask)",
     **dict.fromkeys(
-        (_aten._to_sparse.default, _aten._to_sparse.sparse_dim, _aten._to_sparse_csr.default,
-         _aten._to_sparse_csc.default, _aten._to_sparse_bsr.default, _aten._to_sparse_bsc.default),
+        ("_to_sparse", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc"),
         "which entries are zero (.to_sparse())",
     ),
-}  # fmt: skip
+}
 """Operations of which PyTorch does not say so, and what they give away."""
 
 
@@ -377,7 +375,7 @@ class Tracer(DispatchMode):
         for tensor in tensors_in((args, kwargs)):
             if not self.is_variable(tensor):
                 self.constants.note(tensor)
-        if not READS.isdisjoint(func.tags) or func in READING:
+        if not READS.isdisjoint(func.tags) or func.overloadpacket.__name__ in READING:
             self._look_at_what_is_read(func, args)
         if not self._memory or not any(self.memory(t) for t in tensors_in((args, kwargs))):
             result = func(*args, **kwargs)
@@ -395,7 +393,7 @@ class Tracer(DispatchMode):
         if func.overloadpacket is torch.ops.aten.index:
             counted = [index for index in tensors_in(args[1]) if index.dtype in (torch.bool, torch.uint8)]
         if not self._values_left and any(self.is_variable(tensor) for tensor in counted):
-            self.values_read[READING.get(func, "how many elements a mask selects")] = None
+            self.values_read[READING.get(func.overloadpacket.__name__, "how many elements a mask selects")] = None
 
     def _couple(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A higher-order operator (`torch.cond`, `scan`): what it runs inside is not seen, and may couple all."""

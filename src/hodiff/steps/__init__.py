@@ -10,17 +10,15 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
-from torch.utils._device import DeviceContext
 
-from hodiff._core import _needed, _settings, _tree
+from hodiff._core import _needed, _settings, _tree, _versions
 from hodiff._core._arguments import Unlike, kind, outside
 from hodiff._core._call import tangents
 from hodiff._core._compiled_callers import uncompiled
@@ -31,12 +29,10 @@ from hodiff._core._settings import Scope, Undo
 from hodiff._core._where import Selection, Where
 from hodiff.errors import GraphError, HodiffError, HodiffWarning, InputError
 from hodiff.steps._alarm import Before, EagerCheck, has_graph
+from hodiff.steps._backends import ON_DEVICE, running_wrapper, scaled, trees
 
 if TYPE_CHECKING:
     from hodiff.steps._graph import StepGraph
-
-
-_torch: Any = torch
 
 
 class StepReport:
@@ -98,7 +94,7 @@ def _traceable(loss: Callable[..., Any], where: Any, has_aux: bool) -> Callable[
         if not torch.compiler.is_dynamo_compiling() or mine in state:
             raise Different
         value, aux = split(loss(where, *args, **kwargs)) if has_aux else (loss(where, *args, **kwargs), None)
-        beside = [x for x in _pytree.tree_leaves(aux) if isinstance(x, Tensor)]  # so that their inputs are known
+        beside = [x for x in trees.tree_leaves(aux) if isinstance(x, Tensor)]  # so that their inputs are known
         return sum([x.detach().sum().to(value) for x in beside], value.detach())
 
     return traceable
@@ -109,20 +105,18 @@ def _called(loss: Callable[..., Any], where: Any, has_aux: bool, *args: Any, **k
     if not has_aux:
         return result
     value, aux = split(result)
-    return value, _pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
+    return value, trees.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
 
 
 def _watched() -> str:
     """What of the caller's wants to see the operations of the eager loss, or changes them."""
     if tangents():
         return "forward mode is on"
-    if _torch._C._len_torch_dispatch_stack():
+    if _versions.count_below():
         return "a mode sees each operation"
-    if _torch._C._len_torch_function_stack() and not all(
-        isinstance(mode, DeviceContext) for mode in _settings.those_on(TorchFunctionMode)
-    ):
+    if not all(isinstance(mode, ON_DEVICE) for mode in _settings.those_on(TorchFunctionMode)):
         return "a mode sees each call"
-    if _torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if _versions.hooks_on(False) is not None:
         return "hooks see what is saved for the backward pass"
     return ""
 
@@ -439,7 +433,7 @@ class HandOver(torch.autograd.Function):
                 "create_graph=True. Take the further derivative inside the loss, or differentiate "
                 "the loss itself."
             )
-        return None, None, *_torch._foreach_mul(ctx.saved_tensors[: ctx.count], given[0].reshape(()))
+        return None, None, *scaled(ctx.saved_tensors[: ctx.count], given[0].reshape(()))
 
 
 # --- DistributedDataParallel: gradients are reduced only after its own forward ----------------------------------------
@@ -452,20 +446,20 @@ def _note(module: Any, name: str, below: Any) -> None:
         _wrappers.add(module)
 
 
+@cache
 def watch_wrappers() -> None:
     """Know each DistributedDataParallel from now on, and those that are there."""
-    if _note not in modules._global_module_registration_hooks.values():
-        modules.register_module_module_registration_hook(_note)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            parallel = torch.nn.parallel.DistributedDataParallel
-            _wrappers.update(each for each in gc.get_objects() if issubclass(type(each), parallel))
+    modules.register_module_module_registration_hook(_note)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        parallel = torch.nn.parallel.DistributedDataParallel
+        _wrappers.update(each for each in gc.get_objects() if issubclass(type(each), parallel))
 
 
 def check_wrappers(leaves: Sequence[Tensor]) -> None:
     """Raise where gradients of these would not be reduced, because their wrapper's forward is not running."""
     for wrapper in _wrappers:
         ours = {id(leaf) for leaf in leaves}.intersection(map(id, wrapper.module.parameters()))
-        if ours and wrapper is not torch.nn.parallel.DistributedDataParallel._get_active_ddp_module():
+        if ours and wrapper is not running_wrapper():
             raise InputError(
                 "where: the parameters belong to a DistributedDataParallel whose forward is not "
                 "running, so their gradients would not be reduced. Write a module whose forward "

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree
 
 from hodiff._core import _settings
 from hodiff._core._settings import RandomState
 from hodiff._core._substitutes import ExactNorms
+from hodiff.steps._backends import trees
 
 if TYPE_CHECKING:
     from hodiff.steps._graph import StepGraph
@@ -162,7 +162,7 @@ one sample of many that is counted, or not, by rounding."""
 
 def _apart(mine: Any, other: Any) -> float:
     """How far numbers beside the loss are apart, of what each is part of; infinite where they are no like numbers."""
-    (ours, tree), (theirs, other_tree) = _pytree.tree_flatten(mine), _pytree.tree_flatten(other)
+    (ours, tree), (theirs, other_tree) = trees.tree_flatten(mine), trees.tree_flatten(other)
     if tree != other_tree:
         return math.inf
     return max(map(_far_beside, ours, theirs), default=0.0)
@@ -182,7 +182,7 @@ def _far_beside(mine: Any, other: Any) -> float:
 def _replaced(aux: Any, outputs: Sequence[Any], results: Sequence[Any]) -> Any:
     """What it would be by other results of the graph."""
     places = {id(x): index for index, x in enumerate(outputs) if isinstance(x, Tensor)}
-    return _pytree.tree_map(lambda x: results[places[id(x)]] if id(x) in places else x, aux)
+    return trees.tree_map(lambda x: results[places[id(x)]] if id(x) in places else x, aux)
 
 
 def has_graph(inputs: Sequence[Tensor]) -> bool:
@@ -216,7 +216,7 @@ class _Watch(_settings.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note what it gives."""
         result = func(*args, **(kwargs or {}))
-        self.seen += [x.detach().clone() for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        self.seen += [x.detach().clone() for x in trees.tree_leaves(result) if isinstance(x, Tensor)]
         return result
 
 

@@ -10,12 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hodiff._core import _settings
+from hodiff._core import _settings, _versions
 from hodiff._core._faults import interrupts
 from hodiff._core._settings import Scope, Undo, assign
 
-_torch: Any = torch._C
+# --- what steps ask of PyTorch by private names; `_dynamo` has those of Dynamo, which takes seconds to load -----------
+
 _private: Any = torch
+_torch: Any = _private._C
+trees: Any = _private.utils._pytree
+"""Containers, as Dynamo and `make_fx` know them."""
+FunctionOperator: Any = _private._ops.HigherOrderOperator
+"""The class of operators that take functions."""
+ZEROS_WITHOUT_MEMORY: Any = _private.ops.aten._efficientzerotensor.default
+hooks_for_all: Callable[[], object] = torch.nn.modules.module._has_any_global_hook
+"""Whether modules have hooks that were given to all of them."""
+ON_DEVICE: Any = _private.utils._device.DeviceContext
+"""The class of the mode that `with torch.device(...)` is."""
+scaled: Any = _private._foreach_mul
+"""A list of tensors times one number."""
+
+
+def running_wrapper() -> Any:
+    """The DistributedDataParallel whose forward runs; None outside of any."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 class NotCompiled(Exception):
@@ -83,7 +101,8 @@ def _called(node: fx.Node) -> Any:
     if name in _PLAIN:
         plain = name.partition(".")[0]
         return getattr(torch, plain, None) or getattr(Tensor, plain)
-    return node.target._op if isinstance(node.target, torch._ops.OpOverload) else node.target
+    target: Any = node.target
+    return target._op if _versions.schema_of(target) is not None else target
 
 
 def compiled(

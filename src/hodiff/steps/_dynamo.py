@@ -21,14 +21,13 @@ import torch._dynamo.config
 import torch._guards
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import eval_frame, exc
-from torch.utils import _pytree
 
 from hodiff._core import _hooks, _settings
 from hodiff._core._faults import interrupts
 from hodiff._core._settings import Scope, Undo, assign
 from hodiff.errors import InputError
 from hodiff.steps import _shadows
-from hodiff.steps._backends import NotCompiled
+from hodiff.steps._backends import NotCompiled, trees
 
 _torch: Any = torch._C
 
@@ -197,7 +196,7 @@ class Followed:
         self.batched |= any(node.kwargs.get("is_grads_batched") for node in grads) or _shadows.inside.order > 0
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.inner = [
-            i for i, node in enumerate(inputs) if any(node in _pytree.tree_leaves(grad.args[1:2]) for grad in grads)
+            i for i, node in enumerate(inputs) if any(node in trees.tree_leaves(grad.args[1:2]) for grad in grads)
         ]
         self.stand_ins: Any = [node.meta["example_value"] for node in inputs]
         self.varies = not all(isinstance(x, torch.Tensor) for x in self.stand_ins)  # the others are sizes

@@ -15,13 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree
 
 from hodiff._core import _settings, _vectors, _versions
 from hodiff._core._graph import split
 from hodiff._core._settings import Scope, Undo, assign
 from hodiff._core._substitutes import ExactNorms
-from hodiff.steps._backends import NotCompiled, compiled, replayed
+from hodiff.steps._backends import (
+    ZEROS_WITHOUT_MEMORY,
+    FunctionOperator,
+    NotCompiled,
+    compiled,
+    hooks_for_all,
+    replayed,
+    trees,
+)
 
 _aten: Any = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
@@ -92,7 +99,7 @@ class StepGraph:
         the loss's would go on into.
         """
         loss, args, kwargs, has_aux = call
-        flat, tree = _pytree.tree_flatten((args, kwargs))
+        flat, tree = trees.tree_flatten((args, kwargs))
         at = {index: places[id(x)] for index, x in enumerate(flat) if id(x) in places}
         computed = {place for place, x in enumerate(given) if isinstance(x, Tensor) and not x.is_leaf}
         if computed - {*at.values()}:
@@ -104,7 +111,7 @@ class StepGraph:
             mine, now = dict(enumerate(given)) | dict(zip(apart, fakes, strict=True)), [*flat]
             for index, place in at.items():
                 now[index] = mine[place]
-            inner_args, inner_kwargs = _pytree.tree_unflatten(now, tree)
+            inner_args, inner_kwargs = trees.tree_unflatten(now, tree)
             with _settings.on(ExactNorms(self.order)) if self.exact else nullcontext():
                 result = loss(*inner_args, **inner_kwargs)
             value, aux = split(result) if has_aux else (result, None)
@@ -124,7 +131,7 @@ class StepGraph:
             gradients = torch.autograd.grad(value, [mine[i] for i in able], allow_unused=True)
         used = [(i, g) for i, g in zip(able, gradients, strict=True) if g is not None]
         self.wanted = [i for i, _ in used]
-        beside, spec = _pytree.tree_flatten(aux)
+        beside, spec = trees.tree_flatten(aux)
         self.aux = [None if isinstance(x, Tensor) else x for x in beside], spec
         self.of_tensors = [isinstance(x, Tensor) for x in beside]
         tensors = [x.detach() for x in beside if isinstance(x, Tensor)]
@@ -135,12 +142,12 @@ class StepGraph:
         """The aux of these results."""
         tensors = iter(results[1 : self.outputs])
         values = [next(tensors) if of else x for of, x in zip(self.of_tensors, self.aux[0], strict=True)]
-        return _pytree.tree_unflatten(values, self.aux[1])
+        return trees.tree_unflatten(values, self.aux[1])
 
     def changed(self, inputs: Sequence[Any]) -> str:
         """What has changed that Dynamo does not guard, in words; empty where nothing has."""
         leaves = [inputs[i] for i in self.wanted]
-        if torch.nn.modules.module._has_any_global_hook():
+        if hooks_for_all():
             return "there are hooks for all modules, or another thread is in a call of hodiff's"
         if len({id(x) for x in leaves}) < len(leaves):
             return "two of its tensors have become one"
@@ -283,7 +290,7 @@ def _base(node: fx.Node) -> Any:
 def _writes(node: fx.Node) -> bool:
     schema = _versions.schema_of(node.target)
     if schema is None:
-        return isinstance(node.target, torch._ops.HigherOrderOperator)
+        return isinstance(node.target, FunctionOperator)
     return schema.is_mutable or bool(_statistics(node))
 
 
@@ -331,7 +338,7 @@ def clean(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target is _aten._efficientzerotensor.default:  # forward mode's, without memory: kernels read it
+        if node.target is ZEROS_WITHOUT_MEMORY:  # forward mode's, without memory: kernels read it
             node.target = _aten.zeros.default
         same = _identical(node)
         if same is None and not _writes(node) and not _draws(node):

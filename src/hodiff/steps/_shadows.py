@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 import hodiff
 from hodiff._core._compiled_callers import REASON
 from hodiff._core._where import Selection
 from hodiff.fields._second_order import Estimate
+from hodiff.steps._backends import trees
 
 
 class _Making(threading.local):
@@ -65,16 +65,16 @@ class _At:
             self.names = [name for name, p in chosen.items() if p.requires_grad]
             self.x, given = [chosen[name] for name in self.names], x
         else:
-            leaves, self.tree = _pytree.tree_flatten(x)
+            leaves, self.tree = trees.tree_flatten(x)
             tensor = isinstance(f, Tensor)
             self.x = leaves if tensor else [each.detach().requires_grad_() for each in leaves]
-            given = _pytree.tree_unflatten(self.x, self.tree)
+            given = trees.tree_unflatten(self.x, self.tree)
         with torch.enable_grad():
             value = f if isinstance(f, Tensor) else f(given, *args, **(kwargs or {}))
             self.value, self.aux = value if has_aux else (value, None)
-            outputs, self.form = _pytree.tree_flatten(self.value)
+            outputs, self.form = trees.tree_flatten(self.value)
             self.outputs = [each for each in outputs if isinstance(each, Tensor)]
-            read = [each for each in _pytree.tree_leaves(others) if isinstance(each, Tensor)]
+            read = [each for each in trees.tree_leaves(others) if isinstance(each, Tensor)]
             self.total: Any = sum(each.sum() for each in [*self.outputs, *self.x, *read])
             self.slopes, self.result = self.plus(self.x), self.plus(self.value)
 
@@ -82,11 +82,11 @@ class _At:
         """Parts, in the structure of the point."""
         if self.names is not None:
             return dict(zip(self.names, parts, strict=True))
-        return _pytree.tree_unflatten(parts, self.tree)
+        return trees.tree_unflatten(parts, self.tree)
 
     def plus(self, x: Any) -> Any:
         """Sums of a structure's tensors with the total, so that they depend on all that is here."""
-        return _pytree.tree_map(lambda each: each + self.total.to(each), x)
+        return trees.tree_map(lambda each: each + self.total.to(each), x)
 
 
 def _rows(x: Tensor, batch_ndim: int) -> Tensor:
@@ -108,7 +108,7 @@ def _blocks(at: _At, rows: list[Tensor], form: Any, matrix: bool = False, batch_
 
 def _stacked(parts: list[Tensor], given: Any, model: list[Tensor]) -> list[Tensor]:
     """One of them for each of the vectors given, which are like the model."""
-    vectors = _pytree.tree_leaves(given)
+    vectors = trees.tree_leaves(given)
     extra = vectors[0].shape[: vectors[0].ndim - model[0].ndim]
     _need([each.shape for each in vectors] == [(*extra, *each.shape) for each in model])
     return [each.expand((*extra, *each.shape)) for each in parts]
@@ -153,21 +153,21 @@ CALCULUS = {
     "vjp": (1, lambda at, u, **_: at.like(_stacked(at.slopes, u, at.outputs))),
     "jvp": (
         1,
-        lambda at, v, **_: _pytree.tree_unflatten(_stacked(_pytree.tree_leaves(at.result), v, at.x), at.form),
+        lambda at, v, **_: trees.tree_unflatten(_stacked(trees.tree_leaves(at.result), v, at.x), at.form),
     ),
     "jacobian": (
         1,
-        lambda at, **options: _blocks(at, at.outputs, lambda parts: _pytree.tree_unflatten(parts, at.form), **options),
+        lambda at, **options: _blocks(at, at.outputs, lambda parts: trees.tree_unflatten(parts, at.form), **options),
     ),
     "per_sample_grad": (1, lambda at, batch, **_: at.like([_outer(at.value, each, 0) for each in at.slopes])),
     "gram": (1, lambda at, batch, **_: _outer(at.value, at.value, 0)),
     "hvp": (2, lambda at, v, **_: at.plus(v)),
-    "cross_hvp": (2, lambda at, y, v, **_: at.like(_stacked(at.slopes, v, _pytree.tree_leaves(y)))),
+    "cross_hvp": (2, lambda at, y, v, **_: at.like(_stacked(at.slopes, v, trees.tree_leaves(y)))),
     "hessian": (2, lambda at, **options: _blocks(at, at.slopes, at.like, **options)),
     "cross_hessian": (
         2,
         lambda at, y, batch_ndim=0, **_: at.like(
-            [_pytree.tree_map(lambda b, a=a: _outer(a, at.plus(b), batch_ndim), y) for a in at.slopes]
+            [trees.tree_map(lambda b, a=a: _outer(a, at.plus(b), batch_ndim), y) for a in at.slopes]
         ),
     ),
     "hessian_diagonal": (2, lambda at, **_: at.like(at.slopes)),
@@ -210,9 +210,9 @@ LOSSES = {
 OTHERS = {
     "derivatives_of": lambda u, x, **_: _Derivatives(u, x),
     "sample_norm": lambda grads, batch_ndim=1, **_: sum(
-        _rows(each, batch_ndim).sum(-1) for each in _pytree.tree_leaves(grads)
+        _rows(each, batch_ndim).sum(-1) for each in trees.tree_leaves(grads)
     ),
-    "interpolate": lambda a, b, **_: _pytree.tree_map(torch.add, a, b),
+    "interpolate": lambda a, b, **_: trees.tree_map(torch.add, a, b),
 }
 
 
@@ -238,7 +238,7 @@ def _shadow(name: str, order: Any, form: Callable[..., Any], records: bool) -> C
             result = result, at.aux if has_aux else at.value
         default = (records or nested) and torch.is_grad_enabled()
         if not (default if create_graph is None else create_graph):
-            return _pytree.tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, result)
+            return trees.tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, result)
         return result
 
     return shadow

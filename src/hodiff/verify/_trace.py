@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import hodiff.errors
-from hodiff._core import _arguments, _messages, _settings, _tree
+from hodiff._core import _arguments, _messages, _settings, _tree, _versions
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._settings import tracing
 from hodiff.curvature._staleness import variables
@@ -174,7 +174,7 @@ class Recorder(_Counting):
     def see(self, func: Function, args: Any, kwargs: Any, kind: int, frame: FrameType) -> Any:
         """Run one call, and note what it did."""
         key, name = self.key(func, frame), getattr(func, "__name__", "")
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        if _versions.levels_entered():
             if kind == CUT or name in _COPIES:
                 self.unheld.append((name, self.place(frame)))
             return func(*args, **kwargs)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _nodes, _refusals, _reverse, _settings, _tree
+from hodiff._core import _nodes, _refusals, _reverse, _settings, _tree, _versions
 from hodiff._core._faults import is_fault
 from hodiff._core._substitutes import TAKEN_FOR_CONSTANTS
 from hodiff.errors import GraphError
@@ -63,9 +63,8 @@ def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         places = [i for i, item in enumerate(items) if isinstance(item, Tensor) and item.is_floating_point()]
         if any(isinstance(item, Tensor) and item.is_complex() for item in items):
             raise NoRule(name, "its result is complex")
-        batched: Any = torch._C._functorch.is_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
         parts = [items[place] for place in places] + [c for jet in jets for c in jet.series if c is not None]
-        if places and any(map(batched, parts)):
+        if places and any(map(_versions.is_batched, parts)):
             raise ByNoRoute(
                 name,
                 "it takes nested reverse mode of that operation, whose graph torch.vmap around a call hides",
