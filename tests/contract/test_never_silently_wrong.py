@@ -259,14 +259,48 @@ def test_logcumsumexp() -> None:
     right_or_refused(lambda: hodiff.jacobian(lambda z: hodiff.grad(f, z), x) @ v, expected, words)
 
 
-def test_logcumsumexp_of_a_tensor_at_third_order() -> None:
-    """The function form writes it out; a graph that has it already would give NaN."""
+MASK = torch.tensor([1.0, 0.0, 1.0], dtype=D)
+BY_PARTS = lambda z: torch.stack([z[:n].logsumexp(0) for n in (1, 2, 3)])
+
+
+@pytest.mark.table(plain=3)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f, x, v: hodiff.hvp(lambda z: (MASK * f(z)).sum().square(), x, v),
+        lambda f, x, v: hodiff.HessianOperator(lambda z: (MASK * f(z)).sum().square(), x) @ v,
+        lambda f, x, v: hodiff.sparse_hessian(lambda z: (MASK * f(z)).sum().square(), x).to_dense(),
+        lambda f, x, v: hodiff.grad(lambda z: hodiff.jacobian(lambda z: f(z).tanh(), z).sum(), x),
+        lambda f, x, v: hodiff.jvp(lambda z: MASK * f(z), x, v),
+    ],
+    ids=["hvp", "operator", "sparse", "gradient of a Jacobian", "jvp"],
+)
+def test_logcumsumexp_under_a_mask(call) -> None:
+    """PyTorch's backward takes the logarithm of the incoming gradient: of its zeros, silently, from order two on."""
+    x, v = torch.tensor([0.4, -0.7, 1.2], dtype=D), torch.ones(3, dtype=D)
+    torch.testing.assert_close(call(lambda z: z.logcumsumexp(0), x, v), call(BY_PARTS, x, v))
+
+
+def test_logcumsumexp_of_a_tensor() -> None:
+    """The function form writes it out; a graph that has it already is wrong, or not finite."""
     x = torch.tensor([0.3, -0.8, 1.4], dtype=D, requires_grad=True)
     v = torch.ones(3, dtype=D)
-    loss = lambda z: torch.logcumsumexp(z, 0).square().sum()
-    torch.testing.assert_close(hodiff.hvp(loss(x), x, v), hodiff.hvp(loss, x.detach(), v))
-    with pytest.raises(hodiff.GraphError, match=r"(?s)logcumsumexp.*function"):
-        hodiff.hvp(loss(x), x, v, create_graph=True)
+    loss = lambda z: (MASK * torch.logcumsumexp(z, 0)).square().sum()
+    for create_graph in (False, True):
+        with pytest.raises(hodiff.GraphError, match=r"(?s)logcumsumexp.*function"):
+            hodiff.hvp(loss(x), x, v, create_graph=create_graph)
+
+
+def test_standard_deviations_that_are_zero() -> None:
+    """The variance is smooth; PyTorch's derivative of its root is masked to 0 at 0, so the second of its square is."""
+    rows, v = torch.tensor([[0.5, 0.5, 0.5], [1.0, 2.0, 4.0]], dtype=D), torch.ones(2, 3, dtype=D)
+    for loss in (lambda x: x.std(1).square().sum(), lambda x: torch.std_mean(x, 1)[0].square().sum()):
+        with pytest.warns(hodiff.HodiffWarning, match=r"standard deviation.*x\.var"):
+            hodiff.hvp(loss, rows, v)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        right = hodiff.hvp(lambda x: x.std(1).square().sum(), rows[1:], v[1:])
+    torch.testing.assert_close(right, hodiff.hvp(lambda x: x.var(1).sum(), rows[1:], v[1:]))
 
 
 def _second(result: Any) -> Tensor:

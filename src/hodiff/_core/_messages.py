@@ -114,6 +114,7 @@ WRITTEN_OUT = {
     WEIGHT_NORM,
     "ForeachPowBackward0",
     "HardsigmoidBackward0",
+    "LogcumsumexpBackward0",
     "SpecialI0EBackward0",  # for its value at 0, the mean of those on either side
     *(node for node, (_, order) in _near_zero.NODES.items() if order == 2),
 }  # at second order; at third all that `_substitutes` has
@@ -121,9 +122,7 @@ WRITTEN_OUT = {
 
 def at_third(names: Iterable[str]) -> bool:
     """Whether nodes are among those that are written out at third order, and not before."""
-    return any(
-        piece in name for name in names for piece in ("LayerNorm", "BatchNorm", "Logcumsumexp", *WRITTEN_AT_SOME)
-    )
+    return any(piece in name for name in names for piece in ("LayerNorm", "BatchNorm", *WRITTEN_AT_SOME))
 
 
 def fused(names: Iterable[str]) -> bool:

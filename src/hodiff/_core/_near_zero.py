@@ -42,10 +42,10 @@ def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
 def warn_of_near(order: int) -> None:
     """Say that a derivative of that order is lost there."""
     warnings.warn(
-        f"f contains a norm or a square root that is near 0. A derivative of order {order} has "
-        f"few correct digits, or none, if f itself is smooth there, as norm(x) ** 2 is: large "
-        f"terms cancel. Write x.square().sum() for that. (If f has a kink or a cusp there, ignore "
-        f"this warning.)",
+        f"f contains a norm, a standard deviation or a square root that is near 0. A derivative of "
+        f"order {order} has few correct digits, or none, if f itself is smooth there, as norm(x) ** 2 "
+        f"is: large terms cancel. Write x.square().sum(), or x.var() for std(x) ** 2. (If f has a "
+        f"kink or a cusp there, ignore this warning.)",
         HodiffWarning,
         stacklevel=outside(),
     )

@@ -458,7 +458,8 @@ def _warn_of_small_roots(order: int, nodes: list[Any], leaves: Sequence[Tensor])
         if "Foreach" in type(node).__name__ or "Renorm" in type(node).__name__:
             continue
         p, size = _versions.root_of(node)
-        zeros = 3 <= p < torch.inf and type(node).__name__ not in _versions.ROOTS
+        name = type(node).__name__
+        zeros = name in _versions.DEVIATIONS or (3 <= p < torch.inf and name not in _versions.ROOTS)
         near = size.is_floating_point() and _near_zero.is_near(order, size, at_zero=zeros)
         if near and _nodes.reaches([node], leaves):
             return _near_zero.warn_of_near(order)
@@ -627,13 +628,14 @@ REMARKS: list[tuple[str, int, Remark]] = [
     *((name, order, partial(_watch_spectrum, order)) for name in SPECTRA for order in _ORDERS),
     *((name, order, partial(_refuse_even_norm, order)) for name in _versions.NORMS for order in _ORDERS),
     *((name, order, partial(_warn_of_small_roots, order)) for name in _versions.ROOTS for order in _ORDERS[:-1]),
+    *((name, 2, partial(_warn_of_small_roots, 2)) for name in _versions.DEVIATIONS),
     (
         "LogcumsumexpBackward0",
-        3,
+        2,
         _refusing(
             "logcumsumexp",
-            "a third derivative through PyTorch's logcumsumexp is not finite: its backward takes the "
-            "logarithm of the incoming gradient. Give hodiff the function instead of its value.",
+            "a second derivative through PyTorch's logcumsumexp is silently wrong where an incoming gradient is 0, and "
+            "a third one not finite: its backward takes the logarithm. Give hodiff the function instead of its value.",
         ),
     ),
     (

@@ -364,6 +364,8 @@ def autocast(device: str, dtype: torch.dtype | None = None, *, enabled: bool = F
         before = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         undo += [InTime(_set_autocast, *before), *([torch.clear_autocast_cache] if enabled else [])]
         _set_autocast(*to)
+        if enabled:
+            torch.clear_autocast_cache()  # of what was cast before, which has a graph of its own
 
     return Scope(enter)
 

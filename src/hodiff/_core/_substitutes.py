@@ -30,8 +30,8 @@ from hodiff._core._settings import tracing
 from hodiff.errors import GraphError
 
 __all__ = [
+    "BY_DEFINITION",
     "TAKEN_FOR_CONSTANTS",
-    "WRITTEN_OUT",
     "ExactNorms",
     "named_by_torch",
 ]
@@ -420,7 +420,7 @@ def named_by_torch(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 _NUMPYS = {"axis": "dim", "keepdims": "keepdim"}
 
 
-WRITTEN_OUT: dict[str, Callable[..., Any]] = {
+BY_DEFINITION: dict[str, Callable[..., Any]] = {
     "_weight_norm": weight_norm,
     "layer_norm": layer_norm,
     "batch_norm": batch_norm,

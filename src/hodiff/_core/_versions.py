@@ -657,8 +657,9 @@ def _power_of(node: Node) -> float:
 
 def root_of(node: Node) -> tuple[float, Tensor]:
     """The power of a norm, 2 for a square root, and its value."""
-    square = node.__class__.__name__ in ("SqrtBackward0", "HypotBackward0")
-    return 2.0 if square else _power_of(node), kept(node, "result")
+    name = node.__class__.__name__
+    square = name in ("SqrtBackward0", "HypotBackward0") or name in DEVIATIONS
+    return 2.0 if square else _power_of(node), kept(node, DEVIATIONS.get(name, "result"))
 
 
 _LOSSES = {
@@ -882,6 +883,8 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     )[0],
     "SqrtBackward0": torch.sqrt,
     "HypotBackward0": lambda x: torch.hypot(x, x),
+    "StdBackward0": torch.std,
+    "StdMeanBackward0": lambda x: torch.std_mean(x)[0],
     "PdistBackward0": torch.pdist,
     "CdistBackward0": lambda x: torch.cdist(x, x, p=3.0),
     "CdistBackwardBackward0": lambda x: _gradient(torch.cdist(x, x + 1, p=3.0).sin(), x),
@@ -923,7 +926,10 @@ PRODUCTS = {
 NORMS = ("LinalgVectorNormBackward0", "NormBackward1", "DistBackward0", "RenormBackward0")
 """Those of a power of |x|."""
 
-ROOTS = ("SqrtBackward0", "HypotBackward0", "PdistBackward0", "CdistBackward0")
+DEVIATIONS = {"StdBackward0": "result", "StdMeanBackward0": "result0"}
+"""Those of standard deviations, where PyTorch has zeros at 0; and what they have saved their value as."""
+
+ROOTS = ("SqrtBackward0", "HypotBackward0", "PdistBackward0", "CdistBackward0", *DEVIATIONS)
 """Others that are near 0."""
 
 LOOKED_AT = (
@@ -1032,7 +1038,7 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     ),
     "what a norm or a root is": lambda x: (
         [root_of(y.grad_fn)[0] for y in (x.norm(3.0), x.sqrt(), torch.dist(x, x.detach() + 1, 4))] == [3.0, 2.0, 4.0]
-        and root_of(x.sqrt().grad_fn)[1].equal(x.sqrt())
+        and all(root_of(y.grad_fn)[1].equal(y) for y in (x.sqrt(), x.std(0), torch.std_mean(x, 0)[0]))
     ),
     "what a node receives": lambda x: [*received(x.sin().grad_fn)] == [((3, 4), x.dtype)],
     "whether a checkpoint packed what a node saved": _packed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -248,15 +249,22 @@ def _by_reverse(call: FieldCall, wanted: Sequence[Index], *, most: int | None = 
 
 
 def _by_jets(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
-    """Pure derivatives from one expansion in several directions, mixed ones from nested expansions."""
+    """Pure derivatives from one expansion in several directions, mixed ones from nested expansions.
+
+    All of the same random numbers.
+    """
     derivatives: dict[Index, Any] = {}
+    random = _settings.RandomState(_jet.value_of(call.x).device)
+    again = lambda: random.replayed() if derivatives else nullcontext()  # noqa: E731
     pure = [each for each in wanted if len(set(each)) <= 1]
     mixed = sorted((each for each in wanted if len(set(each)) > 1), key=len, reverse=True)
     for index in mixed:
         if index not in derivatives:
-            derivatives |= _mixed(call, index)
+            with again():
+                derivatives |= _mixed(call, index)
     if not all(each in derivatives for each in pure):
-        derivatives |= _pure(call, pure)
+        with again():
+            derivatives |= _pure(call, pure)
     return derivatives
 
 

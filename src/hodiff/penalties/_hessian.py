@@ -104,8 +104,9 @@ def hessian_penalty(
             published form "works" there.
 
     Cost:
-        Exact: one evaluation of `f` and four reverse passes for each vector. Differences: two
-        evaluations for each vector and one for all, and no pass.
+        One evaluation of `f`, and for each vector, exact, one more and four reverse passes; by
+        differences two more, and no pass. All have the same random numbers of PyTorch's default
+        generators, not of a generator of `f`'s own.
 
     Examples:
         \(f = z_0 z_1\) has \(H_{01} = H_{10} = 1\), so a variance of 4, and of 0 if the two signs

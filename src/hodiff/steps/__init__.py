@@ -270,6 +270,7 @@ class CompiledStep(Unlike):
             if limit := interrupt_behind(self._dynamo.inner(error) or error):
                 raise limit from None
             reason = "" if self._call.beside else self._dynamo.reason(error)
+            self._traceable = None  # whose guards hold, for a graph that is not there
         self._dynamo.forget()
         if not reason:
             return self._for_once(_ELSEWHERE, args, kwargs)

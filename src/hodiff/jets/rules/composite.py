@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hodiff._core import _near_zero
-from hodiff._core._substitutes import WRITTEN_OUT
+from hodiff._core._substitutes import BY_DEFINITION
 from hodiff.jets import _jet
 from hodiff.jets._jet import (
     OF_NO_EFFECT,
@@ -122,7 +122,7 @@ def batch_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         why, way_out = "it mixes the samples of a batch", "Use model.eval() or another norm."
         raise ByNoRoute("BatchNorm in training mode", why, way_out)
     if given.get("training") or given.get("running_mean") is None:
-        return WRITTEN_OUT["batch_norm"](**given)
+        return BY_DEFINITION["batch_norm"](**given)
     x = given["input"]
     weight, bias = given.get("weight"), given.get("bias")
     factor = torch.rsqrt(given["running_var"] + given.get("eps", 1e-5))
@@ -136,7 +136,7 @@ def batch_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 @rule("composite", "instance_norm")
 def instance_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Instance norm from its definition."""
-    return WRITTEN_OUT["instance_norm"](**_named(func, args, kwargs, "use_input_stats"))
+    return BY_DEFINITION["instance_norm"](**_named(func, args, kwargs, "use_input_stats"))
 
 
 @final
@@ -403,7 +403,7 @@ def pdist(input: Any, p: float = 2.0) -> Any:
 def det(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """By multiplying it out, up to three rows; larger ones by PyTorch's derivatives."""
     larger = lambda *given, **named: _jet.wrap(fallback(expansion, func, given, named), expansion)  # noqa: E731
-    return WRITTEN_OUT["det"](larger)(*args, **kwargs)
+    return BY_DEFINITION["det"](larger)(*args, **kwargs)
 
 
 @composite("cosine_similarity")
@@ -495,7 +495,7 @@ def logit(input: Any, eps: float | None = None) -> Any:
 
 DEFINITIONS: dict[str, Definition] = {
     # PyTorch's own derivatives of these are wrong at some order, or divide by the entries.
-    **{name: WRITTEN_OUT[name] for name in ("layer_norm", "_weight_norm", "sinc", "prod", "cumprod")},
+    **{name: BY_DEFINITION[name] for name in ("layer_norm", "_weight_norm", "sinc", "prod", "cumprod")},
     "cdist": lambda x1, x2, p=2.0, compute_mode=None: _distance("cdist", x1.unsqueeze(-2) - x2.unsqueeze(-3), p),
     "pairwise_distance": lambda x1, x2, p=2.0, eps=1e-6, keepdim=False: torch.linalg.vector_norm(
         x1 - x2 + eps, p, -1, keepdim

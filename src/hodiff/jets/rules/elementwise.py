@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from hodiff._core import _near_zero
-from hodiff._core._substitutes import WRITTEN_OUT
+from hodiff._core._substitutes import BY_DEFINITION
 from hodiff.jets import _jet
 from hodiff.jets._jet import (
     NoRule,
@@ -299,7 +299,7 @@ def _power_of_both(expansion: Expansion, base: Any, exponent: Any) -> Series:
     still = _jet.value_of(base).detach() == 0
     logarithm = torch.log(torch.where(still, 1.0, base))
     power = series_of(torch.pow(base, start) * torch.exp((exponent - start) * logarithm), expansion)
-    return [WRITTEN_OUT["pow"](series_of(base, expansion)[0], series_of(exponent, expansion)[0]), *power[1:]]
+    return [BY_DEFINITION["pow"](series_of(base, expansion)[0], series_of(exponent, expansion)[0]), *power[1:]]
 
 
 def _tensor_power(expansion: Expansion, series: Series, exponent: Any) -> Series:
