@@ -41,6 +41,7 @@ FIRST = {
     "implicit differentiation": "api/implicit/",
     "influence function": "recipes/influence/",
     "score matching": "recipes/score-matching/",
+    "quantum state": "recipes/quantum-state/",
     "Taylor": "explain/jets/",
     "DataLoader": "recipes/spectrum-dataloader/",
     "AMP": "recipes/wgan-gp-convolutional/",
