@@ -29,6 +29,7 @@ FIRST = {
     "torchdeq": "explain/wrong-derivatives/",
     "second derivative": "recipes/second-order/",
     "per-sample gradients": "recipes/per-sample/",
+    "neural tangent kernel": "recipes/tangent-kernel/",
     "ghost norms": "recipes/per-sample/",
     "trace": "api/curvature/trace/",
     "eigenvalues": "api/curvature/eigsh/",
