@@ -29,6 +29,8 @@ FIRST = {
     "torchdeq": "explain/wrong-derivatives/",
     "second derivative": "recipes/second-order/",
     "per-sample gradients": "recipes/per-sample/",
+    "EWC": "recipes/fisher-diagonal/",
+    "elastic weight consolidation": "recipes/fisher-diagonal/",
     "neural tangent kernel": "recipes/tangent-kernel/",
     "ghost norms": "recipes/per-sample/",
     "trace": "api/curvature/trace/",
