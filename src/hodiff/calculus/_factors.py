@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,9 @@ PATCHES = 2**24
 POSITIONS = 64
 """Up to so many positions are compared in pairs."""
 
+FEW = 10
+"""Up to so many positions the squares of rows are summed by pairs, without a row."""
+
 
 class Unread(Exception):
     """A use of a parameter that no reader knows."""
@@ -64,10 +67,30 @@ class Outer:
         self.shape = shape
         self.width = right.shape[-1]
 
+    @property
+    def sizes(self) -> Size:
+        """N and K."""
+        return Size((len(self.left), max(self.left.shape[1], self.right.shape[1])))
+
     @classmethod
     def of(cls, rows: Tensor, shape: Size) -> Outer:
         """Rows as they are, `(N, K, *shape)`."""
         return Outer(rows.new_ones(len(rows), 1, 1, 1), rows.reshape(*rows.shape[:2], 1, -1), shape)
+
+    def __getitem__(self, part: slice) -> Outer:
+        """The rows of some samples."""
+        return type(self)(self.left[part], self.right[part], self.shape)
+
+    def double(self, device: torch.device) -> Outer:
+        """The rows in double precision, on a device."""
+        dtype = torch.float64 if self.right.is_floating_point() else None
+        left = self.left.to(device, torch.float64)
+        return type(self)(left, self.right.to(device, dtype), self.shape)
+
+    def shortest(self) -> Outer:
+        """The rows as they are, where these are fewer numbers."""
+        longer = self.left.numel() + self.right.numel() > self.sizes.numel() * self.shape.numel()
+        return Outer.of(self.rows(), self.shape) if longer else self
 
     def join(self, other: Outer) -> Outer:
         """The sum of both."""
@@ -93,8 +116,13 @@ class Outer:
 
     def squares(self) -> Tensor:
         """For each entry of the parameter the sum of its squares over all rows."""
-        if self.left.shape[2] == 1 and type(self) is Outer:
-            return Outer(self.left.square(), self.right.square(), self.shape).pull(None)
+        positions = self.left.shape[2]
+        if positions <= FEW and type(self) is Outer:
+            total = torch.zeros((), dtype=self.left.dtype, device=self.left.device)
+            for apart in range(positions):  # each pair of positions once
+                left, right = (x[:, :, apart:] * x[:, :, : positions - apart] for x in (self.left, self.right))
+                total = total + Outer(left, right, self.shape).pull(None) * (2 if apart else 1)
+            return total
         sums = [part.square().sum((0, 1)) for part in self._parts()]
         return self._shaped(torch.cat(sums)).reshape(self.shape)
 
@@ -130,6 +158,39 @@ class Outer:
             pairs = self._pair(right[t], right[s])
             (out if t == s else beside).addcmul_(_products(left[t], left[s]), pairs)
         return out.add_(beside).add_(beside.permute(2, 3, 0, 1)) if positions > 1 else out
+
+    def times(self, other: Outer) -> Tensor:
+        """The products of all rows with those of other samples, `(N, K, M, L)`."""
+        one, two = self, other
+        if not type(one) is type(two) is Indexed:
+            width = max(of.left.shape[-1] for of in (one, two) if type(of) is Outer)
+            one, two = one._of_width(width), two._of_width(width)
+        many, others = one.sizes.numel(), two.sizes.numel()
+        out = one.left.new_zeros(*one.sizes, *two.sizes)
+        positions, width = (one.left.shape[2], two.left.shape[2]), one.left.shape[3]
+        by_pairs = many * others * math.prod(positions) * (width + one.width + 15)
+        by_rows = many * positions[0] + others * positions[1] + many * others
+        if max(positions) > POSITIONS or by_pairs > by_rows * width * one.width:
+            line = max(many, others) * one.width * out.element_size()
+            step = max(1, _reverse.CHUNK_BYTES // max(1, line))
+            for start in range(0, width, step):
+                parts = (of._some(slice(start, start + step)) for of in (one, two))
+                rows, columns = (part.flatten(0, 1).flatten(1) for part in parts)
+                out.view(many, others).addmm_(rows, columns.T)
+            return out
+        (left, right), (left_2, right_2) = ((of.left.movedim(2, 0).contiguous(), of._turned()) for of in (one, two))
+        for t, s in product(*map(range, positions)):
+            out.addcmul_(_products(left[t], left_2[s]), one._pair(right[t], right_2[s]))
+        return out
+
+    def _of_width(self, width: int) -> Outer:
+        """The same rows by left sides of this width: unit vectors, where it is another."""
+        if type(self) is Outer and self.left.shape[-1] == width:
+            return self
+        rows = self.rows()
+        unit = torch.eye(width, dtype=rows.dtype, device=rows.device)
+        apart = rows.reshape(*rows.shape[:2], width, -1)
+        return Outer(unit.expand(len(rows), 1, -1, -1), apart, self.shape)
 
     def _parts(self) -> Iterator[Tensor]:
         """The rows of some columns at a time, `(N, K, some of O, I)`."""
@@ -191,8 +252,9 @@ class Indexed(Outer):
 
 
 def _products(one: Tensor, other: Tensor) -> Tensor:
-    """Of `(N, K, width)` with `(N, K, width)` at another position: `(N, K, N, K)`."""
-    return (one.flatten(0, 1) @ other.flatten(0, 1).T).view(one.shape[:2] * 2)
+    """Of `(N, K, width)` with `(M, L, width)` at another position: `(N, K, M, L)`."""
+    flat = one.flatten(0, 1) @ other.flatten(0, 1).T
+    return flat.view(*one.shape[:2], *other.shape[:2])
 
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:
@@ -457,7 +519,7 @@ class _Reading:
         of: dict[int, Outer] = {}
         for number, (ends, expected) in enumerate(zip(self._ends, self._sums, strict=True)):
             try:
-                rows = self._rows_of(ends)
+                rows = self._rows_of(ends).shortest()
             except Unread:
                 continue
             if self._is_right(rows, expected):  # a hook of the node, say, changes what passes

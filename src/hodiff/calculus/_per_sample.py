@@ -238,6 +238,22 @@ def _factored(graph: OutputGraph, losses: Tensor) -> _factors.Factors | None:
     return _factors.Factors(graph, [losses])
 
 
+def in_factors(graph: OutputGraph, values: Tensor) -> list[_factors.Outer] | None:
+    """For each leaf the gradients of the samples' numbers in factors; None: one is not known so."""
+    factors = _factored(graph, values)
+    if factors is None or factors.missing:
+        return None
+    return [factors.of[number] for number in range(len(graph.leaves))]
+
+
+def in_rows(graph: OutputGraph, samples: Samples, values: Tensor, way_out: str) -> list[_factors.Outer]:
+    """The same from gradients, where these fit."""
+    _reverse.check_fits([values], graph.leaves, 0, way_out)
+    pairs = zip(_rows(graph, samples, values, None), graph.leaves, strict=True)
+    sizes = len(values), values.shape[1:].numel()
+    return [_factors.Outer.of(row.reshape(*sizes, *leaf.shape), leaf.shape) for row, leaf in pairs]
+
+
 def _rows(graph: OutputGraph, samples: Samples, losses: Tensor, chunk: int | None) -> list[Tensor]:
     """For each leaf the gradients of all losses."""
     rows = None
