@@ -140,47 +140,32 @@ class Outer:
         """Each row times a vector of the parameter's shape, `(N, K)`."""
         return (self.left * (self.right @ vector.reshape(-1, self.width).T)).sum((2, 3))
 
-    def gram(self) -> Tensor:
-        """The products of all rows with each other, `(N, K, N, K)`."""
-        samples, _, positions, width = self.left.shape
-        numbers = max(self.left.shape[1], self.right.shape[1])
-        many = samples * numbers
-        out = self.left.new_zeros((samples, numbers) * 2)
-        by_pairs = many * positions**2 * (width + self.width + 15)
-        if positions > POSITIONS or by_pairs > (positions + many) * width * self.width:
-            for part in self._parts():
-                flat = part.flatten(0, 1).flatten(1)
-                out.view(many, many).addmm_(flat, flat.T)
-            return out
-        beside = torch.zeros_like(out)
-        left, right = self.left.movedim(2, 0).contiguous(), self._turned()
-        for t, s in combinations_with_replacement(range(positions), 2):
-            pairs = self._pair(right[t], right[s])
-            (out if t == s else beside).addcmul_(_products(left[t], left[s]), pairs)
-        return out.add_(beside).add_(beside.permute(2, 3, 0, 1)) if positions > 1 else out
-
-    def times(self, other: Outer) -> Tensor:
-        """The products of all rows with those of other samples, `(N, K, M, L)`."""
-        one, two = self, other
-        if not type(one) is type(two) is Indexed:
+    def gram(self, other: Outer | None = None) -> Tensor:
+        """The products of all rows with each other, `(N, K, N, K)`, or with those of other samples."""
+        one, two = self, self if other is None else other
+        if other is not None and not type(one) is type(two) is Indexed:
             width = max(of.left.shape[-1] for of in (one, two) if type(of) is Outer)
             one, two = one._of_width(width), two._of_width(width)
         many, others = one.sizes.numel(), two.sizes.numel()
         out = one.left.new_zeros(*one.sizes, *two.sizes)
-        positions, width = (one.left.shape[2], two.left.shape[2]), one.left.shape[3]
-        by_pairs = many * others * math.prod(positions) * (width + one.width + 15)
-        by_rows = many * positions[0] + others * positions[1] + many * others
-        if max(positions) > POSITIONS or by_pairs > by_rows * width * one.width:
-            line = max(many, others) * one.width * out.element_size()
-            step = max(1, _reverse.CHUNK_BYTES // max(1, line))
+        (positions, width), more = one.left.shape[2:], two.left.shape[2]
+        by_pairs = many * others * positions * more * (width + one.width + 15)
+        by_rows = many * positions + many * others + (0 if other is None else others * more)
+        if max(positions, more) > POSITIONS or by_pairs > by_rows * width * one.width:
+            step = min(one._step(), two._step())
             for start in range(0, width, step):
-                parts = (of._some(slice(start, start + step)) for of in (one, two))
-                rows, columns = (part.flatten(0, 1).flatten(1) for part in parts)
-                out.view(many, others).addmm_(rows, columns.T)
+                parts = [of._some(slice(start, start + step)) for of in ([one] if other is None else [one, two])]
+                lines = [part.flatten(0, 1).flatten(1) for part in parts]
+                out.view(many, others).addmm_(lines[0], lines[-1].T)
             return out
+        beside = torch.zeros_like(out) if other is None else out
         (left, right), (left_2, right_2) = ((of.left.movedim(2, 0).contiguous(), of._turned()) for of in (one, two))
-        for t, s in product(*map(range, positions)):
-            out.addcmul_(_products(left[t], left_2[s]), one._pair(right[t], right_2[s]))
+        pairs = combinations_with_replacement(range(positions), 2)
+        for t, s in pairs if other is None else product(range(positions), range(more)):
+            into = out if t == s else beside
+            into.addcmul_(_products(left[t], left_2[s]), one._pair(right[t], right_2[s]))
+        if other is None and positions > 1:
+            out.add_(beside).add_(beside.permute(2, 3, 0, 1))
         return out
 
     def _of_width(self, width: int) -> Outer:
@@ -194,11 +179,14 @@ class Outer:
 
     def _parts(self) -> Iterator[Tensor]:
         """The rows of some columns at a time, `(N, K, some of O, I)`."""
-        numbers, width = max(self.left.shape[1], self.right.shape[1]), self.left.shape[-1]
-        line = len(self.left) * numbers * self.width * self.left.element_size()
-        step = max(1, _reverse.CHUNK_BYTES // max(1, line))
-        for start in range(0, width, step):
+        step = self._step()
+        for start in range(0, self.left.shape[-1], step):
             yield self._some(slice(start, start + step))
+
+    def _step(self) -> int:
+        """How many columns of all rows are at hand."""
+        line = self.sizes.numel() * self.width * self.left.element_size()
+        return max(1, _reverse.CHUNK_BYTES // max(1, line))
 
     def _some(self, columns: slice) -> Tensor:
         left = self.left[..., columns].mT

@@ -166,7 +166,7 @@ class DampedSystem:
         for i, lines in enumerate(product.split(self._rows)):
             for j, block in enumerate(lines.split(self._rows, dim=1)[: i + 1]):
                 for one, two in zip(self._parts[i], self._parts[j], strict=True):
-                    block += (one.gram() if i == j else one.times(two)).view(block.shape)
+                    block += one.gram(None if i == j else two).view(block.shape)
         return product
 
     @property

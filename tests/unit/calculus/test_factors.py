@@ -261,8 +261,8 @@ def _compare(of: _factors.Outer, rows: Tensor) -> None:
     products = torch.einsum("nkp,mlp->nkml", flat, own)
     like = _factors.Outer.of(rows[some], of.shape)
     for other in (of[some], like, of.double(rows.device)[some]):
-        agree(of.times(other), products)
-        agree(other.times(of), products.permute(2, 3, 0, 1))
+        agree(of.gram(other), products)
+        agree(other.gram(of), products.permute(2, 3, 0, 1))
 
 
 @pytest.mark.parametrize("by", ["pairs", "rows", "rows of one column"])
@@ -281,7 +281,7 @@ def test_products_with_other_samples(by: str, monkeypatch: pytest.MonkeyPatch) -
         "indexed, others": _factors.Indexed(draw(1, 1, 3, 4), words[:1].flip(2), torch.Size((7, 4))),
     }
     for one, other in itertools.product(sides.values(), repeat=2):
-        agree(one.times(other), torch.einsum("nkij,mlij->nkml", one.rows(), other.rows()))
+        agree(one.gram(other), torch.einsum("nkij,mlij->nkml", one.rows(), other.rows()))
 
 
 # --- proofs -----------------------------------------------------------------------------------------------------------
