@@ -69,7 +69,7 @@ class Outer:
 
     @property
     def sizes(self) -> Size:
-        """N and K."""
+        """How many samples there are, N, and numbers of each, K."""
         return Size((len(self.left), max(self.left.shape[1], self.right.shape[1])))
 
     @classmethod
@@ -169,7 +169,7 @@ class Outer:
         return out
 
     def _of_width(self, width: int) -> Outer:
-        """The same rows by left sides of this width: unit vectors, where it is another."""
+        """Rows like these whose left sides have a width: unit vectors, where it is another."""
         if type(self) is Outer and self.left.shape[-1] == width:
             return self
         rows = self.rows()

@@ -242,7 +242,7 @@ def in_factors(graph: OutputGraph, values: Tensor) -> list[_factors.Outer] | Non
 
 
 def in_rows(graph: OutputGraph, samples: Samples, values: Tensor, way_out: str) -> list[_factors.Outer]:
-    """The same from gradients, where these fit."""
+    """For each leaf the gradients of the samples' numbers themselves, where these fit."""
     _reverse.check_fits([values], graph.leaves, 0, way_out)
     pairs = zip(_rows(graph, samples, values, None), graph.leaves, strict=True)
     sizes = len(values), values.shape[1:].numel()

@@ -139,7 +139,7 @@ class DampedSystem:
         return self
 
     def _push(self, change: Tensor) -> Tensor:
-        """J d."""
+        """The change of the residuals by a step in the linear model, J d."""
         if not self._factored:
             return self._J @ change
         shapes = [of.shape for of in self._parts[0]]
@@ -153,7 +153,7 @@ class DampedSystem:
         return _joined(map(pushed, self._parts))
 
     def _pull(self, weights: Tensor) -> Tensor:
-        """J'u."""
+        """The sum of the rows of J, weighed, J'u."""
         if not self._factored:
             return self._J.T @ weights
         given = zip(self._parts, weights.split(self._rows), strict=True)

@@ -421,7 +421,7 @@ class LeastSquaresRecord(Shown):
                 "covariance: the residuals do not determine all parameters: J'J is singular. Fix "
                 "one that another makes up for (requires_grad_(False)), or give it a residual."
             )
-        inverse = torch.linalg.solve_triangular(R, torch.eye(len(R)).to(R), upper=True)
+        inverse = torch.linalg.solve_triangular(R, torch.eye(len(R), dtype=R.dtype, device=R.device), upper=True)
         return Q, inverse / norms.unsqueeze(1)
 
     def _facts(self) -> dict[str, str]:

@@ -267,7 +267,7 @@ def _compare(of: _factors.Outer, rows: Tensor) -> None:
 
 @pytest.mark.parametrize("by", ["pairs", "rows", "rows of one column"])
 def test_products_with_other_samples(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another number of positions, and of an embedding beside a product."""
+    """Of another number of positions, and of an embedding beside a product; and their squares."""
     torch.manual_seed(0)
     monkeypatch.setattr(_factors, "POSITIONS", 64 if by == "pairs" else 0)
     if by == "rows of one column":
@@ -281,6 +281,7 @@ def test_products_with_other_samples(by: str, monkeypatch: pytest.MonkeyPatch) -
         "indexed, others": _factors.Indexed(draw(1, 1, 3, 4), words[:1].flip(2), torch.Size((7, 4))),
     }
     for one, other in itertools.product(sides.values(), repeat=2):
+        agree(one.squares(), one.rows().square().sum((0, 1)))
         agree(one.gram(other), torch.einsum("nkij,mlij->nkml", one.rows(), other.rows()))
 
 
