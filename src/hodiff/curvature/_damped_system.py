@@ -1,4 +1,4 @@
-"""The damped linear system of least squares: the Jacobian, in factors or row by row; its solution by Cholesky."""
+"""The damped linear system of least squares: J in factors or in rows; its solution by Cholesky."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class DampedSystem:
     """Residuals r and their Jacobian J, in float64, and the steps of the damped linear model.
 
     J is held where it is small. A large one stays in factors, for each function the rows by each
-    leaf; with more residuals than parameters it is held as well, or summed to J'J if it does not fit.
+    leaf; with more residuals than parameters it is held as well, or summed to J'J, if it does not
+    fit.
 
     Attributes:
         r: The residuals.
@@ -71,8 +72,8 @@ class DampedSystem:
         side = min(rows, columns)
         if 16 * side**2 > budget:
             raise InputError(
-                f"residuals: a step of {rows:,} residuals and {columns:,} parameters takes a matrix "
-                f"{side:,} x {side:,} and its factor in float64, {_memory.readable(16 * side**2)}, "
+                f"residuals: a step of {rows:,} residuals and {columns:,} parameters takes a "
+                f"matrix {side:,} x {side:,} and its factor in float64, {_memory.readable(16 * side**2)}, "
                 f"but memory_budget is {_memory.readable(budget)}. Give fewer points a step."
             )
         self.in_samples = rows <= columns

@@ -119,7 +119,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         last: What the last step did, a record: `value` (the loss before), `decrease`, `ratio`,
             `damping` (that of the step, in the unit of `damping`), `length` (the part of the full
             step), `accepted`, `converged`, `gradient`, `residual`, `evaluations`, `space`. None
-            before the first.
+            before the first. Of a fit it has `covariance()`, `standard_errors()` and `leverages()`,
+            until the next step.
 
     Raises:
         InputError: Residuals or their derivatives that are not finite at the parameters as they
@@ -148,6 +149,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         ...     loss = optimizer.step()
         >>> b
         tensor([3., 2.], dtype=torch.float64)
+        >>> bool((optimizer.last.standard_errors() < 1e-12).all())  # there is no noise
+        True
 
         An equation and its boundary, one batch for each; both are means:
 

@@ -357,11 +357,11 @@ class LeastSquaresRecord(Shown):
     """The Jacobian, where it is held, until the next step."""
 
     def covariance(self, *, absolute_sigma: bool = False) -> Tensor:
-        r"""The covariance of the fitted parameters, \(s^2 (J^\top J)^{-1}\), with \(s^2 = r^\top r / (N - D)\).
+        r"""The covariance of the fitted parameters, \(s^2 (J^\top J)^{-1}\).
 
-        That of the least-squares estimate, where the residuals' errors are independent, of one
-        variance, and small enough for the linear model. \(J\) is that of N residuals by D
-        parameters where the step began: once `converged`, at the solution.
+        With \(s^2 = r^\top r / (N - D)\), that of the least-squares estimate, where the residuals'
+        errors are independent, of one variance, and small enough for the linear model. \(J\) is that
+        of N residuals by D parameters where the step began: once `converged`, at the solution.
 
         Args:
             absolute_sigma: Whether the residuals are in units of their known standard deviations,
@@ -371,8 +371,8 @@ class LeastSquaresRecord(Shown):
             `(D, D)`, in float64; the parameters in the order of *where*, each flattened.
 
         Raises:
-            InputError: There are no more residuals than parameters, which they do not determine; a
-                later step was taken, or \(J\) was summed within `memory_budget`, so it is not at hand.
+            InputError: There are no more residuals than parameters, or they do not determine all;
+                a later step was taken, or \(J\) was summed within `memory_budget`.
 
         Examples:
             Of a mean of four numbers it is their variance by four:
@@ -388,7 +388,7 @@ class LeastSquaresRecord(Shown):
 
         Reference:
             Seber, G. A. F., Wild, C. J. (1989). Nonlinear Regression. doi:10.1002/0471725315,
-            section 2.1.2.
+            section 2.1.
         """
         _, root = self._root()
         rows, columns = self._fit[0].shape
@@ -421,7 +421,8 @@ class LeastSquaresRecord(Shown):
                 "covariance: the residuals do not determine all parameters: J'J is singular. Fix "
                 "one that another makes up for (requires_grad_(False)), or give it a residual."
             )
-        inverse = torch.linalg.solve_triangular(R, torch.eye(len(R), dtype=R.dtype, device=R.device), upper=True)
+        unit = torch.eye(len(R), dtype=R.dtype, device=R.device)
+        inverse = torch.linalg.solve_triangular(R, unit, upper=True)
         return Q, inverse / norms.unsqueeze(1)
 
     def _facts(self) -> dict[str, str]:
