@@ -461,15 +461,19 @@ class Factors:
         graph: OutputGraph,
         outputs: Sequence[Tensor],
         seeds: Sequence[Tensor] | None = None,
+        largest: float = 0,
     ) -> None:
-        """Of the numbers of samples, `(N,)` or `(N, K)`; with seeds `(K, N, ...)`, of sums."""
+        """Of the numbers of samples, `(N,)` or `(N, K)`; with seeds `(K, N, ...)`, of sums.
+
+        The derivatives by operations may take as many bytes as are given, or the usual ones.
+        """
         self.of: dict[int, Outer] = {}
         with _settings.grad_mode(False), _settings.autocast(outputs[0].device.type):
             self._seeds = _units(outputs[0]) if seeds is None else seeds
             numbers, count = self._seeds[0].shape[:2]
             precise = self._seeds[0].element_size() >= 4  # else rounding would hide what is mixed
             if precise and count and numbers and all(x.grad_fn is not None for x in outputs):
-                self.of = _Reading(graph, outputs, self._seeds).read()
+                self.of = _Reading(graph, outputs, self._seeds, largest).read()
         self.missing = {*range(len(graph.leaves))} - self.of.keys()
         self.shape = Size((count, numbers))
 
@@ -483,9 +487,15 @@ class Factors:
 class _Reading:
     """How the rows of a graph's leaves are found."""
 
-    def __init__(self, graph: OutputGraph, outputs: Sequence[Tensor], seeds: Sequence[Tensor]):
+    def __init__(
+        self,
+        graph: OutputGraph,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor],
+        largest: float,
+    ) -> None:
         self._graph, self._outputs = graph, outputs
-        self._seeds = seeds
+        self._seeds, self._largest = seeds, max(largest, LARGEST)
         self._numbers, self._count = seeds[0].shape[:2]
         weights = _vectors.generic(self._count * self._numbers) - 0.5
         self._weights = weights.to(seeds[0]).reshape(self._count, -1)
@@ -554,7 +564,8 @@ class _Reading:
         """Whether the derivatives by what has samples could be taken, and where these lie."""
         edges = [use.edge for use in self._sampled.values()]
         shapes = [Size(use.results()[0][0]) for use in self._sampled.values()]
-        if sum(map(Size.numel, shapes)) * self._numbers * self._seeds[0].element_size() > LARGEST:
+        size = sum(map(Size.numel, shapes)) * self._numbers * self._seeds[0].element_size()
+        if size > self._largest:
             return False
         derivatives = self._pulled(self._outputs, self._seeds, edges, shapes)
         if any(g.__class__ is not Tensor for g in derivatives):  # sharded

@@ -226,16 +226,16 @@ def _stays(graph: OutputGraph) -> bool:
     return graph.create_graph or _call.nested() or _settings.tracing()
 
 
-def _factored(graph: OutputGraph, losses: Tensor) -> _factors.Factors | None:
+def _factored(graph: OutputGraph, losses: Tensor, largest: float = 0) -> _factors.Factors | None:
     """The gradients in factors, where these can be asked for."""
     if _stays(graph) or _refusals.MIXING.among(_nodes.survey([losses])):
         return None
-    return _factors.Factors(graph, [losses])
+    return _factors.Factors(graph, [losses], largest=largest)
 
 
-def in_factors(graph: OutputGraph, values: Tensor) -> list[_factors.Outer] | None:
+def in_factors(graph: OutputGraph, values: Tensor, largest: float = 0) -> list[_factors.Outer] | None:
     """For each leaf the gradients of the samples' numbers in factors; None: one is not known so."""
-    factors = _factored(graph, values)
+    factors = _factored(graph, values, largest)
     if factors is None or factors.missing:
         return None
     return [factors.of[number] for number in range(len(graph.leaves))]

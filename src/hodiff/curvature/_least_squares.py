@@ -330,15 +330,15 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 f"{system.loss} in float64; scale them. Nothing was changed."
             )
         for i, output in enumerate(outputs):
-            system.add(self._rows(graph, joint, output, i))
+            system.add(self._rows(graph, joint, output, i, budget))
         return system.closed()
 
-    def _rows(self, graph: OutputGraph, joint: _Joint, output: Tensor, number: int) -> list[Outer]:
+    def _rows(self, graph: OutputGraph, joint: _Joint, output: Tensor, number: int, budget: float) -> list[Outer]:
         """The rows of one function's residuals, by each leaf: in factors, where these are known."""
         samples = joint.parts[number]
         if isinstance(samples, Samples):
             values = output.reshape(-1) if output.shape[1:].numel() == 1 else output
-            rows = None if number in self._unread else in_factors(graph, values)
+            rows = None if number in self._unread else in_factors(graph, values, budget)
             if rows is None:
                 self._unread.add(number)  # nor will it be in the next step
                 joint.only = number

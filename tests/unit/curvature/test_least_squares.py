@@ -553,6 +553,23 @@ def test_samples_that_mix_beside_a_much_larger_one():
     torch.testing.assert_close(p - 1, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize(("budget", "by_rows"), [(0.5, 0), (100_000, 0), (12_000, 1)])
+def test_the_budget_bounds_the_derivatives_by_operations(budget, by_rows, monkeypatch):
+    """Where it is more than usual: of 360 samples with two numbers each, by layers of five and two."""
+    monkeypatch.setattr("hodiff.calculus._factors.LARGEST", 1)
+    taken, inner = [], _least_squares.in_rows
+    monkeypatch.setattr(_least_squares, "in_rows", lambda *given: taken.append(1) or inner(*given))
+    model, functions, (x, edge) = equations()
+    x = x.repeat(40, 1)
+    r, J = dense(model, functions, (x, edge))
+    before = flat(model)
+    optimizer = hodiff.LevenbergMarquardt(functions, model, damping=0.1, search=False, memory_budget=budget)
+    optimizer.step(x, edge)
+    expected = damped(J, r, 0.1 * float(J.square().sum(0).max()))
+    torch.testing.assert_close(flat(model) - before, expected, rtol=1e-8, atol=1e-11)
+    assert len(taken) == by_rows
+
+
 def test_what_no_factors_were_found_of_is_not_asked_again(monkeypatch):
     """And a copy knows it as well."""
     asked, inner = [], _least_squares.in_factors
