@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,9 @@ PATCHES = 2**24
 POSITIONS = 64
 """Up to so many positions are compared in pairs."""
 
+FEW = 10
+"""Up to so many positions the squares of rows are summed by pairs, without a row."""
+
 
 class Unread(Exception):
     """A use of a parameter that no reader knows."""
@@ -64,10 +67,30 @@ class Outer:
         self.shape = shape
         self.width = right.shape[-1]
 
+    @property
+    def sizes(self) -> Size:
+        """How many samples there are, N, and numbers of each, K."""
+        return Size((len(self.left), max(self.left.shape[1], self.right.shape[1])))
+
     @classmethod
     def of(cls, rows: Tensor, shape: Size) -> Outer:
         """Rows as they are, `(N, K, *shape)`."""
         return Outer(rows.new_ones(len(rows), 1, 1, 1), rows.reshape(*rows.shape[:2], 1, -1), shape)
+
+    def __getitem__(self, part: slice) -> Outer:
+        """The rows of some samples."""
+        return type(self)(self.left[part], self.right[part], self.shape)
+
+    def double(self, device: torch.device) -> Outer:
+        """The rows in double precision, on a device."""
+        dtype = torch.float64 if self.right.is_floating_point() else None
+        left = self.left.to(device, torch.float64)
+        return type(self)(left, self.right.to(device, dtype), self.shape)
+
+    def shortest(self) -> Outer:
+        """The rows as they are, where these are fewer numbers."""
+        longer = self.left.numel() + self.right.numel() > self.sizes.numel() * self.shape.numel()
+        return Outer.of(self.rows(), self.shape) if longer else self
 
     def join(self, other: Outer) -> Outer:
         """The sum of both."""
@@ -93,8 +116,13 @@ class Outer:
 
     def squares(self) -> Tensor:
         """For each entry of the parameter the sum of its squares over all rows."""
-        if self.left.shape[2] == 1 and type(self) is Outer:
-            return Outer(self.left.square(), self.right.square(), self.shape).pull(None)
+        positions = self.left.shape[2]
+        if positions <= FEW and type(self) is Outer:
+            total = torch.zeros((), dtype=self.left.dtype, device=self.left.device)
+            for apart in range(positions):  # each pair of positions once
+                left, right = (x[:, :, apart:] * x[:, :, : positions - apart] for x in (self.left, self.right))
+                total = total + Outer(left, right, self.shape).pull(None) * (2 if apart else 1)
+            return total
         sums = [part.square().sum((0, 1)) for part in self._parts()]
         return self._shaped(torch.cat(sums)).reshape(self.shape)
 
@@ -112,32 +140,53 @@ class Outer:
         """Each row times a vector of the parameter's shape, `(N, K)`."""
         return (self.left * (self.right @ vector.reshape(-1, self.width).T)).sum((2, 3))
 
-    def gram(self) -> Tensor:
-        """The products of all rows with each other, `(N, K, N, K)`."""
-        samples, _, positions, width = self.left.shape
-        numbers = max(self.left.shape[1], self.right.shape[1])
-        many = samples * numbers
-        out = self.left.new_zeros((samples, numbers) * 2)
-        by_pairs = many * positions**2 * (width + self.width + 15)
-        if positions > POSITIONS or by_pairs > (positions + many) * width * self.width:
-            for part in self._parts():
-                flat = part.flatten(0, 1).flatten(1)
-                out.view(many, many).addmm_(flat, flat.T)
+    def gram(self, other: Outer | None = None) -> Tensor:
+        """The products of all rows with each other, `(N, K, N, K)`, or with those of other samples."""
+        one, two = self, self if other is None else other
+        if other is not None and not type(one) is type(two) is Indexed:
+            width = max(of.left.shape[-1] for of in (one, two) if type(of) is Outer)
+            one, two = one._of_width(width), two._of_width(width)
+        many, others = one.sizes.numel(), two.sizes.numel()
+        out = one.left.new_zeros(*one.sizes, *two.sizes)
+        (positions, width), more = one.left.shape[2:], two.left.shape[2]
+        by_pairs = many * others * positions * more * (width + one.width + 15)
+        by_rows = many * positions + many * others + (0 if other is None else others * more)
+        if max(positions, more) > POSITIONS or by_pairs > by_rows * width * one.width:
+            step = min(one._step(), two._step())
+            for start in range(0, width, step):
+                parts = [of._some(slice(start, start + step)) for of in ([one] if other is None else [one, two])]
+                lines = [part.flatten(0, 1).flatten(1) for part in parts]
+                out.view(many, others).addmm_(lines[0], lines[-1].T)
             return out
-        beside = torch.zeros_like(out)
-        left, right = self.left.movedim(2, 0).contiguous(), self._turned()
-        for t, s in combinations_with_replacement(range(positions), 2):
-            pairs = self._pair(right[t], right[s])
-            (out if t == s else beside).addcmul_(_products(left[t], left[s]), pairs)
-        return out.add_(beside).add_(beside.permute(2, 3, 0, 1)) if positions > 1 else out
+        beside = torch.zeros_like(out) if other is None else out
+        (left, right), (left_2, right_2) = ((of.left.movedim(2, 0).contiguous(), of._turned()) for of in (one, two))
+        pairs = combinations_with_replacement(range(positions), 2)
+        for t, s in pairs if other is None else product(range(positions), range(more)):
+            into = out if t == s else beside
+            into.addcmul_(_products(left[t], left_2[s]), one._pair(right[t], right_2[s]))
+        if other is None and positions > 1:
+            out.add_(beside).add_(beside.permute(2, 3, 0, 1))
+        return out
+
+    def _of_width(self, width: int) -> Outer:
+        """Rows like these whose left sides have a width: unit vectors, where it is another."""
+        if type(self) is Outer and self.left.shape[-1] == width:
+            return self
+        rows = self.rows()
+        unit = torch.eye(width, dtype=rows.dtype, device=rows.device)
+        apart = rows.reshape(*rows.shape[:2], width, -1)
+        return Outer(unit.expand(len(rows), 1, -1, -1), apart, self.shape)
 
     def _parts(self) -> Iterator[Tensor]:
         """The rows of some columns at a time, `(N, K, some of O, I)`."""
-        numbers, width = max(self.left.shape[1], self.right.shape[1]), self.left.shape[-1]
-        line = len(self.left) * numbers * self.width * self.left.element_size()
-        step = max(1, _reverse.CHUNK_BYTES // max(1, line))
-        for start in range(0, width, step):
+        step = self._step()
+        for start in range(0, self.left.shape[-1], step):
             yield self._some(slice(start, start + step))
+
+    def _step(self) -> int:
+        """How many columns of all rows are at hand."""
+        line = self.sizes.numel() * self.width * self.left.element_size()
+        return max(1, _reverse.CHUNK_BYTES // max(1, line))
 
     def _some(self, columns: slice) -> Tensor:
         left = self.left[..., columns].mT
@@ -191,8 +240,9 @@ class Indexed(Outer):
 
 
 def _products(one: Tensor, other: Tensor) -> Tensor:
-    """Of `(N, K, width)` with `(N, K, width)` at another position: `(N, K, N, K)`."""
-    return (one.flatten(0, 1) @ other.flatten(0, 1).T).view(one.shape[:2] * 2)
+    """Of `(N, K, width)` with `(M, L, width)` at another position: `(N, K, M, L)`."""
+    flat = one.flatten(0, 1) @ other.flatten(0, 1).T
+    return flat.view(*one.shape[:2], *other.shape[:2])
 
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:
@@ -411,15 +461,19 @@ class Factors:
         graph: OutputGraph,
         outputs: Sequence[Tensor],
         seeds: Sequence[Tensor] | None = None,
+        largest: float = 0,
     ) -> None:
-        """Of the numbers of samples, `(N,)` or `(N, K)`; with seeds `(K, N, ...)`, of sums."""
+        """Of the numbers of samples, `(N,)` or `(N, K)`; with seeds `(K, N, ...)`, of sums.
+
+        The derivatives by operations may take as many bytes as are given, or the usual ones.
+        """
         self.of: dict[int, Outer] = {}
         with _settings.grad_mode(False), _settings.autocast(outputs[0].device.type):
             self._seeds = _units(outputs[0]) if seeds is None else seeds
             numbers, count = self._seeds[0].shape[:2]
             precise = self._seeds[0].element_size() >= 4  # else rounding would hide what is mixed
             if precise and count and numbers and all(x.grad_fn is not None for x in outputs):
-                self.of = _Reading(graph, outputs, self._seeds).read()
+                self.of = _Reading(graph, outputs, self._seeds, largest).read()
         self.missing = {*range(len(graph.leaves))} - self.of.keys()
         self.shape = Size((count, numbers))
 
@@ -433,9 +487,15 @@ class Factors:
 class _Reading:
     """How the rows of a graph's leaves are found."""
 
-    def __init__(self, graph: OutputGraph, outputs: Sequence[Tensor], seeds: Sequence[Tensor]):
+    def __init__(
+        self,
+        graph: OutputGraph,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor],
+        largest: float,
+    ) -> None:
         self._graph, self._outputs = graph, outputs
-        self._seeds = seeds
+        self._seeds, self._largest = seeds, max(largest, LARGEST)
         self._numbers, self._count = seeds[0].shape[:2]
         weights = _vectors.generic(self._count * self._numbers) - 0.5
         self._weights = weights.to(seeds[0]).reshape(self._count, -1)
@@ -457,7 +517,7 @@ class _Reading:
         of: dict[int, Outer] = {}
         for number, (ends, expected) in enumerate(zip(self._ends, self._sums, strict=True)):
             try:
-                rows = self._rows_of(ends)
+                rows = self._rows_of(ends).shortest()
             except Unread:
                 continue
             if self._is_right(rows, expected):  # a hook of the node, say, changes what passes
@@ -504,7 +564,8 @@ class _Reading:
         """Whether the derivatives by what has samples could be taken, and where these lie."""
         edges = [use.edge for use in self._sampled.values()]
         shapes = [Size(use.results()[0][0]) for use in self._sampled.values()]
-        if sum(map(Size.numel, shapes)) * self._numbers * self._seeds[0].element_size() > LARGEST:
+        size = sum(map(Size.numel, shapes)) * self._numbers * self._seeds[0].element_size()
+        if size > self._largest:
             return False
         derivatives = self._pulled(self._outputs, self._seeds, edges, shapes)
         if any(g.__class__ is not Tensor for g in derivatives):  # sharded

@@ -21,9 +21,6 @@ from hodiff.errors import InputError
 
 T = TypeVar("T")
 
-GROUP = 32
-"""How many samples go together where they cannot go side by side: a pass for each then takes over a few others."""
-
 
 @overload
 def per_sample_grad(
@@ -87,10 +84,9 @@ def per_sample_grad(
         Other layers, and all with a `chunk_size` of your own: one evaluation and one pass for each
         chunk of samples (K passes for K numbers), by `torch.vmap` with separate parameters for each
         sample, and one evaluation and pass of the whole batch. The latter checks the losses one by
-        one, and a sum of the gradients. If `f` does not run under `vmap`, it is called on groups of
-        32 samples, with a pass for each sample. If the check fails (BatchNorm mixes the samples),
-        `f` draws random numbers, or the result must be differentiable, N passes over the whole
-        batch are taken instead, in chunks.
+        one, and a sum of the gradients. If `f` does not run under `vmap` or draws random numbers,
+        the check fails (BatchNorm mixes the samples), or the result must be differentiable, N
+        passes over the whole batch are taken instead, in chunks.
 
         Memory: the result, N times the parameters.
 
@@ -110,13 +106,12 @@ def per_sample_grad(
     with graph:
         losses = _checked(graph, samples)
         _reverse.check_fits([losses], graph.leaves, 0, WAY_OUT)
-        factors = None if chunk else _factored(graph, losses)
-        if factors is None or factors.missing:
+        factors = None if chunk else in_factors(graph, losses)
+        if factors is None:
             rows = _rows(graph, samples, losses, chunk)
         else:
             with _settings.grad_mode(False):
-                parts = [factors.of[number].rows() for number in range(len(graph.leaves))]
-                rows = [row.view(*losses.shape, *row.shape[2:]) for row in parts]
+                rows = [of.rows().view(*losses.shape, *of.shape) for of in factors]
     return graph.call.where.result(rows)
 
 
@@ -231,11 +226,27 @@ def _stays(graph: OutputGraph) -> bool:
     return graph.create_graph or _call.nested() or _settings.tracing()
 
 
-def _factored(graph: OutputGraph, losses: Tensor) -> _factors.Factors | None:
+def _factored(graph: OutputGraph, losses: Tensor, largest: float = 0) -> _factors.Factors | None:
     """The gradients in factors, where these can be asked for."""
     if _stays(graph) or _refusals.MIXING.among(_nodes.survey([losses])):
         return None
-    return _factors.Factors(graph, [losses])
+    return _factors.Factors(graph, [losses], largest=largest)
+
+
+def in_factors(graph: OutputGraph, values: Tensor, largest: float = 0) -> list[_factors.Outer] | None:
+    """For each leaf the gradients of the samples' numbers in factors; None: one is not known so."""
+    factors = _factored(graph, values, largest)
+    if factors is None or factors.missing:
+        return None
+    return [factors.of[number] for number in range(len(graph.leaves))]
+
+
+def in_rows(graph: OutputGraph, samples: Samples, values: Tensor, way_out: str) -> list[_factors.Outer]:
+    """For each leaf the gradients of the samples' numbers themselves, where these fit."""
+    _reverse.check_fits([values], graph.leaves, 0, way_out)
+    pairs = zip(_rows(graph, samples, values, None), graph.leaves, strict=True)
+    sizes = len(values), values.shape[1:].numel()
+    return [_factors.Outer.of(row.reshape(*sizes, *leaf.shape), leaf.shape) for row, leaf in pairs]
 
 
 def _rows(graph: OutputGraph, samples: Samples, losses: Tensor, chunk: int | None) -> list[Tensor]:
@@ -334,74 +345,30 @@ def check_not_crossed(graph: OutputGraph, samples: Samples, output: Tensor, name
 
 
 def _by_samples(graph: OutputGraph, samples: Samples, losses: Tensor, chunk: int | None) -> list[Tensor] | None:
-    """Each sample with parameters of its own; None where that is not what the whole batch gives."""
-    rows: list[Tensor] = []
+    """Each sample with parameters of its own; None where that is not what the whole batch gives.
 
-    def collect(part: slice, gradients: list[Tensor]) -> None:
-        if part == slice(0, len(losses)):
-            rows.extend(gradients)
-            return
-        rows.extend([] if rows else [leaf.new_empty((*losses.shape, *leaf.shape)) for leaf in graph.leaves])
-        for row, gradient in zip(rows, gradients, strict=True):
-            row[part] = gradient
-
-    for grouped in (False, True):
-        rows.clear()
-        if not each_sample(graph, samples, losses, chunk, collect, grouped=grouped):
-            continue
-        flat, by_row = rows, losses
-        if losses.ndim > 1:  # as several numbers lie in memory
-            flat, by_row = [row.transpose(0, 1).flatten(0, 1) for row in rows], losses.T.reshape(-1)
-        if _rows_add_up(graph, by_row, flat):
-            return rows
-    return None
-
-
-def each_sample(
-    graph: OutputGraph,
-    samples: Samples,
-    losses: Tensor,
-    chunk: int | None,
-    collect: Callable[[slice, list[Tensor]], object],
-    usual: float = 0.0,
-    *,
-    grouped: bool = False,
-) -> bool:
-    """Hand over the gradients of the samples' losses, some samples at a time, each with parameters of its own.
-
-    Whether that could be done, and gave the losses that the whole batch gives (up to rounding of losses of the *usual*
-    size). Their gradients are the caller's to compare. In groups, `f` is called on a few samples, without `vmap`, and
-    a pass goes back from each of their losses.
+    The losses are compared one by one, up to rounding of those of the usual size; then the rows.
     """
-    count = len(losses)
-    batch = samples.tensors(count)
-    if not batch or not losses.numel() or (grouped and count <= GROUP):
-        return False
-    size = chunk or _auto(graph, losses)
-    size = min(size, GROUP) if grouped else size
-    expected = losses.detach()
+    batch = samples.tensors(len(losses))
+    if not batch or not losses.numel():
+        return None
+    size, expected = chunk or _auto(graph, losses), losses.detach()
     # Not the mean: beside one that is much larger, the others count too.
-    usual = max(usual, float(expected.abs().median()))
+    usual = float(expected.abs().median())
+    rows: list[Tensor] = []
     try:
-        for start in range(0, count, size):
-            part = slice(start, min(start + size, count))
-            rows = [leaf[part] for leaf in batch]
-            values, own = (_group if grouped else _chunk)(graph, samples, rows, losses)
+        for start in range(0, len(losses), size):
+            part = slice(start, start + size)
+            values, own = _chunk(graph, samples, [leaf[part] for leaf in batch], losses)
             if not _reverse.agree(values.detach(), expected[part], usual, graph.leaves):
-                return False
-            if grouped:
-                collect(part, _reverse.blocks(graph, [values], chunk_size=None)[0])
-                continue
-            if losses.ndim == 1:
-                collect(part, _reverse.vjp(graph, [values], [None], inputs=own))
-                continue
-            numbers = values.shape[1]
-            each = torch.eye(numbers, dtype=values.dtype, device=values.device)
-            each = each.unsqueeze(1).expand(-1, *values.shape)
-            [(*_, stacked)] = _reverse.vjps(
-                graph, [values], lambda *_, each=each: [each], numbers, chunk_size=numbers, inputs=own
-            )
-            collect(part, [gradients.transpose(0, 1) for gradients in stacked])
+                return None
+            gradients = _gradients(graph, values, own)
+            if size >= len(losses):
+                rows = gradients
+                break
+            rows = rows or [leaf.new_empty((*losses.shape, *leaf.shape)) for leaf in graph.leaves]
+            for row, gradient in zip(rows, gradients, strict=True):
+                row[part] = gradient
     except Exception as error:  # no batching rule, Python that looks at values, a change in place, the batch's length
         if not is_fault(error):
             error.add_note(
@@ -410,10 +377,24 @@ def each_sample(
                 "are the same gradients."
             )
             raise
-        return False
+        return None
     finally:
         samples.whole()
-    return True
+    flat, by_row = rows, losses
+    if losses.ndim > 1:  # as several numbers lie in memory
+        flat, by_row = [row.transpose(0, 1).flatten(0, 1) for row in rows], losses.T.reshape(-1)
+    return rows if _rows_add_up(graph, by_row, flat) else None
+
+
+def _gradients(graph: OutputGraph, values: Tensor, own: list[Tensor]) -> list[Tensor]:
+    """The gradients of samples' losses, by the parameters of each."""
+    if values.ndim == 1:
+        return _reverse.vjp(graph, [values], [None], inputs=own)
+    numbers = values.shape[1]
+    each = torch.eye(numbers, dtype=values.dtype, device=values.device)
+    each = each.unsqueeze(1).expand(-1, *values.shape)
+    [(*_, stacked)] = _reverse.vjps(graph, [values], lambda *_: [each], numbers, chunk_size=numbers, inputs=own)
+    return [gradients.transpose(0, 1) for gradients in stacked]
 
 
 def _chunk(graph: OutputGraph, samples: Samples, batch: list[Tensor], losses: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -427,12 +408,6 @@ def _chunk(graph: OutputGraph, samples: Samples, batch: list[Tensor], losses: Te
 
     [values] = _reverse.batched(one, [*own, *batch])
     return values, own
-
-
-def _group(graph: OutputGraph, samples: Samples, batch: list[Tensor], losses: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Some samples' losses, of the one set of parameters."""
-    samples.with_rows(batch, len(losses))
-    return graph.context.at(graph.leaves).reshape(len(batch[0]), *losses.shape[1:]), graph.leaves
 
 
 def _rows_add_up(graph: OutputGraph, losses: Tensor, rows: list[Tensor]) -> bool:

@@ -6,19 +6,19 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _locks, _reverse, _settings, _tree, _versions
+from hodiff._core import _arguments, _locks, _reverse, _settings, _versions
 from hodiff._core._call import call, refuse_stand_ins
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import generic
+from hodiff.calculus._factors import Outer
 from hodiff.calculus._first import tall_jacobian
-from hodiff.calculus._per_sample import GROUP, Samples, check_not_crossed
+from hodiff.calculus._per_sample import Samples, check_not_crossed, in_factors, in_rows
 from hodiff.curvature import _data, _memory, _probes
 from hodiff.curvature._damped_system import DampedStep, DampedSystem, flat
 from hodiff.curvature._process_group import is_wrapped
@@ -52,8 +52,6 @@ SMALL = 2**20
 """Bytes of a Jacobian that are kept without asking the system how much is free."""
 NONE = 1e-30
 """Less damping than this holds no parameter back."""
-FULL_CHECKS = (1, 10, 100)
-"""The steps at which all rows of J count in the comparison, not those of large residuals alone."""
 
 
 _State = dict[str, Any]
@@ -74,11 +72,11 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     The loss is **half the sum of the squares** of all that the functions return,
     \(\tfrac12 \lVert r(\theta) \rVert^2\). For a mean divide by the root of the number of samples,
-    `/ n ** 0.5`: by a number from outside, for a function sees its samples one by one, and `len(x)`
-    is 1 then. With the Jacobian \(J\) of \(r\) a step is
+    `/ len(x) ** 0.5`. With the Jacobian \(J\) of \(r\) a step is
     \(d = -(J^\top J + \lambda I)^{-1} J^\top r\), computed as
-    \(-J^\top (J J^\top + \lambda I)^{-1} r\) where there are fewer residuals than parameters: in
-    float64, by Cholesky and one refinement, whatever the parameters' dtype is.
+    \(-J^\top (J J^\top + \lambda I)^{-1} r\) where there are no more residuals than parameters: in
+    float64, by Cholesky and one refinement, whatever the parameters' dtype is. Then \(J\) is not
+    formed: the matrix follows from the layers' inputs and derivatives, as by `hodiff.gram`.
 
     Two rules choose \(\lambda\) and the length of the step. By **search**, the length is halved
     until the loss falls, along a path that bends as the residuals do: a short trial shows what they
@@ -103,9 +101,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         where: Where, as for `grad`: usually a module, whose frozen parameters stay; or tensors,
             which are changed in place.
         damping: The first \(\lambda\), as a part of the largest squared norm of a column of the
-            first \(J\) (of each column's own, where parameters are measured so); by products (see
-            `memory_budget`), of what is known of it, somewhat less. None: 1e-3 by search; by the
-            gain ratio that of a step as long as the parameters are.
+            first \(J\) (of each column's own, where parameters are measured so). None: 1e-3 by
+            search; by the gain ratio that of a step as long as the parameters are.
         momentum: How much of the last step is added before the linear model is solved (SPRING). It
             may help where each step has other points.
         search: The rule, see above. None: by search where a function has a batch, by the gain ratio
@@ -114,30 +111,31 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             search, 0 by the gain ratio. Small noisy batches need a larger one.
         tries: How often a step may be shortened, or solved again with more damping, before it is
             refused.
-        memory_budget: What \(J\) may take: bytes (an int), or a fraction of the memory that is
-            free. Beyond it \(J^\top J\) is summed over chunks of samples, where that fits; else the
-            step is taken by products with \(J\), two passes each: some hundred of them.
+        memory_budget: What the matrices of a step may take: bytes (an int), or a fraction of the
+            memory that is free. With more residuals than parameters, a \(J\) beyond it is summed
+            to \(J^\top J\), some samples at a time.
 
     Attributes:
         last: What the last step did, a record: `value` (the loss before), `decrease`, `ratio`,
             `damping` (that of the step, in the unit of `damping`), `length` (the part of the full
             step), `accepted`, `converged`, `gradient`, `residual`, `evaluations`, `space`. None
-            before the first.
+            before the first. Of a fit it has `covariance()`, `standard_errors()` and `leverages()`,
+            until the next step.
 
     Raises:
         InputError: Residuals or their derivatives that are not finite at the parameters as they
             are; residuals `(N, N)` of samples crossed with samples, by broadcasting `(N, 1)` with
-            `(N,)`; another number of batches than functions; a closure in the manner of `torch.optim`.
+            `(N,)`; another number of batches than functions; a closure in the manner of
+            `torch.optim`; more residuals and parameters than `memory_budget` has room for.
         GraphError: As for `grad`.
 
     Cost:
-        A step: the rows of \(J\) as by `per_sample_grad`, with one pass over the whole batch, which
-        \(J^\top r\) is held against (all rows alike at the steps 1, 10 and 100); a product of \(J\)
-        with itself, a Cholesky decomposition, and an evaluation for each trial. The taken one is the
-        first of the next step on the same batch. Without a batch, \(J\) as by `jacobian`. A function that
-        `torch.vmap` refuses is called on groups of 32 samples, a pass for each residual.
-        Memory: \(J\) in float64, three matrices of its shorter side, and the graphs of three
-        evaluations.
+        A step: an evaluation, a pass for each of the K residuals of a sample, batched, and one that
+        proves that samples are apart; a product of \(J\) with itself, a Cholesky decomposition,
+        and an evaluation for each trial. Layers that `hodiff.gram` does not name take rows, as by
+        `per_sample_grad`. Without a batch, \(J\) as by `jacobian`. Memory: three matrices of the
+        shorter side of \(J\), and what `hodiff.gram` takes; with more residuals than parameters,
+        \(J\) in float64 as well.
 
     Examples:
         A curve is fitted; the loss is half the sum of the squares:
@@ -151,6 +149,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         ...     loss = optimizer.step()
         >>> b
         tensor([3., 2.], dtype=torch.float64)
+        >>> bool((optimizer.last.standard_errors() < 1e-12).all())  # there is no noise
+        True
 
         An equation and its boundary, one batch for each; both are means:
 
@@ -175,9 +175,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     # What a copy, or a pickle, has: PyTorch's own optimizers keep all their options in the groups.
     _own = (
         *("_functions", "_where", "_damping", "_momentum", "_least"),
-        *("_search", "_tries", "_budget", "_warned", "last"),
+        *("_search", "_tries", "_budget", "_unread", "last"),
     )
-    _known: _Trial | None = None
     _alone: Sequence[bool] = ()
     """For which functions it is known that they take *where* alone, or a batch beside it."""
 
@@ -207,7 +206,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         self._tries = _arguments.check_integer(tries, "tries", least=1)
         _memory.check_budget(memory_budget)
         self._budget = memory_budget
-        self._where, self._warned = where, set[int]()
+        self._where, self._unread = where, set[int]()
         self.last: LeastSquaresRecord | None = None
         point = call(lambda where: None, where, passes=1, create_graph=False).where
         if is_wrapped(point):
@@ -265,10 +264,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         self._check_signatures([batch is None for batch in batches])
         refuse_stand_ins()
         with _locks.ThreadClaim(self):  # of several threads one steps
-            known, self._known = self._known, None
-            while (value := self._stepped(batches, known)) is None:
-                known = None
-            return value
+            return self._stepped(batches)
 
     def _check_signatures(self, alone: list[bool]) -> None:
         """Raise where a function does not take what it is given; looked at once, not in each step."""
@@ -279,8 +275,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             _data.check_signature(function, f"residuals[{number}]", names, given=given)
         self._alone = alone
 
-    def _stepped(self, batches: Sequence[Any], known: _Trial | None) -> Tensor | None:
-        """One step; None where what is known beforehand is not what the residuals are now."""
+    def _stepped(self, batches: Sequence[Any]) -> Tensor:
         joint = _Joint(self._functions, batches)
         asked = call(joint, self._where, passes=1, create_graph=False, keep=True)
         tensors = asked.where.tensors
@@ -289,21 +284,17 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         if search is None:
             search = any(batch is not None for batch in batches)
         state: _State = self.state[self.param_groups[0]["params"][0]]
-        full = state.get("step", 0) + 1 in FULL_CHECKS
-        if known and (full or not known.holds(batches, tensors)):
-            known = None
-        joint.outputs = known and known.outputs
-        with OutputGraph(asked, known and known.leaves) as graph:
-            system = self._system(graph, joint, full=full, known=bool(known))
-            if system is None:
-                return None
+        if self.last is not None:
+            self.last._fit.clear()  # there may be no room for two
+        with OutputGraph(asked) as graph:
+            system = self._system(graph, joint)
             state["step"] = state.get("step", 0) + 1
             value = graph.outputs[0].new_tensor(system.loss)
             graph.outputs = None
             state.setdefault("scale", system.scale or 1.0)
             state.setdefault("damping", FIRST if self._damping is None else self._damping)
             system.weights = state["scale"]
-            if not (search or system.in_samples or system.by_products or any(b is not None for b in batches)):
+            if not (search or system.in_samples or any(b is not None for b in batches)):
                 norms, before = system.norms, state.get("norms", ())
                 if len(before) == len(norms):  # else some were frozen since
                     norms = norms.maximum(norms.new_tensor(before))
@@ -318,20 +309,18 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                     self.state[tensor].pop("change", None)
         if trial is not None:
             self._take(tensors, trial.leaves)
-            if system.compared:
-                self._known = trial._replace(batches=_tree.flatten(batches)[0])
         self.last = replace(record, evaluations=at.number)
         return value
 
     # --- the linear model
 
-    def _system(self, graph: OutputGraph, joint: _Joint, *, full: bool, known: bool) -> DampedSystem | None:
-        """The residuals and their Jacobian, checked; None where known ones are wrong."""
+    def _system(self, graph: OutputGraph, joint: _Joint) -> DampedSystem:
+        """The residuals and their Jacobian, checked."""
         outputs = [self._checked(graph, joint, output, i) for i, output in enumerate(graph.outputs)]
         columns = sum(leaf.numel() for leaf in graph.leaves)
         size = 8 * columns * sum(output.numel() for output in outputs)
         asked = self._budget.__class__ is not float or not self._budget or size > SMALL
-        budget = _memory.budget(self._budget, outputs[0].device) if asked else size
+        budget = _memory.budget(self._budget, outputs[0].device) if asked else math.inf
         system = DampedSystem(outputs, columns, budget)
         first = "step" not in self.state[self.param_groups[0]["params"][0]]
         if not math.isfinite(system.loss) or (first and not system.loss and system.r.any()):
@@ -340,27 +329,26 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 f"residuals: the largest is {largest:.1e}, so half their sum of squares is "
                 f"{system.loss} in float64; scale them. Nothing was changed."
             )
-        if system.by_products:
-            system.products(graph, outputs)
-            return system.closed()
-        for i, (samples, output) in enumerate(zip(joint.parts, outputs, strict=True)):
-            rows = partial(self._by_samples, system, graph, joint, output, i, full=full)
-            if rows(grouped=False):
-                continue
-            sampled = isinstance(samples, Samples)
-            # Of few parameters columns cost less than the rows of groups.
-            few = not sampled or len(system.gradient) <= 2 * GROUP * output.shape[1:].numel()
-            table = tall_jacobian(graph, [output], chunk_size=None) if few else None
-            if table is None and rows(grouped=True):
-                self._warn(i, output, ", of some samples at a time")
-                continue
-            if known:
-                return None
-            if sampled:
-                self._warn(i, output, "")
-            table = table if few else tall_jacobian(graph, [output], chunk_size=None)
-            system.whole(output, (table or _reverse.blocks(graph, [output], chunk_size=None))[0])
+        for i, output in enumerate(outputs):
+            system.add(self._rows(graph, joint, output, i, budget))
         return system.closed()
+
+    def _rows(self, graph: OutputGraph, joint: _Joint, output: Tensor, number: int, budget: float) -> list[Outer]:
+        """The rows of one function's residuals, by each leaf: in factors, where these are known."""
+        samples = joint.parts[number]
+        if isinstance(samples, Samples):
+            values = output.reshape(-1) if output.shape[1:].numel() == 1 else output
+            rows = None if number in self._unread else in_factors(graph, values, budget)
+            if rows is None:
+                self._unread.add(number)  # nor will it be in the next step
+                joint.only = number
+                rows = in_rows(graph, samples, values, "Give fewer points a step.")
+                joint.only = None
+            return rows
+        table = tall_jacobian(graph, [output], chunk_size=None)
+        [blocks] = table or _reverse.blocks(graph, [output], chunk_size=None)
+        pairs = zip(blocks, graph.leaves, strict=True)
+        return [Outer.of(part.reshape(output.numel(), 1, *x.shape), x.shape) for part, x in pairs]
 
     def _checked(self, graph: OutputGraph, joint: _Joint, given: Any, number: int) -> Tensor:
         """The residuals of one function: finite, and not samples crossed with samples by broadcasting."""
@@ -372,7 +360,13 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 f"{name}: {wrong:,} of {output.numel():,} are not finite at the current "
                 f"parameters. Nothing was changed."
             )
-        if not output.ndim and not isinstance(samples, Samples) and _versions.reduction(output)[0]:
+        if isinstance(samples, Samples) and output.ndim not in (1, 2):
+            raise InputError(
+                f"{name} returned shape {tuple(output.shape)}, expected one residual per sample, "
+                f"(N,), or several, (N, K): the residuals, not the sum of their squares. (For a mean "
+                f"loss, return what it squares.)"
+            )
+        if not output.ndim and _versions.reduction(output)[0]:
             warnings.warn(
                 f"{name} returned one number, a mean or a sum, which counts as one residual and is "
                 f"squared. Return the residuals themselves, (N,), not the loss; or, if one residual is "
@@ -394,53 +388,6 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                     stacklevel=_arguments.outside() + 1,
                 )
         return output
-
-    def _by_samples(
-        self,
-        system: DampedSystem,
-        graph: OutputGraph,
-        joint: _Joint,
-        output: Tensor,
-        number: int,
-        *,
-        full: bool,
-        grouped: bool,
-    ) -> bool:
-        """Whether the rows of one function came sample by sample, side by side or in groups."""
-        samples = joint.parts[number]
-        if not isinstance(samples, Samples):
-            return False
-        if output.ndim not in (1, 2):
-            raise InputError(
-                f"residuals[{number}] returned shape {tuple(output.shape)}, expected one residual "
-                f"per sample, (N,), or several, (N, K): the residuals, not the sum of their "
-                f"squares. (For a mean loss, return what it squares.)"
-            )
-        state, name = self.state[self.param_groups[0]["params"][0]], f"size {number}"
-        usual = state.get(name, 0.0)
-        if output.numel():  # close to a solution they are what their terms cancel to
-            usual = state[name] = max(usual, float(output.detach().abs().median()))
-        if graph.context.random.moved():
-            return False
-        joint.only = number
-        done = system.by_samples(graph, samples, output, usual, full=full, grouped=grouped)
-        joint.only = None
-        return done
-
-    def _warn(self, number: int, output: Tensor, at: str) -> None:
-        """Say, once, that the rows of one function did not come sample by sample."""
-        if number not in self._warned and output.numel():
-            self._warned.add(number)
-            warnings.warn(
-                f"residuals[{number}] cannot be evaluated sample by sample, so the Jacobian costs "
-                f"a pass for each residual{at}: under torch.vmap the function fails, or its "
-                f"residuals or derivatives differ from those of the whole batch. (There, len(x) "
-                f"is 1: divide by a number from outside. Put data of the samples into the batch, "
-                f"as (x, y). BatchNorm mixes samples, and dropout draws. In place of "
-                f"torch.autograd.grad and hodiff.grad use hodiff.partials.)",
-                HodiffWarning,
-                stacklevel=_arguments.outside() + 1,  # PyTorch puts a function around `step`
-            )
 
     # --- the two rules
 
@@ -582,8 +529,6 @@ class _Joint:
 
     def __init__(self, functions: Sequence[Callable[..., Any]], batches: Sequence[Any]) -> None:
         self.only: int | None = None
-        self.outputs: Any = None
-        """What is known of all of them, for the first evaluation."""
         self._batches = batches
         pairs = zip(functions, batches, strict=True)
         self.parts = [f if batch is None else Samples(f, batch) for f, batch in pairs]
@@ -591,9 +536,6 @@ class _Joint:
     def __call__(self, where: Any) -> Any:
         if self.only is not None:
             return self.parts[self.only](where)
-        if self.outputs is not None:
-            outputs, self.outputs = self.outputs, None
-            return outputs
         results: list[Any] = []
         for number, (part, batch) in enumerate(zip(self.parts, self._batches, strict=True)):
             with _data.told_what_it_got(f"residuals[{number}]", _data.NONE if batch is None else batch):
@@ -602,23 +544,12 @@ class _Joint:
 
 
 class _Trial(NamedTuple):
-    """Parameters after a step, and by how much the loss is smaller there; -inf: not finite.
-
-    The next step on the same batches begins with the outputs of the one that was taken.
-    """
+    """Parameters after a step, and by how much the loss is smaller there; -inf: not finite."""
 
     leaves: list[Tensor]
     gain: float
     length: float = 1.0
     r: Any = None
-    outputs: Any = None
-    batches: Sequence[Any] = ()
-
-    def holds(self, batches: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
-        """Whether a step is on the same tensors; of other values the samples will tell."""
-        same = [*map(id, _tree.flatten(batches)[0])] == [*map(id, self.batches)]
-        kinds = [[(t.shape, t.dtype, t.device) for t in each] for each in (self.leaves, tensors)]
-        return same and kinds[0] == kinds[1] and all(map(torch.equal, self.leaves, tensors))
 
 
 _Outcome = tuple[LeastSquaresRecord, _Trial | None]
@@ -647,6 +578,7 @@ def _outcome(
         step.residual,
         0,
         "samples" if system.in_samples else "parameters",
+        [] if system.jacobian is None else [system.jacobian],
     )
     return record, trial if accepted else None
 
@@ -668,10 +600,10 @@ class _Trials:
         return max(ROUNDING * loss, change**2, DEVIATIONS * change * math.sqrt(2 * loss / rows))
 
     def __call__(self, change: Tensor) -> _Trial:
-        """What a step leads to; recorded, for the next step may begin with it."""
+        """What a step leads to."""
         self.number += 1
         leaves = [
-            part.reshape(leaf.shape).to(leaf).requires_grad_()
+            part.reshape(leaf.shape).to(leaf)
             for part, leaf in zip(
                 (self.start + change).split([leaf.numel() for leaf in self.graph.leaves]),
                 self.graph.leaves,
@@ -679,10 +611,9 @@ class _Trials:
             )
         ]
         self.graph.context.random.restore()
-        outputs = self.graph.context.at(leaves)
-        r, new = self._system.r, flat(outputs, self.start.device)
+        r, new = self._system.r, flat(self.graph.context.at(leaves), self.start.device)
         gain = float((r - new) @ (r + new)) / 2  # not a difference of sums, which would round
-        return _Trial(leaves, gain if math.isfinite(gain) else -math.inf, r=new, outputs=outputs)
+        return _Trial(leaves, gain if math.isfinite(gain) else -math.inf, r=new)
 
 
 def _are_sums(graph: OutputGraph, output: Tensor) -> bool:

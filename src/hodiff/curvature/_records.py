@@ -336,8 +336,7 @@ class LeastSquaresRecord(Shown):
         length: The part of the full step that was taken.
         accepted: Whether the step was taken; if not, the parameters are as they were.
         converged: Whether rounding allows no better: the step was refused for that.
-        gradient: The largest cosine between the residuals and a column of the Jacobian: 0 at a minimum;
-            by products a number from above, for the columns' norms are known in part.
+        gradient: The largest cosine between the residuals and a column of the Jacobian: 0 at a minimum.
         residual: The relative residual of the damped equations, as they were solved.
         evaluations: How often the residuals were evaluated at other parameters.
         space: In which the equations were solved, `"samples"` or `"parameters"`.
@@ -354,11 +353,83 @@ class LeastSquaresRecord(Shown):
     residual: float
     evaluations: int
     space: Literal["samples", "parameters"]
+    _fit: list[Tensor] = field(default_factory=list[Tensor])
+    """The Jacobian, where it is held, until the next step."""
+
+    def covariance(self, *, absolute_sigma: bool = False) -> Tensor:
+        r"""The covariance of the fitted parameters, \(s^2 (J^\top J)^{-1}\).
+
+        With \(s^2 = r^\top r / (N - D)\), that of the least-squares estimate, where the residuals'
+        errors are independent, of one variance, and small enough for the linear model. \(J\) is that
+        of N residuals by D parameters where the step began: once `converged`, at the solution.
+
+        Args:
+            absolute_sigma: Whether the residuals are in units of their known standard deviations,
+                so that \(s^2\) is 1; as in SciPy's `curve_fit`.
+
+        Returns:
+            `(D, D)`, in float64; the parameters in the order of *where*, each flattened.
+
+        Raises:
+            InputError: There are no more residuals than parameters, or they do not determine all;
+                a later step was taken, or \(J\) was summed within `memory_budget`.
+
+        Examples:
+            Of a mean of four numbers it is their variance by four:
+
+            >>> import torch, hodiff
+            >>> y = torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64)
+            >>> mean = torch.zeros(1, dtype=torch.float64)
+            >>> optimizer = hodiff.LevenbergMarquardt(lambda mean: mean - y, mean)
+            >>> while not (optimizer.last and optimizer.last.converged):
+            ...     loss = optimizer.step()
+            >>> optimizer.last.covariance(), y.var() / 4
+            (tensor([[1.1667]], dtype=torch.float64), tensor(1.1667, dtype=torch.float64))
+
+        Reference:
+            Seber, G. A. F., Wild, C. J. (1989). Nonlinear Regression. doi:10.1002/0471725315,
+            section 2.1.
+        """
+        _, root = self._root()
+        rows, columns = self._fit[0].shape
+        return root @ root.T * (1.0 if absolute_sigma else 2 * self.value / (rows - columns))
+
+    def standard_errors(self, *, absolute_sigma: bool = False) -> Tensor:
+        """The roots of the diagonal of `covariance`, `(D,)`."""
+        return self.covariance(absolute_sigma=absolute_sigma).diagonal().sqrt()
+
+    def leverages(self) -> Tensor:
+        r"""How far each residual determines its own fit, \((J (J^\top J)^{-1} J^\top)_{ii}\), `(N,)`.
+
+        From 0 to 1, with the sum D. Raises as `covariance`.
+        """
+        return self._root()[0].square().sum(1)
+
+    def _root(self) -> tuple[Tensor, Tensor]:
+        """An orthonormal basis of the columns of J, and a root of (J'J)^-1."""
+        if not self._fit:
+            raise InputError(
+                "covariance: the Jacobian is at hand in the last step's record alone, with more "
+                "residuals than parameters, and where memory_budget has room for it."
+            )
+        [J] = self._fit
+        norms = torch.linalg.vector_norm(J, dim=0)
+        Q, R = torch.linalg.qr(J / norms)
+        least = R.diagonal().abs().min()
+        if not least > len(J) * torch.finfo(J.dtype).eps:
+            raise InputError(
+                "covariance: the residuals do not determine all parameters: J'J is singular. Fix "
+                "one that another makes up for (requires_grad_(False)), or give it a residual."
+            )
+        unit = torch.eye(len(R), dtype=R.dtype, device=R.device)
+        inverse = torch.linalg.solve_triangular(R, unit, upper=True)
+        return Q, inverse / norms.unsqueeze(1)
 
     def _facts(self) -> dict[str, str]:
+        refused = "converged" if self.converged else "undone"
         return {
             "value": f"loss {number(self.value)}",
-            "decrease": f"fell by {number(self.decrease)}" if self.accepted else "undone",
+            "decrease": f"fell by {number(self.decrease)}" if self.accepted else refused,
             "damping": f"damping {number(self.damping)}",
             "length": f"length {number(self.length)}",
             "evaluations": plural(self.evaluations, "evaluation"),

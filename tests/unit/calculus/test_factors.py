@@ -231,9 +231,10 @@ NAMES = list(cases())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_against_a_pass_for_each_row(name: str) -> None:
+def test_against_a_pass_for_each_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     f, where, missing = cases()[name]
-    for _ in range(2):  # the first time the formula is compared, the second not
+    for shortest in (_factors.Outer.shortest, lambda of: of):  # many of so small ones are rows
+        monkeypatch.setattr(_factors.Outer, "shortest", shortest)
         factors, leaves, rows = factors_of(f, where)
         assert len(factors.missing) == missing, f"{name}: {factors.missing}"
         assert sorted([*factors.of, *factors.missing]) == list(range(len(leaves)))
@@ -254,6 +255,34 @@ def _compare(of: _factors.Outer, rows: Tensor) -> None:
     weights, vector = draw(*rows.shape[:2]), torch.randn_like(rows[0, 0])
     agree(of.pull(weights), torch.einsum("nk,nk...->...", weights, rows))
     agree(of.push(vector).expand(rows.shape[:2]), flat @ vector.flatten())
+    some, own = slice(-3, None), flat[-3:]
+    agree(of[some].rows(), rows[some])
+    assert of.sizes == rows.shape[:2]
+    products = torch.einsum("nkp,mlp->nkml", flat, own)
+    like = _factors.Outer.of(rows[some], of.shape)
+    for other in (of[some], like, of.double(rows.device)[some]):
+        agree(of.gram(other), products)
+        agree(other.gram(of), products.permute(2, 3, 0, 1))
+
+
+@pytest.mark.parametrize("by", ["pairs", "rows", "rows of one column"])
+def test_products_with_other_samples(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another number of positions, and of an embedding beside a product; and their squares."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(_factors, "POSITIONS", 64 if by == "pairs" else 0)
+    if by == "rows of one column":
+        monkeypatch.setattr(_factors._reverse, "CHUNK_BYTES", 1)
+    words = torch.tensor([[1, 1, 2], [0, 6, 2]]).unsqueeze(1)
+    sides = {
+        "three positions": _factors.Outer(draw(5, 2, 3, 7), draw(5, 2, 3, 4), torch.Size((7, 4))),
+        "a shared side": _factors.Outer(draw(4, 3, 2, 7), draw(4, 1, 2, 4), torch.Size((7, 4))),
+        "rows": _factors.Outer.of(draw(3, 1, 7, 4), torch.Size((7, 4))),
+        "indexed": _factors.Indexed(draw(2, 2, 3, 4), words, torch.Size((7, 4))),
+        "indexed, others": _factors.Indexed(draw(1, 1, 3, 4), words[:1].flip(2), torch.Size((7, 4))),
+    }
+    for one, other in itertools.product(sides.values(), repeat=2):
+        agree(one.squares(), one.rows().square().sum((0, 1)))
+        agree(one.gram(other), torch.einsum("nkij,mlij->nkml", one.rows(), other.rows()))
 
 
 # --- proofs -----------------------------------------------------------------------------------------------------------

@@ -115,13 +115,12 @@ def test_against_one_by_one(name, chunk_size, routes):
 @pytest.mark.parametrize("several", [False, True], ids=["(N,)", "(N, K)"])
 @pytest.mark.parametrize("name", sorted(BY_ROWS))
 @pytest.mark.filterwarnings("ignore::hodiff.BatchMixingWarning")
-def test_in_groups_of_samples(name, several, routes, monkeypatch):
-    """Where vmap is none, but a few samples give what they give among all."""
-    monkeypatch.setattr(_per_sample, "GROUP", 3)
+def test_on_the_whole_batch(name, several, routes):
+    """Where vmap is none, or a sample alone gives something else."""
     model = models()[name].double()
     f = (lambda m, batch: m(batch[0]).exp()) if several else losses
     found = hodiff.per_sample_grad(f, model, (X, Y))
-    assert routes == ["samples" if name in {"twice, checkpointed", "routed"} else "rows"]
+    assert routes == ["rows"]
     for k in range(2 if several else 1):
         expected = one_by_one((lambda m, b, k=k: f(m, b)[:, k]) if several else f, model, (X, Y))
         for key in found:
@@ -138,12 +137,12 @@ def by_grad(model, x):
 
 
 @pytest.mark.parametrize("f", [by_autograd, by_grad])
-def test_functions_that_differentiate_backwards_go_in_groups(f, routes):
+def test_functions_that_differentiate_backwards_see_the_whole_batch(f, routes):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     x, seen = torch.randn(70, 3, dtype=D), []
     found = hodiff.per_sample_grad(lambda m, x: seen.append(len(x)) or f(m, x), model, x, strict=False)
-    assert routes == ["samples"] and seen == [70, 1, 32, 32, 6]
+    assert routes == ["rows"] and seen == [70, 1]
     values = f(model, x)
     for n in (0, 31, 32, 69):
         each = hodiff.jacobian(values[n], [model[0].weight, model[2].weight])
@@ -179,8 +178,8 @@ def test_a_constant_of_as_many_entries_is_no_sample(routes):
     torch.testing.assert_close(found, X * 28)
 
 
-@pytest.mark.parametrize(("mixing", "calls"), [(0.0, [300, 1]), (1e-2, [300, 1, 32])])
-def test_coarse_parameters_beside_data_of_double_precision(mixing, calls):
+@pytest.mark.parametrize(("mixing", "route"), [(0.0, "samples"), (1e-2, "rows")])
+def test_coarse_parameters_beside_data_of_double_precision(mixing, route, routes):
     """What they give rounds as they do, though it is promoted; samples that mix are still seen."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 1))
@@ -191,7 +190,7 @@ def test_coarse_parameters_beside_data_of_double_precision(mixing, calls):
         return (m(batch[0])[:, 0] - batch[1]) ** 2 + mixing * m(batch[0]).mean()
 
     found = hodiff.per_sample_grad(f, model, (x, y))
-    assert seen == calls and found["0.weight"].dtype == torch.float32
+    assert seen == [300, 1] and routes == [route] and found["0.weight"].dtype == torch.float32
     expected = one_by_one(f, model, (x, y))
     torch.testing.assert_close(found["0.weight"], expected["0.weight"], rtol=1e-4, atol=1e-5)
 

@@ -41,7 +41,7 @@ CASES = {
     ),
     "least squares, converged": (
         lambda: fitted(20),
-        r"LeastSquaresRecord\(loss \S+, undone, .*",
+        r"LeastSquaresRecord\(loss \S+, converged, .*",
         r"Converged: the loss is \S+, and no step lowers it by more than rounding error\.",
     ),
     "trace": (

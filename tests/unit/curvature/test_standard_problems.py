@@ -1,12 +1,15 @@
 """`LevenbergMarquardt` on problems with known answers: NIST's curves, functions of Moré, Garbow and Hillstrom."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from scipy.optimize import least_squares
+from scipy.optimize import curve_fit, least_squares
 from torch import Tensor
 
 import hodiff
@@ -15,7 +18,7 @@ D = torch.float64
 exp = torch.exp
 
 
-def fit(f: Callable[[Tensor], Tensor], start: Tensor, steps: int, *, search: bool = False) -> hodiff.LevenbergMarquardt:
+def fit(f: Callable[[Any], Tensor], start: Any, steps: int, *, search: bool = False) -> hodiff.LevenbergMarquardt:
     """Steps until it says that it converged; *start* is changed in place."""
     optimizer = hodiff.LevenbergMarquardt(f, start, search=search)
     for _ in range(steps):
@@ -29,7 +32,7 @@ def fit(f: Callable[[Tensor], Tensor], start: Tensor, steps: int, *, search: boo
 
 
 def lines() -> Iterator[list[str]]:
-    """Of each data set: its name, two starts, the certified parameters, the data."""
+    """Of each data set: its name, two starts, the certified parameters and standard errors, the data."""
     text = (Path(__file__).parent / "nist.txt").read_text("utf-8")
     return (block.splitlines() for block in text.split("\n\n")[1:])  # the first names the source
 
@@ -38,7 +41,7 @@ def table(rows: list[str]) -> Tensor:
     return torch.tensor([[float(entry) for entry in row.split()] for row in rows], dtype=D)
 
 
-NIST = {name: (table(starts), table(data)) for name, *starts, data in ((*b[:4], b[4:]) for b in lines())}
+NIST = {name: (table(starts), table(data)) for name, *starts, data in ((*b[:5], b[5:]) for b in lines())}
 
 
 def waves(b, x):
@@ -111,6 +114,79 @@ def test_curves_to_the_last_digits(name: str, start: int) -> None:
     correct, optimizer = digits(name, start)
     assert correct > 9.5
     assert optimizer.last.converged and "rounding error" in optimizer.last.message
+
+
+@pytest.mark.table(wide=10)
+@pytest.mark.parametrize(("name", "start"), CURVES)
+def test_certified_standard_errors(name: str, start: int) -> None:
+    """Of Lanczos1 up to a factor: its residuals are the rounding of its data."""
+    starts, data = NIST[name]
+    last = digits(name, start)[1].last
+    found, covariance = last.standard_errors(), last.covariance()
+    if name == "Lanczos1":
+        found = found * starts[3, 0] / found[0]
+    assert float((found / starts[3] - 1).abs().max()) < 1e-9
+    torch.testing.assert_close(covariance.diagonal().sqrt(), last.standard_errors())
+    torch.testing.assert_close(covariance, covariance.T)
+    leverages = last.leverages()
+    assert leverages.shape == data[:, 0].shape and 0 <= float(leverages.min()) <= float(leverages.max()) <= 1 + 1e-12
+    assert float(leverages.sum()) == pytest.approx(len(found), rel=1e-12)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_covariance_is_that_of_scipy(absolute: bool) -> None:
+    """By finite differences there, so to some digits."""
+    x = torch.linspace(0, 4, 30, dtype=D)
+    y, sigma = 2.5 * exp(-1.3 * x) + 0.5 + 0.2 * (7 * x).sin(), 0.2 + 0.1 * x
+    b = torch.ones(3, dtype=D)
+    last = fit(lambda b: (b[0] * exp(-b[1] * x) + b[2] - y) / sigma, b, 100).last
+    curve = lambda x, p, q, r: p * np.exp(-q * x) + r
+    given = {"sigma": sigma.numpy(), "absolute_sigma": absolute}
+    _, expected = curve_fit(curve, x.numpy(), y.numpy(), p0=[1, 1, 1], **given, xtol=1e-14, ftol=1e-14)
+    torch.testing.assert_close(last.covariance(absolute_sigma=absolute), torch.tensor(expected), rtol=1e-5, atol=1e-9)
+
+
+def test_of_a_line_all_is_known() -> None:
+    x = torch.linspace(-1, 2, 9, dtype=D)
+    y = 3 + 2 * x + x.mul(5).sin()
+    last = fit(
+        lambda b: b["a"] + b["b"] * x - y, {"a": torch.zeros((), dtype=D), "b": torch.zeros(1, dtype=D)}, 50
+    ).last
+    apart, N = x - x.mean(), len(x)
+    slope = (apart @ y) / (apart @ apart)
+    variance = (y - y.mean() - slope * apart).square().sum() / (N - 2)
+    var_b = variance / (apart @ apart)
+    var_a = variance / N + x.mean() ** 2 * var_b
+    expected = torch.stack([torch.stack([var_a, -x.mean() * var_b]), torch.stack([-x.mean() * var_b, var_b])])
+    torch.testing.assert_close(last.covariance(), expected)
+    torch.testing.assert_close(last.covariance(absolute_sigma=True), expected / variance)
+    torch.testing.assert_close(last.leverages(), 1 / N + apart**2 / (apart @ apart))
+
+
+def test_where_there_is_no_covariance() -> None:
+    """Of an earlier step, of too few residuals, without room for J, and of parameters that do the same."""
+    A, b = torch.randn(9, 3, dtype=D), torch.zeros(3, dtype=D)
+    at_hand = r"covariance: the Jacobian is at hand in the last step's record alone"
+    optimizer = hodiff.LevenbergMarquardt(lambda b: A @ b - 1, b)
+    optimizer.step()
+    first = optimizer.last
+    assert first.leverages().shape == (9,)
+    copied = copy.deepcopy(optimizer)
+    optimizer.step()
+    assert optimizer.last.covariance().shape == copied.last.covariance().shape == (3, 3)
+    for ask in (first.covariance, first.standard_errors, first.leverages):
+        with pytest.raises(hodiff.InputError, match=at_hand):
+            ask()
+    for rows, options in ((A[:3], {}), (A, {"memory_budget": 200})):
+        few = hodiff.LevenbergMarquardt(lambda b, rows=rows: rows @ b - 1, b, **options)
+        few.step()
+        with pytest.raises(hodiff.InputError, match=at_hand):
+            few.last.covariance()
+    for same in (torch.zeros(3, 3, dtype=D), torch.ones(3, 3, dtype=D)):
+        singular = hodiff.LevenbergMarquardt(lambda b, same=same: A @ same @ b - 1, b)
+        singular.step()
+        with pytest.raises(hodiff.InputError, match=r"do not determine all parameters.*J'J is singular"):
+            singular.last.covariance()
 
 
 @pytest.mark.parametrize(("name", "start"), [("Lanczos2", 1), ("MGH10", 1)])
