@@ -64,6 +64,9 @@ Of a stack, all products in one batched pass take as long as 4 to 20 steps; wher
 into one, each takes as long as alone.
 """
 
+USUAL = 30
+"""How many products a system often takes, or some eigenvalues."""
+
 
 def solve(
     operator: LinearOperator,
@@ -203,8 +206,9 @@ def solve(
         products=products,
     )
     record, trouble = solver(
-        operator, b, preconditioner=preconditioner, start=start, rtol=rtol, callback=callback, progress=progress
-    )
+        operator, b, preconditioner=preconditioner, start=start, rtol=rtol, callback=callback,
+        progress=progress, thin=not recorded,
+    )  # fmt: skip
     if trouble:
         warn_not_converged(trouble)
     if not recorded:
@@ -254,11 +258,12 @@ def attempt(
     callback: Callback | None = None,
     progress: bool | None = False,
     soon: int = SOON,
+    thin: bool = False,
 ) -> tuple[SolveRecord[V], str | None]:
     """`solve`, and in words why it has not converged, for who has more to say than a warning.
 
     `rtol` may be a list, with one for each right-hand side. A small system that does not end in so
-    many products as `soon` says is solved by its matrix.
+    many products as `soon` says is solved by its matrix. With `thin`, by its thin side first.
     """
     _arguments.check_option(method, Method, "method")
     operator = check_square(
@@ -293,6 +298,9 @@ def attempt(
             return block.run((lambda: watch(shown)) if watch.seen else None)
 
         by_matrix = functools.partial(_dense_solutions, operator, damping, sides, method == "cg")
+        if thin and plain and method == "cg" and iterations is callback is None:
+            x = _solutions_by_rows(operator, damping, sides, limit)
+            limit -= watch.spent
         if iterations is None:
             begin, then = by_matrix() if dense else x, by_matrix if later else None
             soon = SOON if later and (stack or operator.shape[-1] > DENSE) else soon
@@ -571,6 +579,12 @@ def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides, def
     x = torch.where(rest < columns.norm(dim=-2, keepdim=True), x, 0.0)
     x = x.movedim(-1, 0).reshape(b.shape)
     return x * spread(number(sides.units, x), x)
+
+
+def _solutions_by_rows(operator: LinearOperator, damping: float, sides: Sides, limit: int) -> Tensor | None:
+    """The solutions by the operator's thin side, where that costs less than so many products."""
+    rows = operator._by_rows(min(limit - 2, USUAL))
+    return None if rows is None else rows.solved(sides.rows, damping)
 
 
 def _limit(operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any) -> int:
