@@ -247,7 +247,8 @@ def logdet(
         rows = operator._domain.units(0, operator.shape[-1]) if exact and recorded else None
         columns = None if rows is None else operator._recorded_rows(rows)
         thin = None if recorded or drawn.given else operator._by_rows(drawn.number * steps)
-        made, quadrature = _estimated_logdet(operator, number, drawn, steps, rtol, watch, columns, thin)
+        known = columns if thin is None else thin
+        made, quadrature = _estimated_logdet(operator, number, drawn, steps, rtol, watch, known)
     if not recorded:
         return made
     rows = drawn.kept()[: len(quadrature.nodes)] if rows is None else rows
@@ -263,10 +264,9 @@ def _estimated_logdet(
     steps: int,
     rtol: float | None,
     watch: EstimatorProgress,
-    columns: Tensor | None,
-    thin: ThinMatrix | None,
+    known: Tensor | ThinMatrix | None,
 ) -> tuple[TraceRecord, GaussRules]:
-    """The record, and the rules that it is the mean of; by all columns or rows, where these are known."""
+    """The record, and the rules that it is the mean of; by all columns, or rows, where known."""
     size, dtype = operator.shape[-1], sum_dtype(operator.dtype)
     eps = torch.finfo(operator.dtype).eps
 
@@ -289,10 +289,10 @@ def _estimated_logdet(
         return several and all_reached(record(so_far, rtol, 0).converged)
 
     seen = look if watch.seen or rtol is not None else None
-    if thin is None:
-        quadrature = rules(operator, drawn, steps, "logdet", seen, columns, shift)
+    if isinstance(known, ThinMatrix):
+        quadrature = thin_rules(known, size)
     else:
-        quadrature = thin_rules(thin, size)
+        quadrature = rules(operator, drawn, steps, "logdet", seen, known, shift)
     value, spread, rest = estimate(quadrature)
     made = record(quadrature, rtol, watch.spent)
     allowed = 1e-2 * value.abs() if spread is None else spread.maximum(1e2 * eps * value.abs())

@@ -114,7 +114,8 @@ def eigsh(
     """
     operator = check_square(operator, "eigsh", symmetric=True, instead=UNSYMMETRIC)
     if not is_recorded("eigsh", operator, create_graph):
-        return _eigenpairs(operator, k, which, rtol, products, basis, generator, callback, progress, thin=True)
+        options = products, basis, generator, callback, progress
+        return _eigenpairs(operator, k, which, rtol, *options, thin=True)
     if which == "magnitude":
         raise InputError("create_graph needs which='largest' or which='smallest'.")
     with _settings.grad_mode(False):  # one pair more, to know the gap

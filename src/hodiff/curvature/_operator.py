@@ -669,8 +669,9 @@ class SumOperator(ComposedOperator):
         return [a + b for a, b in zip(left, right, strict=True)]
 
     def _thin(self) -> Thin | None:
-        left, right = (A._thin() for A in self._made_of)
-        if left is None or right is None or not self._made_of[0]._domain.like(self._made_of[1]._domain):
+        A, B = self._made_of
+        left, right = A._thin(), B._thin()
+        if left is None or right is None or not A._domain.like(B._domain):
             return None
         made = (*left.made, *right.made, self)
         return Thin(left.terms + right.terms, left.shift + right.shift, made)

@@ -264,7 +264,8 @@ def exact_diagonal(operator: LinearOperator, most: int) -> Tensor | None:
 
     None where both take more than so many products.
     """
-    size, domain, thin = operator.shape[-1], operator._domain, operator._thin()
+    size, domain = operator.shape[-1], operator._domain
+    thin = operator._thin()
     entries = None if thin is None else thin.diagonal(most)
     if entries is not None or most < size:
         return entries

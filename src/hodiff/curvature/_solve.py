@@ -205,9 +205,10 @@ def solve(
         scale=scale,
         products=products,
     )
+    plain = method == "cg" and start is preconditioner is iterations is callback is None
     record, trouble = solver(
         operator, b, preconditioner=preconditioner, start=start, rtol=rtol, callback=callback,
-        progress=progress, thin=not recorded,
+        progress=progress, thin=plain and not recorded,
     )  # fmt: skip
     if trouble:
         warn_not_converged(trouble)
@@ -277,10 +278,9 @@ def attempt(
     inverse = _preconditioning(preconditioner, operator, method)
     product = _rounded(operator, "" if preconditioner is None else _OF_TWO, float(damping))
     plain = start is None and preconditioner is None
-    stack = operator._domain.batch
+    stack, size = operator._domain.batch, operator.shape[-1]
     most = 4 * DENSE if method == "gmres" and restart is None else DENSE
-    small = plain and (stack or most > DENSE or not soon)
-    small = small and operator.shape[-1] <= min(most, limit - SOON)
+    small = plain and (stack or most > DENSE or not soon) and size <= min(most, limit - SOON)
     dense = small and stack and iterations is None and callback is None
     later = dense and _is_dear(operator) if stack else small and restart is None
     dense = dense and not later
@@ -298,12 +298,11 @@ def attempt(
             return block.run((lambda: watch(shown)) if watch.seen else None)
 
         by_matrix = functools.partial(_dense_solutions, operator, damping, sides, method == "cg")
-        if thin and plain and method == "cg" and iterations is callback is None:
-            x = _solutions_by_rows(operator, damping, sides, limit)
-            limit -= watch.spent
+        x = _solutions_by_rows(operator, damping, sides, limit) if thin else x
+        limit -= watch.spent
         if iterations is None:
             begin, then = by_matrix() if dense else x, by_matrix if later else None
-            soon = SOON if later and (stack or operator.shape[-1] > DENSE) else soon
+            soon = SOON if later and (stack or size > DENSE) else soon
             end = solved(attempt, systems, sides, begin, tolerance, limit, then, soon)
         else:
             end = stepped(attempt, systems, sides, x, iterations, method)
@@ -311,8 +310,7 @@ def attempt(
         made = sides.record(end, watch.spent, asked=iterations is None)
         if made.status in ("converged", "iterations"):
             return made, None
-        wanted = f"rtol={max(tolerance):g}" if iterations is None else f"iterations={iterations}"
-        return made, _explanation(made, wanted)
+        return made, _explanation(made, max(tolerance), iterations)
 
 
 WORST: tuple[Status, ...] = (
@@ -581,10 +579,12 @@ def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides, def
     return x * spread(number(sides.units, x), x)
 
 
-def _solutions_by_rows(operator: LinearOperator, damping: float, sides: Sides, limit: int) -> Tensor | None:
+def _solutions_by_rows(
+    operator: LinearOperator, damping: float, sides: Sides, limit: int
+) -> Tensor | None:  # fmt: skip
     """The solutions by the operator's thin side, where that costs less than so many products."""
-    rows = operator._by_rows(min(limit - 2, USUAL))
-    return None if rows is None else rows.solved(sides.rows, damping)
+    thin = operator._by_rows(min(limit - 2, USUAL))
+    return None if thin is None else thin.solved(sides.rows, damping)
 
 
 def _limit(operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any) -> int:
@@ -685,7 +685,8 @@ def solved(
     return end
 
 
-def _explanation(record: SolveRecord[Any], wanted: str) -> str:
+def _explanation(record: SolveRecord[Any], rtol: float, iterations: int | None) -> str:
+    wanted = f"rtol={rtol:g}" if iterations is None else f"iterations={iterations}"
     advice = {
         "negative curvature": (
             "conjugate gradients met a direction of negative or zero curvature: the operator is "

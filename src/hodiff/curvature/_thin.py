@@ -1,4 +1,4 @@
-"""The thin side of matrices M'M + λ: what follows from M M', where M has fewer rows than columns."""
+"""The thin side of matrices M'M + λ: what follows from M M', where M has few rows."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ class Thin(NamedTuple):
 
     def diagonal(self, most: int) -> Tensor | None:
         """The diagonal, flat; None where it takes more than so many passes for each batch."""
-        found = [A._squares(most) for _, A in self.terms]
-        if not all(found):
+        parts = [A._squares(most) for _, A in self.terms]
+        if not all(parts):
             return None
-        self._count(max(passes for _, passes in found))
-        parts = zip(self.terms, found, strict=True)
-        return torch.stack([c * squares for (c, _), (squares, _) in parts]).sum(0) + self.shift
+        self._count(max(passes for _, passes in parts))
+        pairs = zip(self.terms, parts, strict=True)
+        return torch.stack([c * squares for (c, _), (squares, _) in pairs]).sum(0) + self.shift
 
     def matrix(self, columns: int, most: int) -> ThinMatrix | None:
         """The matrix by all rows.
 
         None where they are not known, or cost more than so many products.
         """
-        limit, stacks, passes = partial(_most, columns, most), list[list[Outer]](), 0
-        scales = list[float]()
+        limit, passes = partial(_most, columns, most), 0
+        stacks, scales = list[list[Outer]](), list[float]()
         for c, A in self.terms:
-            found = A._factored(limit) if c > 0 else None
-            if found is None:
+            factored = A._factored(limit) if c > 0 else None
+            if factored is None:
                 return None
-            batches, weight, own = found
+            batches, weight, own = factored
             stacks, passes = [*stacks, *batches], max(passes, own)
             scales += [math.sqrt(c / weight)] * sum(len(parts[0].left) for parts in batches)
         if passes > limit(len(scales)):
@@ -135,7 +135,8 @@ class ThinMatrix:
 
     def _pull(self, weights: Tensor) -> Tensor:
         """M'u of each row."""
-        given = (weights * self._scales).to(self._like.dtype).view(len(weights), len(self._like), -1)
+        given = (weights * self._scales).to(self._like.dtype)
+        given = given.view(len(weights), len(self._like), -1)
         with _settings.autocast(self._like.device.type):
             lines = [torch.cat([of.pull(u).flatten() for of in self._rows]) for u in given]
         return torch.stack(lines).double()
