@@ -124,14 +124,12 @@ class Outer:
                 flat = part.flatten(0, 1).flatten(1)
                 out.view(many, many).addmm_(flat, flat.T)
             return out
-        left, right = self.left.movedim(2, 0).contiguous(), self._turned()
-        if positions == 1:
-            return _products(left[0], left[0]) * self._pair(right[0], right[0])
         beside = torch.zeros_like(out)
+        left, right = self.left.movedim(2, 0).contiguous(), self._turned()
         for t, s in combinations_with_replacement(range(positions), 2):
             pairs = self._pair(right[t], right[s])
             (out if t == s else beside).addcmul_(_products(left[t], left[s]), pairs)
-        return out.add_(beside).add_(beside.permute(2, 3, 0, 1))
+        return out.add_(beside).add_(beside.permute(2, 3, 0, 1)) if positions > 1 else out
 
     def _parts(self) -> Iterator[Tensor]:
         """The rows of some columns at a time, `(N, K, some of O, I)`."""

@@ -163,7 +163,8 @@ def logdet(
 ) -> TraceRecord:
     r"""The log-determinant of a positive definite operator, log det(A + μI) = tr log(A + μI).
 
-    Computed by stochastic Lanczos quadrature, like `hodiff.spectral_density`.
+    Computed by stochastic Lanczos quadrature, like `hodiff.spectral_density`; of Gauss-Newton and
+    Fisher matrices of few rows (see `hodiff.GaussNewtonOperator`) exactly, without `vectors`.
 
     Args:
         operator: A symmetric operator.

@@ -96,7 +96,10 @@ def eigsh(
         double if *rtol* is below a hundred of its rounding units). For a million parameters, one
         pair takes the memory of 30 vectors and six pairs that of 49; with `basis=10` and `basis=16`
         it is 19 and 41, with as many products. An operator with fewer than `basis` columns takes
-        one product for each, and the result is exact.
+        one product for each, and the result is exact. So it is for the largest eigenvalues of
+        Gauss-Newton and Fisher matrices of few rows, in the passes that
+        `hodiff.GaussNewtonOperator` names and a product for each pair, unless a `basis` or a
+        `callback` is given.
 
         With `create_graph`, two more differentiable products for each pair. A first derivative is
         one pass. A second derivative solves the systems with \(H - \lambda\) for all pairs in

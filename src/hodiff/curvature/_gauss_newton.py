@@ -401,12 +401,20 @@ class GaussNewtonOperator(PullbackOperator):
         activations. With *checkpoint* and `memory_budget=0` the memory is about that of a gradient
         with activation checkpoints, and the time is that without checkpoints.
 
-        Where the loss is a convex function of each sample's own C outputs, the exact diagonal takes
-        at most C passes per batch and one that proves that samples are apart, in place of a product
-        for each column: `hodiff.diagonal(G, method="exact")`. For parameters of layers that are not
-        known (as those of `hodiff.gram`), and where samples mix, it takes C passes for each sample.
-        The estimates of `hodiff.trace` and `hodiff.diagonal` are exact if they allow as many
-        products.
+        Where the loss is a convex function of each sample's own C outputs, G is M'M / Σ w, with at
+        most C rows of M for each sample. The exact diagonal then takes at most C passes per batch
+        and one that proves that samples are apart, in place of a product for each column. For
+        parameters of layers that are not known (as those of `hodiff.gram`), and where samples mix,
+        it takes C passes for each sample. The estimates of `hodiff.trace` and `hodiff.diagonal` are
+        exact if they allow as many products.
+
+        If the rows are few, `hodiff.logdet` is exact in these passes, `hodiff.solve` with damping
+        takes them and one product, and `hodiff.eigsh` takes them and one product for each of the
+        largest eigenvalues: M M' gives the rest. Few are at most D / 2 and 2048 in all, 64 for each
+        sample, and not so many that products would be cheaper: with 10 classes, 660 rows for
+        `solve` and `eigsh`. The layers must be known, and the data in one process. Multiples, sums,
+        blocks and `G + 0.1` do the same; what asks for a method, a callback or a graph goes by
+        products. In records each of the C passes counts as a product, which itself takes two.
 
     Examples:
         For least squares it is the Hessian, 2 X'X / n:

@@ -360,7 +360,7 @@ class LinearOperator(_arguments.Unlike):
     def products(self) -> int:
         """How many products with a single vector have been computed, those of its transpose and its blocks among them.
 
-        In all threads.
+        In all threads. A pass for rows (see `hodiff.GaussNewtonOperator`) counts as one.
         """
         return sum(self._taken.values())
 

@@ -149,6 +149,12 @@ def solve(
         product serves all that have not converged. Memory: a few vectors for each; for GMRES,
         `restart` vectors.
 
+        With damping, Gauss-Newton and Fisher matrices of few rows are solved directly, in the
+        passes that `hodiff.GaussNewtonOperator` names and a product for each right-hand side, which
+        tells the residual; what that leaves is for conjugate gradients. Not with a
+        `preconditioner`, a `start`, `iterations`, a `callback` or `create_graph`. Where conjugate
+        gradients would end in ten products, this may take twice as long.
+
         A stack of matrices (`batch_ndim=` of its operator) with up to 64 columns (256 for GMRES
         without `restart`) takes a product for each column: the dense matrices are solved directly,
         and those that fail iteratively. Not with `iterations`, a `preconditioner`, a `start` or a

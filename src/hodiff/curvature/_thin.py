@@ -39,7 +39,8 @@ class Thin(NamedTuple):
         parts = [A._squares(most) for _, A in self.terms]
         if not all(parts):
             return None
-        self._count(max(passes for _, passes in parts))
+        for A in self.made:
+            A._count(max(passes for _, passes in parts))
         pairs = zip(self.terms, parts, strict=True)
         return torch.stack([c * squares for (c, _), (squares, _) in pairs]).sum(0) + self.shift
 
@@ -62,12 +63,9 @@ class Thin(NamedTuple):
         made = ThinMatrix([*map(_under, zip(*stacks, strict=True))], scales, self.shift)
         if not bool(made.gram.diagonal().isfinite().all()):
             return None
-        self._count(passes)
-        return made
-
-    def _count(self, passes: int) -> None:
         for A in self.made:
             A._count(passes)
+        return made
 
 
 def _most(columns: int, products: int, samples: int) -> int:

@@ -242,6 +242,14 @@ def test_what_is_asked_for_is_done(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert not made
 
 
+def test_rows_of_several_processes_do_not_meet() -> None:
+    """Each has some: the estimates then are those by products."""
+    G = CASES["classes"].made()
+    assert G._by_rows(30) is not None
+    G._group_sum = object()
+    assert G._by_rows(30) is None
+
+
 def test_no_damping() -> None:
     """M'M alone is singular: conjugate gradients find the solution that there is."""
     G = CASES["classes"].made()
