@@ -153,7 +153,7 @@ def solve(
         passes that `hodiff.GaussNewtonOperator` names and a product for each right-hand side, which
         tells the residual; what that leaves is for conjugate gradients. Not with a
         `preconditioner`, a `start`, `iterations`, a `callback` or `create_graph`. Where conjugate
-        gradients would end in ten products, this may take twice as long.
+        gradients would end in ten products, this takes up to three times as long.
 
         A stack of matrices (`batch_ndim=` of its operator) with up to 64 columns (256 for GMRES
         without `restart`) takes a product for each column: the dense matrices are solved directly,
