@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import hodiff
-from hodiff.curvature import _thin
+from hodiff.curvature import _gauss_newton, _thin
 from tests.support.operators import D, draw
 from tests.support.passes import Count
 from tests.support.properties import agree
@@ -278,6 +278,33 @@ def test_no_residual_is_better_than_it_is(damping: float) -> None:
     assert abs(found.residual - true) <= 0.01 * true + rounding
     assert found.converged == (found.residual <= 1e-4)
     assert found.converged or damping < 1e-4 * float(H.norm())
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.ConvergenceWarning")
+@pytest.mark.parametrize("products", [4, 6, 8, 12, 20])
+def test_no_more_products_than_are_allowed(products: int) -> None:
+    """What the rows have taken is not there for the iteration that follows."""
+    case = CASES["classes"]
+    data = [(10 * x.float(), y) for x, y in case.batches()]
+    torch.manual_seed(0)
+    G = hodiff.GaussNewtonOperator(case.predict, case.loss, case.model(), data=data)
+    found = hodiff.solve(G, draw(G.shape[0]).float(), damping=1e-5, rtol=1e-12, products=products)
+    assert found.products <= products and not found.converged
+    assert hodiff.eigsh(G, 1, products=products).products <= products
+
+
+TOO_MANY: dict[str, Any] = {
+    "labels": lambda: CASES["classes"].made("mc", samples=70),
+    "samples": lambda: CASES["squares"]._replace(model=lambda: nn.Linear(4, 3)).made(),
+    "classes": lambda: Case(nn.MSELoss(), 66, draw(N, 66), lambda: dense(66)).made(),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MANY)
+def test_rows_that_are_too_many_are_not_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    A, made = TOO_MANY[name](), list[int]()
+    monkeypatch.setattr(_gauss_newton, "Factors", lambda *_: made.append(1))
+    assert A._by_rows(1000) is None and not made
 
 
 def test_the_refinement() -> None:
