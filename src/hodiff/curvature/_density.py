@@ -37,6 +37,7 @@ from hodiff.curvature._probes import (
 )
 from hodiff.curvature._records import DensityRecord, TraceRecord
 from hodiff.curvature._solve import as_float, solve
+from hodiff.curvature._thin import ThinMatrix
 from hodiff.errors import InputError
 
 
@@ -162,7 +163,8 @@ def logdet(
 ) -> TraceRecord:
     r"""The log-determinant of a positive definite operator, log det(A + μI) = tr log(A + μI).
 
-    Computed by stochastic Lanczos quadrature, like `hodiff.spectral_density`.
+    Computed by stochastic Lanczos quadrature, like `hodiff.spectral_density`; of Gauss-Newton and
+    Fisher matrices of few rows (see `hodiff.GaussNewtonOperator`) exactly, without `vectors`.
 
     Args:
         operator: A symmetric operator.
@@ -245,7 +247,9 @@ def logdet(
         exact = drawn.exhaust(drawn.number * steps) or not operator._domain.numel
         rows = operator._domain.units(0, operator.shape[-1]) if exact and recorded else None
         columns = None if rows is None else operator._recorded_rows(rows)
-        made, quadrature = _estimated_logdet(operator, number, drawn, steps, rtol, watch, columns)
+        thin = None if recorded or drawn.given else operator._by_rows(drawn.number * steps)
+        known = columns if thin is None else thin
+        made, quadrature = _estimated_logdet(operator, number, drawn, steps, rtol, watch, known)
     if not recorded:
         return made
     rows = drawn.kept()[: len(quadrature.nodes)] if rows is None else rows
@@ -261,9 +265,9 @@ def _estimated_logdet(
     steps: int,
     rtol: float | None,
     watch: EstimatorProgress,
-    columns: Tensor | None,
+    known: Tensor | ThinMatrix | None,
 ) -> tuple[TraceRecord, GaussRules]:
-    """The record, and the rules that it is the mean of; by all columns, where they are known."""
+    """The record, and the rules that it is the mean of; by all columns, or rows, where known."""
     size, dtype = operator.shape[-1], sum_dtype(operator.dtype)
     eps = torch.finfo(operator.dtype).eps
 
@@ -286,7 +290,10 @@ def _estimated_logdet(
         return several and all_reached(record(so_far, rtol, 0).converged)
 
     seen = look if watch.seen or rtol is not None else None
-    quadrature = rules(operator, drawn, steps, "logdet", seen, columns, shift)
+    if isinstance(known, ThinMatrix):
+        quadrature = thin_rules(known, size)
+    else:
+        quadrature = rules(operator, drawn, steps, "logdet", seen, known, shift)
     value, spread, rest = estimate(quadrature)
     made = record(quadrature, rtol, watch.spent)
     allowed = 1e-2 * value.abs() if spread is None else spread.maximum(1e2 * eps * value.abs())
@@ -417,6 +424,15 @@ def exact_rules(operator: LinearOperator, name: str, columns: Tensor | None = No
     values = eigenvalues(check_finite(matrix, name))[None]
     whole = torch.ones(values.shape[:-1], dtype=torch.bool, device="cpu")
     return GaussRules(values, torch.full_like(values, 1 / values.shape[-1]), whole, (), values[:0])
+
+
+def thin_rules(thin: ThinMatrix, size: int) -> GaussRules:
+    """All eigenvalues, those of M M' and one for all others, with the weight of these."""
+    values = F.pad(eigenvalues(thin.gram).clamp_min(0), (0, 1)) + thin.shift
+    weights = torch.full_like(values, 1 / size)
+    weights[-1] = 1 - (len(values) - 1) / size
+    whole = torch.ones(1, dtype=torch.bool, device="cpu")
+    return GaussRules(values[None], weights[None], whole, (), values[:0])
 
 
 def eigenvalues(matrix: Tensor) -> Tensor:

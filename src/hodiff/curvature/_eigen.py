@@ -29,7 +29,7 @@ from hodiff.curvature._probes import (
     warn_not_converged,
 )
 from hodiff.curvature._records import EigenRecord
-from hodiff.curvature._solve import solve
+from hodiff.curvature._solve import USUAL, solve
 from hodiff.errors import GraphError, InputError
 
 
@@ -96,7 +96,10 @@ def eigsh(
         double if *rtol* is below a hundred of its rounding units). For a million parameters, one
         pair takes the memory of 30 vectors and six pairs that of 49; with `basis=10` and `basis=16`
         it is 19 and 41, with as many products. An operator with fewer than `basis` columns takes
-        one product for each, and the result is exact.
+        one product for each, and the result is exact. So it is for the largest eigenvalues of
+        Gauss-Newton and Fisher matrices of few rows, in the passes that
+        `hodiff.GaussNewtonOperator` names and a product for each pair, unless a `basis` or a
+        `callback` is given.
 
         With `create_graph`, two more differentiable products for each pair. A first derivative is
         one pass. A second derivative solves the systems with \(H - \lambda\) for all pairs in
@@ -114,7 +117,8 @@ def eigsh(
     """
     operator = check_square(operator, "eigsh", symmetric=True, instead=UNSYMMETRIC)
     if not is_recorded("eigsh", operator, create_graph):
-        return _eigenpairs(operator, k, which, rtol, products, basis, generator, callback, progress)
+        options = products, basis, generator, callback, progress
+        return _eigenpairs(operator, k, which, rtol, *options, thin=True)
     if which == "magnitude":
         raise InputError("create_graph needs which='largest' or which='smallest'.")
     with _settings.grad_mode(False):  # one pair more, to know the gap
@@ -223,6 +227,8 @@ def _eigenpairs(
     generator: torch.Generator | None,
     callback: Callback | None,
     progress: bool | None,
+    *,
+    thin: bool = False,
 ) -> EigenRecord:
     """Check the options, search, and say how it went."""
     _arguments.check_integer(k, "k", least=1)
@@ -249,7 +255,8 @@ def _eigenpairs(
             operator, k, which, rtol, min(max_basis, size), limit, generator,
             lambda best: watch(lambda spent: record(best(), None, spent)),
         )  # fmt: skip
-        search.run()
+        if not (thin and which == "largest" and basis is callback is None and search.by_rows()):
+            search.run()
         pairs = search.polished()
         residual, scale = pairs[2], search.scale * search.unit
         converged = search.complete and bool((residual <= 2 * rtol * scale).all())
@@ -328,6 +335,18 @@ class Search:
             )  # fmt: skip
         if len(self._locked) == size:
             self.complete = True
+
+    def by_rows(self) -> bool:
+        """Whether the operator's thin side has told the vectors, all at once."""
+        thin = self._operator._by_rows(min(self._limit - self._operator.products, USUAL))
+        pairs = None if thin is None else thin.largest(self._k)
+        if pairs is None:
+            return False
+        values, rows = pairs
+        self.unit = _unit(values) or 1.0
+        self.scale, self.complete = float(values.abs().max()) / self.unit, True
+        self._locked = torch.linalg.qr(rows.to(self._locked).T)[0].T.contiguous()
+        return True
 
     def _draw(self) -> Tensor:
         return _vectors.draw(self._locked.shape[1:], self._locked, "gaussian", self._generator)

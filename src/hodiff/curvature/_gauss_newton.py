@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, final, get_args
 
 import torch
@@ -16,7 +17,7 @@ from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, check_generator, sum_dtype
 from hodiff._core._where import Where
-from hodiff.calculus._factors import Factors
+from hodiff.calculus._factors import Factors, Outer
 from hodiff.curvature._data import NONE, Batches, BatchWeight, DataReduction, Weighted, check_predict
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
@@ -34,6 +35,7 @@ from hodiff.curvature._losses import (
     roots,
 )
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum
+from hodiff.curvature._thin import Thin
 from hodiff.errors import InputError
 
 # --- the outputs of one batch, linearized: what Jacobian, Gauss-Newton and Fisher products run through ----------------
@@ -246,30 +248,66 @@ class PullbackOperator(SummedOperator[CurvedOutputs]):
         tangents = graph.jvp(parts, count, self._chosen, chunk)
         return graph.vjp(graph.curvature.times(tangents, count), count, self._chosen, chunk)
 
-    def _own_diagonal(self, most: int) -> Tensor | None:
-        """By rows: where B is a sum of outer products s s', it is the sum of the squares of J's."""
+    def _thin(self) -> Thin:
+        """Where B is a sum of outer products s s', the rows of M are those J's."""
+        return Thin(((1.0, self),))
+
+    def _batches(self, take: Callable[[CurvedOutputs], int]) -> tuple[float, int]:
+        """Show each batch; what sums are divided by, and the most passes, 0 where one took none."""
+        passes = list[int]()
+
+        def add(graph: CurvedOutputs, number: int) -> None:
+            passes.append(0 if 0 in passes else take(graph))
+
+        weight = self._graphs.each_graph(add).everywhere.weight
+        return weight, max(passes, default=1) if all(passes) else 0
+
+    def _squares(self, most: int) -> tuple[Tensor, int] | None:
+        """The diagonal, and how many passes it took; None where more than so many."""
         with self._raise_on_all_ranks():
             total = self._space.zeros_flat(self.shape[1]).to(sum_dtype(self.dtype))
-            passes, size = list[int](), self._inner_chunk()
-
-            def add(graph: CurvedOutputs, number: int) -> None:
-                seeds = None if 0 in passes else roots(graph.curvature, graph.outputs, most)
-                passes.append(self._add_squares(graph, seeds, total, most, size) if seeds else 0)
-
-            weight = self._graphs.each_graph(add).everywhere.weight
-            group_sum, known = self._group_sum, [max(passes, default=1) if all(passes) else 0]
+            add = partial(self._add_squares, total, most, self._inner_chunk())
+            weight, passes = self._batches(add)
+            group_sum, known = self._group_sum, [passes]
             if group_sum is not None:
                 step, who = "takes a diagonal", self._names()
-                ((total,), known) = group_sum.sum(step, [total], who=who, fact=known[0])
+                ((total,), known) = group_sum.sum(step, [total], who=who, fact=passes)
             if not all(known):
                 return None
             self._count(max(known))
-            return total / weight
+            return total / weight, max(known)
 
-    def _add_squares(
-        self, graph: CurvedOutputs, seeds: Leaves, total: Tensor, most: int, size: int
-    ) -> int:  # fmt: skip
+    def _factored(self, limit: Callable[[int], int]) -> tuple[list[list[Outer]], float, int] | None:
+        """Of each batch the rows, leaf by leaf; what M'M is divided by; and how many passes.
+
+        None where they are more than `limit` says of so many samples, or not all in factors; nor
+        do the rows of several processes meet.
+        """
+        batches = list[list[Outer]]()
+
+        def keep(graph: CurvedOutputs) -> int:
+            own = graph.outputs[0].shape[:1].numel()
+            most = limit(own + sum(len(parts[0].left) for parts in batches))
+            seeds = roots(graph.curvature, graph.outputs, most + 1)  # of classes there is one less
+            if not seeds or len(seeds[0]) > most:
+                return 0
+            of = Factors(graph.evaluation, graph.outputs, seeds).of
+            batches.append([of[index] for index in self._chosen if index in of])
+            return len(seeds[0]) if len(batches[-1]) == len(self._chosen) else 0
+
+        if self._group_sum is not None:
+            return None
+        weight, passes = self._batches(keep)
+        if not batches or not passes:
+            return None
+        self._count(passes)
+        return batches, weight, passes
+
+    def _add_squares(self, total: Tensor, most: int, size: int, graph: CurvedOutputs) -> int:
         """Add the squares of J's of a batch; in how many passes, 0 where more than so many."""
+        seeds = roots(graph.curvature, graph.outputs, most)
+        if not seeds:
+            return 0
         numbers, samples = seeds[0].shape[:2]
         leaves = graph.evaluation.leaves
         of = Factors(graph.evaluation, graph.outputs, seeds).of
@@ -364,12 +402,20 @@ class GaussNewtonOperator(PullbackOperator):
         activations. With *checkpoint* and `memory_budget=0` the memory is about that of a gradient
         with activation checkpoints, and the time is that without checkpoints.
 
-        Where the loss is a convex function of each sample's own C outputs, the exact diagonal takes
-        at most C passes per batch and one that proves that samples are apart, in place of a product
-        for each column: `hodiff.diagonal(G, method="exact")`. For parameters of layers that are not
-        known (as those of `hodiff.gram`), and where samples mix, it takes C passes for each sample.
-        The estimates of `hodiff.trace` and `hodiff.diagonal` are exact if they allow as many
-        products.
+        Where the loss is a convex function of each sample's own C outputs, G is M'M / Σ w, with at
+        most C rows of M for each sample. The exact diagonal then takes at most C passes per batch
+        and one that proves that samples are apart, in place of a product for each column. For
+        parameters of layers that are not known (as those of `hodiff.gram`), and where samples mix,
+        it takes C passes for each sample. The estimates of `hodiff.trace` and `hodiff.diagonal` are
+        exact if they allow as many products.
+
+        If the rows are few, `hodiff.logdet` is exact in these passes, `hodiff.solve` with damping
+        takes them and one product, and `hodiff.eigsh` takes them and one product for each of the
+        largest eigenvalues: M M' gives the rest. Few are at most D / 2 and 2048 in all, 64 for each
+        sample, and not so many that products would be cheaper: with 10 classes, 660 rows for
+        `solve` and `eigsh`. The layers must be known, and the data in one process. Multiples, sums,
+        blocks and `G + 0.1` do the same; what asks for a method, a callback or a graph goes by
+        products. In records each of the C passes counts as a product, which itself takes two.
 
     Examples:
         For least squares it is the Hessian, 2 X'X / n:

@@ -170,6 +170,8 @@ def roots(curvature: Curvature, outputs: Leaves, most: int) -> Leaves | None:
     some = [generic(output.numel()).to(output).reshape(output.shape) for output in outputs]
     apart = _lines(curvature.times(some, None), 1)
     apart = apart - torch.einsum("nij,nj->ni", matrices, _lines(some, 1))
+    if not bool(matrices.isfinite().all()):
+        return None
     values, vectors = torch.linalg.eigh(matrices)
     noise = ROUNDING * torch.finfo(like.dtype).eps * values.abs().amax(1, keepdim=True)
     if not bool((apart.abs() <= noise * numbers).all() and (values >= -noise).all()):

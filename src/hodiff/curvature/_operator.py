@@ -23,6 +23,7 @@ from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff.curvature._memory import free_bytes, readable
 from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.curvature._staleness import one_look
+from hodiff.curvature._thin import Thin, ThinMatrix
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
 # --- `LinearOperator` -------------------------------------------------------------------------------------------------
@@ -145,9 +146,14 @@ class LinearOperator(_arguments.Unlike):
                 return part._live
         return self._own
 
-    def _own_diagonal(self, most: int) -> Tensor | None:
-        """The diagonal, flat, by a way of its own, of at most so many passes for each batch."""
+    def _thin(self) -> Thin | None:
+        """As a sum of matrices M'M and a multiple of the identity, if it is one."""
         return None
+
+    def _by_rows(self, most: int) -> ThinMatrix | None:
+        """By all rows of M, where these are known and cost less than so many products."""
+        thin = self._thin()
+        return None if thin is None else thin.matrix(self.shape[-1], most)
 
     def _raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """What one process raises in here, all of those that share the data raise."""
@@ -354,7 +360,7 @@ class LinearOperator(_arguments.Unlike):
     def products(self) -> int:
         """How many products with a single vector have been computed, those of its transpose and its blocks among them.
 
-        In all threads.
+        In all threads. A pass for rows (see `hodiff.GaussNewtonOperator`) counts as one.
         """
         return sum(self._taken.values())
 
@@ -662,6 +668,14 @@ class SumOperator(ComposedOperator):
         )
         return [a + b for a, b in zip(left, right, strict=True)]
 
+    def _thin(self) -> Thin | None:
+        A, B = self._made_of
+        left, right = A._thin(), B._thin()
+        if left is None or right is None or not A._domain.like(B._domain):
+            return None
+        made = (*left.made, *right.made, self)
+        return Thin(left.terms + right.terms, left.shift + right.shift, made)
+
     def _transposed(self) -> LinearOperator:
         return SumOperator(*(A.T for A in self._made_of))
 
@@ -701,11 +715,12 @@ class AffineOperator(ComposedOperator):
         own = self._range.take(parts, count, self._domain)
         return [torch.add(part, v, alpha=self._shift) for part, v in zip(products, own, strict=True)]
 
-    def _own_diagonal(self, most: int) -> Tensor | None:
-        before = self._inner.products
-        entries = self._inner._own_diagonal(most)
-        self._count(self._inner.products - before)
-        return None if entries is None else self._factor * entries + self._shift
+    def _thin(self) -> Thin | None:
+        thin, c = self._inner._thin(), self._factor
+        if thin is None:
+            return None
+        terms = tuple((c * factor, A) for factor, A in thin.terms)
+        return Thin(terms, c * thin.shift + self._shift, (*thin.made, self))
 
     def _transposed(self) -> LinearOperator:
         return AffineOperator(self._inner.T, self._factor, self._shift)

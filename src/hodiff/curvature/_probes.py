@@ -260,12 +260,13 @@ def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:
 
 
 def exact_diagonal(operator: LinearOperator, most: int) -> Tensor | None:
-    """The diagonal, flat, by the operator's own way, or by unit vectors.
+    """The diagonal, flat, by its thin side, or by unit vectors.
 
     None where both take more than so many products.
     """
     size, domain = operator.shape[-1], operator._domain
-    entries = operator._own_diagonal(most)
+    thin = operator._thin()
+    entries = None if thin is None else thin.diagonal(most)
     if entries is not None or most < size:
         return entries
     entries = domain.zeros_flat(size).expand(*domain.batch, size).contiguous()

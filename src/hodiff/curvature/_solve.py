@@ -64,6 +64,9 @@ Of a stack, all products in one batched pass take as long as 4 to 20 steps; wher
 into one, each takes as long as alone.
 """
 
+USUAL = 30
+"""How many products a system often takes, or some eigenvalues."""
+
 
 def solve(
     operator: LinearOperator,
@@ -146,6 +149,12 @@ def solve(
         product serves all that have not converged. Memory: a few vectors for each; for GMRES,
         `restart` vectors.
 
+        With damping, Gauss-Newton and Fisher matrices of few rows are solved directly, in the
+        passes that `hodiff.GaussNewtonOperator` names and a product for each right-hand side, which
+        tells the residual; what that leaves is for conjugate gradients. Not with a
+        `preconditioner`, a `start`, `iterations`, a `callback` or `create_graph`. Where conjugate
+        gradients would end in ten products, this takes up to three times as long.
+
         A stack of matrices (`batch_ndim=` of its operator) with up to 64 columns (256 for GMRES
         without `restart`) takes a product for each column: the dense matrices are solved directly,
         and those that fail iteratively. Not with `iterations`, a `preconditioner`, a `start` or a
@@ -202,9 +211,11 @@ def solve(
         scale=scale,
         products=products,
     )
+    plain = method == "cg" and start is preconditioner is iterations is callback is None
     record, trouble = solver(
-        operator, b, preconditioner=preconditioner, start=start, rtol=rtol, callback=callback, progress=progress
-    )
+        operator, b, preconditioner=preconditioner, start=start, rtol=rtol, callback=callback,
+        progress=progress, thin=plain and not recorded,
+    )  # fmt: skip
     if trouble:
         warn_not_converged(trouble)
     if not recorded:
@@ -254,11 +265,12 @@ def attempt(
     callback: Callback | None = None,
     progress: bool | None = False,
     soon: int = SOON,
+    thin: bool = False,
 ) -> tuple[SolveRecord[V], str | None]:
     """`solve`, and in words why it has not converged, for who has more to say than a warning.
 
     `rtol` may be a list, with one for each right-hand side. A small system that does not end in so
-    many products as `soon` says is solved by its matrix.
+    many products as `soon` says is solved by its matrix. With `thin`, by its thin side first.
     """
     _arguments.check_option(method, Method, "method")
     operator = check_square(
@@ -272,10 +284,9 @@ def attempt(
     inverse = _preconditioning(preconditioner, operator, method)
     product = _rounded(operator, "" if preconditioner is None else _OF_TWO, float(damping))
     plain = start is None and preconditioner is None
-    stack = operator._domain.batch
+    stack, size = operator._domain.batch, operator.shape[-1]
     most = 4 * DENSE if method == "gmres" and restart is None else DENSE
-    small = plain and (stack or most > DENSE or not soon)
-    small = small and operator.shape[-1] <= min(most, limit - SOON)
+    small = plain and (stack or most > DENSE or not soon) and size <= min(most, limit - SOON)
     dense = small and stack and iterations is None and callback is None
     later = dense and _is_dear(operator) if stack else small and restart is None
     dense = dense and not later
@@ -293,9 +304,11 @@ def attempt(
             return block.run((lambda: watch(shown)) if watch.seen else None)
 
         by_matrix = functools.partial(_dense_solutions, operator, damping, sides, method == "cg")
+        x = _solutions_by_rows(operator, damping, sides, limit) if thin else x
+        limit -= watch.spent
         if iterations is None:
             begin, then = by_matrix() if dense else x, by_matrix if later else None
-            soon = SOON if later and (stack or operator.shape[-1] > DENSE) else soon
+            soon = SOON if later and (stack or size > DENSE) else soon
             end = solved(attempt, systems, sides, begin, tolerance, limit, then, soon)
         else:
             end = stepped(attempt, systems, sides, x, iterations, method)
@@ -303,8 +316,7 @@ def attempt(
         made = sides.record(end, watch.spent, asked=iterations is None)
         if made.status in ("converged", "iterations"):
             return made, None
-        wanted = f"rtol={max(tolerance):g}" if iterations is None else f"iterations={iterations}"
-        return made, _explanation(made, wanted)
+        return made, _explanation(made, max(tolerance), iterations)
 
 
 WORST: tuple[Status, ...] = (
@@ -573,6 +585,14 @@ def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides, def
     return x * spread(number(sides.units, x), x)
 
 
+def _solutions_by_rows(
+    operator: LinearOperator, damping: float, sides: Sides, limit: int
+) -> Tensor | None:  # fmt: skip
+    """The solutions by the operator's thin side, where that costs less than so many products."""
+    thin = operator._by_rows(min(limit - 2, USUAL))
+    return None if thin is None else thin.solved(sides.rows, damping)
+
+
 def _limit(operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any) -> int:
     """How many products, or steps, there may be."""
     if iterations is None:
@@ -671,7 +691,8 @@ def solved(
     return end
 
 
-def _explanation(record: SolveRecord[Any], wanted: str) -> str:
+def _explanation(record: SolveRecord[Any], rtol: float, iterations: int | None) -> str:
+    wanted = f"rtol={rtol:g}" if iterations is None else f"iterations={iterations}"
     advice = {
         "negative curvature": (
             "conjugate gradients met a direction of negative or zero curvature: the operator is "

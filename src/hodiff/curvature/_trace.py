@@ -257,7 +257,8 @@ def diagonal(
         method: `"estimate"`, the mean of \(z \circ A z\); or `"exact"`, one product for each
             column, or the passes that `hodiff.GaussNewtonOperator` names.
         samples: How many random vectors to draw. If they are at least as many as the products of
-            the exact diagonal, it is computed exactly.
+            the exact diagonal, it is computed exactly: so by default that of a Gauss-Newton or
+            Fisher matrix of at most 100 outputs of a sample.
         rtol: Stop an estimate as soon as the norm of the standard errors is below `rtol` times that
             of the diagonal (checked every 8 vectors, after the first 16). None: use all samples.
         probes: The distribution of their entries: `"rademacher"` (1 and -1) or `"gaussian"`, whose

@@ -1,0 +1,162 @@
+"""The thin side of matrices M'M + λ: what follows from M M', where M has few rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hodiff._core import _settings
+from hodiff.calculus._factors import Outer
+
+ROWS, NUMBERS = 2048, 64
+"""M has at most so many rows, and so many of a sample."""
+
+WORTH = 200
+"""So many rows, times those of a sample, cost about a product: measured, 100 to 400."""
+
+
+class Thin(NamedTuple):
+    """Σ c M'M + λ, of matrices that know the rows of M, and λ times the identity.
+
+    Attributes:
+        terms: Each c with its matrix.
+        shift: λ.
+        made: The operators that are made of these, whose products the passes count as.
+    """
+
+    terms: tuple[tuple[float, Any], ...]
+    shift: float = 0.0
+    made: tuple[Any, ...] = ()
+
+    def diagonal(self, most: int) -> Tensor | None:
+        """The diagonal, flat; None where it takes more than so many passes for each batch."""
+        parts = [A._squares(most) for _, A in self.terms]
+        if not all(parts):
+            return None
+        for A in self.made:
+            A._count(max(passes for _, passes in parts))
+        pairs = zip(self.terms, parts, strict=True)
+        return torch.stack([c * squares for (c, _), (squares, _) in pairs]).sum(0) + self.shift
+
+    def matrix(self, columns: int, most: int) -> ThinMatrix | None:
+        """The matrix by all rows.
+
+        None where they are not known, or cost more than so many products.
+        """
+        limit, passes = partial(_most, columns, most), 0
+        stacks, scales = list[list[Outer]](), list[float]()
+        for c, A in self.terms:
+            factored = A._factored(limit) if c > 0 else None
+            if factored is None:
+                return None
+            batches, weight, own = factored
+            stacks, passes = [*stacks, *batches], max(passes, own)
+            scales += [math.sqrt(c / weight)] * sum(len(parts[0].left) for parts in batches)
+        if passes > limit(len(scales)):
+            return None
+        made = ThinMatrix([*map(_under, zip(*stacks, strict=True))], scales, self.shift)
+        if not bool(made.gram.diagonal().isfinite().all()):
+            return None
+        for A in self.made:
+            A._count(passes)
+        return made
+
+
+def _most(columns: int, products: int, samples: int) -> int:
+    """How many rows of each sample are few enough."""
+    room, cost = min(columns // 2, ROWS), WORTH * products
+    return min(NUMBERS, products, room // samples, math.isqrt(cost // samples))
+
+
+class ThinMatrix:
+    """M'M + shift, with the rows of M in factors.
+
+    Attributes:
+        shift: The multiple of the identity.
+        gram: M M', in double precision.
+    """
+
+    def __init__(self, rows: Sequence[Outer], scales: Sequence[float], shift: float) -> None:
+        """Of rows in factors, those of each sample times a number."""
+        self._rows, self.shift = rows, shift
+        self._like = rows[0].left
+        with _settings.autocast(self._like.device.type):
+            gram = reduce(Tensor.add_, (part.gram() for part in rows)).double()
+        self._scales = gram.new_tensor(scales).repeat_interleave(gram.shape[1])
+        self.gram = gram.flatten(2).flatten(0, 1) * self._scales * self._scales[:, None]
+
+    def solved(self, b: Tensor, damping: float) -> Tensor | None:
+        """The solutions for rows, or a flat vector; None where rounding leaves nothing of them.
+
+        By (b - M' (M M' + λ)⁻¹ M b) / λ, and once more for what is left of b.
+        """
+        shift, sides = self.shift + damping, torch.atleast_2d(b).double()
+        shifted = self.gram.clone()
+        shifted.diagonal().add_(shift)
+        factor, failed = torch.linalg.cholesky_ex(shifted)
+        if shift <= 0 or bool(failed):
+            return None
+
+        def inverse(r: Tensor) -> Tensor:
+            return (r - self._pull(torch.cholesky_solve(self._push(r).T, factor).T)) / shift
+
+        x = inverse(sides)
+        rest = sides - self._pull(self._push(x)) - shift * x
+        right = bool((rest.norm(dim=1) <= 0.5 * sides.norm(dim=1)).all())
+        x = (x + inverse(rest)).to(b.dtype).reshape(b.shape)
+        return x if right and bool(x.isfinite().all()) else None
+
+    def largest(self, k: int) -> tuple[Tensor, Tensor] | None:
+        """So many of the largest eigenvalues and their vectors, as rows; None where M has fewer."""
+        values, vectors = torch.linalg.eigh(self.gram.to(self._like))
+        noise = 100 * torch.finfo(values.dtype).eps * values[-1]
+        if k > len(values) or not bool(values[-k] > noise):
+            return None
+        values, rows = values[-k:].flip(0).double(), vectors.T[-k:].flip(0)
+        return values + self.shift, self._pull(rows / values.sqrt()[:, None])
+
+    def _push(self, vectors: Tensor) -> Tensor:
+        """M v of each row."""
+        parts = vectors.to(self._like.dtype).split([of.shape.numel() for of in self._rows], 1)
+        with _settings.autocast(self._like.device.type):
+            columns = [
+                torch.stack([of.push(v.view(of.shape)).flatten() for v in part])
+                for of, part in zip(self._rows, parts, strict=True)
+            ]
+        return torch.stack(columns).sum(0) * self._scales
+
+    def _pull(self, weights: Tensor) -> Tensor:
+        """M'u of each row."""
+        given = (weights * self._scales).to(self._like.dtype)
+        given = given.view(len(weights), len(self._like), -1)
+        with _settings.autocast(self._like.device.type):
+            lines = [torch.cat([of.pull(u).flatten() for of in self._rows]) for u in given]
+        return torch.stack(lines).double()
+
+
+def _under(parts: Sequence[Outer]) -> Outer:
+    """The rows of several batches, one under the other."""
+    if len(parts) == 1:
+        return parts[0]
+    if len({(type(part), part.left.shape[3], part.right.shape[3:]) for part in parts}) > 1:
+        parts = [Outer.of(part.rows(), part.shape) for part in parts]
+    numbers = [max(part.left.shape[1], part.right.shape[1]) for part in parts]
+    left = _stacked([part.left for part in parts], numbers)
+    return type(parts[0])(left, _stacked([part.right for part in parts], numbers), parts[0].shape)
+
+
+def _stacked(sides: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
+    """One side of each; zeros where there are fewer positions, or rows of a sample."""
+    most = max(numbers) if any(side.shape[1] > 1 for side in sides) else 1
+    positions = max(side.shape[2] for side in sides)
+    each = zip(sides, numbers, strict=True)
+    wide = [side.expand(-1, min(own, most), *side.shape[2:]) for side, own in each]
+    beyond = [[0, positions - side.shape[2], 0, most - side.shape[1]] for side in wide]
+    sizes = zip(wide, beyond, strict=True)
+    return torch.cat([F.pad(side, [0, 0] * (side.ndim - 3) + more) for side, more in sizes])
