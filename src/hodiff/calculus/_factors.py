@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Size, Tensor
 
 from hodiff._core import _nodes, _reverse, _settings, _vectors
+from hodiff._core._call import tangents
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 
@@ -472,6 +473,7 @@ class Factors:
             self._seeds = _units(outputs[0]) if seeds is None else seeds
             numbers, count = self._seeds[0].shape[:2]
             precise = self._seeds[0].element_size() >= 4  # else rounding would hide what is mixed
+            precise = precise and not tangents()  # what a node has saved carries none
             if precise and count and numbers and all(x.grad_fn is not None for x in outputs):
                 self.of = _Reading(graph, outputs, self._seeds, largest).read()
         self.missing = {*range(len(graph.leaves))} - self.of.keys()

@@ -174,7 +174,8 @@ def roots(curvature: Curvature, outputs: Leaves, most: int) -> Leaves | None:
         return None
     values, vectors = torch.linalg.eigh(matrices)
     noise = ROUNDING * torch.finfo(like.dtype).eps * values.abs().amax(1, keepdim=True)
-    if not bool((apart.abs() <= noise * numbers).all() and (values >= -noise).all()):
+    largest = noise.max()  # where a sample is sure of its class, all of its entries are differences of larger numbers
+    if not bool((apart.abs() <= largest * numbers).all() and (values >= -largest).all()):
         return None
     kept = values > noise
     lines = (vectors * (values * kept).sqrt().unsqueeze(1))[:, :, kept.any(0)].movedim(2, 0)

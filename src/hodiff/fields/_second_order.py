@@ -418,6 +418,8 @@ def second_order_operator(
         check_independence=check_independence,
         has_aux=has_aux,
     ).checked()
+    if isinstance(C, Tensor):
+        _call.refuse_tangent(C, "C")
     with call.grad_mode():
         directions = _expansions.of_matrix(x, batch_ndim, C)
         value, _, second = second_order(call, directions, None if b is None else _drift(b, call))

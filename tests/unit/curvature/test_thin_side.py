@@ -333,3 +333,20 @@ def test_more_eigenvalues_than_rows() -> None:
     values = torch.linalg.eigvalsh(G.dense()).flip(0)[:8]
     agree(found.value, values, 1e-8)
     assert found.converged and found.products > 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, D])
+def test_samples_that_are_sure_of_their_class(dtype: torch.dtype) -> None:
+    """Of these the entries p (1 - p) are differences of larger numbers: rounding is as large as those of the others."""
+    torch.manual_seed(0)
+    net, x = nn.Linear(5, 4).to(dtype), torch.randn(40, 5, dtype=dtype)
+    scale = torch.cat([torch.full((20, 1), 30.0), torch.ones(20, 1)]).to(dtype)
+    G = hodiff.GaussNewtonOperator(
+        lambda m, b: m(b[0]) * b[2], nn.CrossEntropyLoss(), net, data=[(x, net(x).argmax(1), scale)]
+    )
+    exact = G.dense().diagonal()
+    before = G.products
+    found = hodiff.diagonal(G, method="exact").value
+    assert G.products - before <= 4
+    flat = torch.cat([part.flatten() for part in found.values()])
+    torch.testing.assert_close(flat, exact, rtol=1e-4, atol=1e-6 * float(exact.max()))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import hodiff
 from tests.support.modules import two_layers
@@ -117,3 +118,20 @@ def test_deepqmc_log_and_sign():
     expected = -0.5 * torch.diagonal(hodiff.hessian(wave, r, batch_ndim=1), dim1=1, dim2=2).sum(1) / wave(r)
     torch.testing.assert_close(energy, expected)
     torch.testing.assert_close(sign * log.exp(), wave(r))
+
+
+@pytest.mark.parametrize("method", ["jets", "auto", "reverse"])
+def test_partials_of_one_draw(method) -> None:
+    """One factor, drawn as dropout draws its mask: each derivative is that factor times the one without."""
+    x = torch.tensor([[0.4, -0.7], [1.2, 0.3]], dtype=torch.float64)
+    g = lambda x: torch.stack([x[:, 0].sin() * x[:, 1] ** 5, x[:, 1].cos() * x[:, 0] ** 5], 1)
+    f = lambda x: F.dropout(torch.ones(20, dtype=x.dtype), 0.5, True).mean() * g(x)
+    wanted = [(), 0, (0, 1), (1, 1), (0, 0, 1)]
+    state = torch.get_rng_state()
+    found = hodiff.partials(f, x, wanted, method=method)
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    factor = F.dropout(torch.ones(20, dtype=x.dtype), 0.5, True).mean()
+    assert torch.equal(torch.get_rng_state(), after)
+    for one, plain in zip(found, hodiff.partials(g, x, wanted), strict=True):
+        torch.testing.assert_close(one, factor * plain)

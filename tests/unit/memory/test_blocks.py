@@ -914,3 +914,17 @@ def test_the_padding_of_an_embedding_is_a_constant_in_both_directions(padding: i
         for blocks in (False, "*")
     ]
     torch.testing.assert_close(*made, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_blocks_inside_the_callers_autocast(cache: bool) -> None:
+    """What autocast has kept of a first run has a graph of its own: a block that runs again casts anew."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
+    x, v = torch.randn(6, 4), {name: torch.randn_like(p) for name, p in net.named_parameters()}
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+        ours, plain = (
+            hodiff.hvp(lambda m: m(x).float().square().sum(), net, v, checkpoint=blocks) for blocks in ("*", False)
+        )
+    for name in plain:
+        torch.testing.assert_close(ours[name], plain[name], rtol=0.05, atol=0.05 * float(plain[name].abs().max()))

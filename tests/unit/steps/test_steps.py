@@ -668,6 +668,14 @@ def raising(net, x):
     raise ZeroDivisionError("of the loss")
 
 
+def test_a_loss_that_raises_does_so_in_each_call() -> None:
+    """An error of ours is raised as the graph is made, behind guards that then hold for a graph that is not there."""
+    step = hodiff.compile_step(lambda net, x: hodiff.hvp(net, x, x).mean(), nn.Linear(3, 3), backend="replay")
+    for _ in range(3):
+        with pytest.raises(hodiff.InputError, match="expected one element"):
+            step(torch.randn(4, 3))
+
+
 def test_an_older_release_is_told(monkeypatch) -> None:
     monkeypatch.setattr("hodiff._core._needed.RELEASE", (2, 12))
     with pytest.raises(hodiff.HodiffError, match=r"needs PyTorch 2\.13"):
