@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _call, _messages, _near_zero, _needed, _settings, _versions
+from hodiff._core import _call, _messages, _near_zero, _settings, _versions
 from hodiff._core._settings import tracing
 from hodiff.errors import GraphError
 
@@ -452,14 +452,9 @@ def _refused(name: str, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _flex_attention(*args: Any, **kwargs: Any) -> Any:
-    _needed.check("flex_attention inside hodiff")
-    return _versions.plain_flex_attention()(*args, **kwargs)
-
-
 DEFINITIONS: dict[str, Callable[..., Any]] = {
     **{name: functools.partial(_refused, name) for name in _messages.CONTROL_FLOW},
-    "flex_attention": _flex_attention,
+    "flex_attention": _versions.plain_flex_attention,
 }
 """What is done in the place of each operator, by its name."""
 

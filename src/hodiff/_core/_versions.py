@@ -380,9 +380,10 @@ OPERATORS: dict[str, Any] = _ops._higher_order_ops
 """PyTorch's operators that take functions, by their names."""
 
 
-def plain_flex_attention() -> Any:
-    """The definition of `flex_attention`, in operations that have derivatives of every order."""
-    return sys.modules["torch._higher_order_ops.flex_attention"].math_attention
+def plain_flex_attention(*args: Any, **kwargs: Any) -> Any:
+    """`flex_attention` by its definition, in operations that have derivatives of every order."""
+    _needed.check("flex_attention inside hodiff")
+    return sys.modules["torch._higher_order_ops.flex_attention"].math_attention(*args, **kwargs)
 
 
 def key_is_taken() -> bool:

@@ -14,7 +14,7 @@ of which this is not so is *missing*.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import combinations_with_replacement, product
 from typing import Any, NamedTuple
@@ -238,6 +238,54 @@ class Indexed(Outer):
 
     def _shaped(self, result: Tensor) -> Tensor:
         return result.mT
+
+
+class Stack:
+    """Rows of several functions, or batches, one under the other: of each those by each parameter.
+
+    Attributes:
+        lengths: How many rows each has.
+        like: A tensor of the dtype of its results.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Outer]]) -> None:
+        self._parts, self.like = parts, parts[0][0].left
+        self.lengths = [part[0].sizes.numel() for part in parts]
+        self._shapes = [of.shape for of in parts[0]]
+
+    def push(self, vector: Tensor) -> Tensor:
+        """Each row times a flat vector."""
+        own = vector.split([shape.numel() for shape in self._shapes])
+        own = [*map(Tensor.view, own, self._shapes)]
+
+        def pushed(part: Sequence[Outer]) -> Tensor:
+            each = (of.push(v) for of, v in zip(part, own, strict=True))
+            return reduce(torch.add, each).expand(part[0].sizes)
+
+        return _flat(map(pushed, self._parts))
+
+    def pull(self, weights: Tensor) -> Tensor:
+        """The sum of all rows, weighed, flat."""
+        given = zip(self._parts, weights.split(self.lengths), strict=True)
+        lines = [_flat(of.pull(u.view(of.sizes)) for of in part) for part, u in given]
+        return reduce(torch.add, lines)
+
+    def squares(self) -> Tensor:
+        """For each entry of the parameters the sum of its squares over all rows, flat."""
+        return reduce(torch.add, [_flat(of.squares() for of in part) for part in self._parts])
+
+    def gram(self) -> Tensor:
+        """The products of all rows with each other; those above the blocks of the diagonal are zero."""
+        product = self.like.new_zeros(sum(self.lengths), sum(self.lengths))
+        for i, lines in enumerate(product.split(self.lengths)):
+            for j, block in enumerate(lines.split(self.lengths, dim=1)[: i + 1]):
+                for one, two in zip(self._parts[i], self._parts[j], strict=True):
+                    block += one.gram(None if i == j else two).view(block.shape)
+        return product
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _products(one: Tensor, other: Tensor) -> Tensor:

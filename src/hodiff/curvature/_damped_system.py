@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hodiff.calculus._factors import Outer
+from hodiff.calculus._factors import Outer, Stack
 from hodiff.curvature import _memory
 from hodiff.errors import InputError
 
@@ -80,7 +80,7 @@ class DampedSystem:
         size = 8 * rows * columns
         self._factored = self.in_samples and size > HELD
         self._summed = not self.in_samples and size > budget
-        self._parts, self._rows = list[list[Outer]](), [output.numel() for output in outputs]
+        self._parts = list[list[Outer]]()
         kept = 0 if self._summed or self._factored else rows
         tall = columns <= NARROW and not self.in_samples
         self._J = self.r.new_empty(columns, kept).T if tall else self.r.new_empty(kept, columns)
@@ -120,6 +120,7 @@ class DampedSystem:
     def closed(self) -> DampedSystem:
         """The system, once all rows are in."""
         if self._factored:
+            self._stack = Stack(self._parts)
             self.gradient = self._pull(self.r)
         if not bool(self.gradient.isfinite().all()):
             raise InputError(
@@ -127,9 +128,7 @@ class DampedSystem:
                 "of 0, a norm of 0?). Nothing was changed."
             )
         if self._factored:
-            self._matrix = self._gram()
-            sums = [_joined(of.squares() for of in part) for part in self._parts]
-            squares = reduce(torch.add, sums)
+            self._matrix, squares = self._stack.gram(), self._stack.squares()
         elif self.in_samples:
             self._matrix = _lower_product(self._J)
             squares = self._J.square().sum(0)
@@ -143,32 +142,13 @@ class DampedSystem:
         """The change of the residuals by a step in the linear model, J d."""
         if not self._factored:
             return self._J @ change
-        shapes = [of.shape for of in self._parts[0]]
-        parts = change.split([shape.numel() for shape in shapes])
-        changes = [*map(Tensor.view, parts, shapes)]
-
-        def pushed(part: list[Outer]) -> Tensor:
-            own = [of.push(change) for of, change in zip(part, changes, strict=True)]
-            return reduce(torch.add, own).expand(part[0].sizes)
-
-        return _joined(map(pushed, self._parts))
+        return self._stack.push(change)
 
     def _pull(self, weights: Tensor) -> Tensor:
         """The sum of the rows of J, weighed, J'u."""
         if not self._factored:
             return self._J.T @ weights
-        given = zip(self._parts, weights.split(self._rows), strict=True)
-        pulled = [_joined(of.pull(u.view(of.sizes)) for of in part) for part, u in given]
-        return reduce(torch.add, pulled)
-
-    def _gram(self) -> Tensor:
-        """J J', of which only the lower half is needed: the blocks above the diagonal are zero."""
-        product = self.r.new_zeros(len(self.r), len(self.r))
-        for i, lines in enumerate(product.split(self._rows)):
-            for j, block in enumerate(lines.split(self._rows, dim=1)[: i + 1]):
-                for one, two in zip(self._parts[i], self._parts[j], strict=True):
-                    block += one.gram(None if i == j else two).view(block.shape)
-        return product
+        return self._stack.pull(weights)
 
     @property
     def jacobian(self) -> Tensor | None:
@@ -290,10 +270,6 @@ def _lower_product(J: Tensor) -> Tensor:
         stop = min(start + size, len(J))
         torch.mm(J[start:stop], J[:stop].T, out=product[start:stop, :stop])
     return product
-
-
-def _joined(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

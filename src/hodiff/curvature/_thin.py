@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hodiff._core import _settings
-from hodiff.calculus._factors import Outer
+from hodiff.calculus._factors import Outer, Stack
 
 ROWS, NUMBERS = 2048, 64
 """M has at most so many rows, and so many of a sample."""
@@ -57,10 +56,10 @@ class Thin(NamedTuple):
                 return None
             batches, weight, own = factored
             stacks, passes = [*stacks, *batches], max(passes, own)
-            scales += [math.sqrt(c / weight)] * sum(len(parts[0].left) for parts in batches)
-        if passes > limit(len(scales)):
+            scales += [math.sqrt(c / weight)] * len(batches)
+        if passes > limit(sum(len(parts[0].left) for parts in stacks)):
             return None
-        made = ThinMatrix([*map(_under, zip(*stacks, strict=True))], scales, self.shift)
+        made = ThinMatrix(Stack(stacks), scales, self.shift)
         if not bool(made.gram.diagonal().isfinite().all()):
             return None
         for A in self.made:
@@ -82,14 +81,15 @@ class ThinMatrix:
         gram: M M', in double precision.
     """
 
-    def __init__(self, rows: Sequence[Outer], scales: Sequence[float], shift: float) -> None:
-        """Of rows in factors, those of each sample times a number."""
+    def __init__(self, rows: Stack, scales: Sequence[float], shift: float) -> None:
+        """Of rows in factors, those of each part times a number."""
         self._rows, self.shift = rows, shift
-        self._like = rows[0].left
-        with _settings.autocast(self._like.device.type):
-            gram = reduce(Tensor.add_, (part.gram() for part in rows)).double()
-        self._scales = gram.new_tensor(scales).repeat_interleave(gram.shape[1])
-        self.gram = gram.flatten(2).flatten(0, 1) * self._scales * self._scales[:, None]
+        with _settings.autocast(rows.like.device.type):
+            gram = rows.gram().double()
+        each = zip(scales, rows.lengths, strict=True)
+        self._scales = gram.new_tensor([scale for scale, length in each for _ in range(length)])
+        gram = gram.tril() + gram.tril(-1).mT
+        self.gram = gram * self._scales * self._scales[:, None]
 
     def solved(self, b: Tensor, damping: float) -> Tensor | None:
         """The solutions for rows, or a flat vector; None where rounding leaves nothing of them.
@@ -114,7 +114,7 @@ class ThinMatrix:
 
     def largest(self, k: int) -> tuple[Tensor, Tensor] | None:
         """So many of the largest eigenvalues and their vectors, as rows; None where M has fewer."""
-        values, vectors = torch.linalg.eigh(self.gram.to(self._like))
+        values, vectors = torch.linalg.eigh(self.gram.to(self._rows.like))
         noise = 100 * torch.finfo(values.dtype).eps * values[-1]
         if k > len(values) or not bool(values[-k] > noise):
             return None
@@ -123,40 +123,13 @@ class ThinMatrix:
 
     def _push(self, vectors: Tensor) -> Tensor:
         """M v of each row."""
-        parts = vectors.to(self._like.dtype).split([of.shape.numel() for of in self._rows], 1)
-        with _settings.autocast(self._like.device.type):
-            columns = [
-                torch.stack([of.push(v.view(of.shape)).flatten() for v in part])
-                for of, part in zip(self._rows, parts, strict=True)
-            ]
-        return torch.stack(columns).sum(0) * self._scales
+        like = self._rows.like
+        with _settings.autocast(like.device.type):
+            return torch.stack([*map(self._rows.push, vectors.to(like.dtype))]) * self._scales
 
     def _pull(self, weights: Tensor) -> Tensor:
         """M'u of each row."""
-        given = (weights * self._scales).to(self._like.dtype)
-        given = given.view(len(weights), len(self._like), -1)
-        with _settings.autocast(self._like.device.type):
-            lines = [torch.cat([of.pull(u).flatten() for of in self._rows]) for u in given]
+        like = self._rows.like
+        with _settings.autocast(like.device.type):
+            lines = [*map(self._rows.pull, (weights * self._scales).to(like.dtype))]
         return torch.stack(lines).double()
-
-
-def _under(parts: Sequence[Outer]) -> Outer:
-    """The rows of several batches, one under the other."""
-    if len(parts) == 1:
-        return parts[0]
-    if len({(type(part), part.left.shape[3], part.right.shape[3:]) for part in parts}) > 1:
-        parts = [Outer.of(part.rows(), part.shape) for part in parts]
-    numbers = [max(part.left.shape[1], part.right.shape[1]) for part in parts]
-    left = _stacked([part.left for part in parts], numbers)
-    return type(parts[0])(left, _stacked([part.right for part in parts], numbers), parts[0].shape)
-
-
-def _stacked(sides: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
-    """One side of each; zeros where there are fewer positions, or rows of a sample."""
-    most = max(numbers) if any(side.shape[1] > 1 for side in sides) else 1
-    positions = max(side.shape[2] for side in sides)
-    each = zip(sides, numbers, strict=True)
-    wide = [side.expand(-1, min(own, most), *side.shape[2:]) for side, own in each]
-    beyond = [[0, positions - side.shape[2], 0, most - side.shape[1]] for side in wide]
-    sizes = zip(wide, beyond, strict=True)
-    return torch.cat([F.pad(side, [0, 0] * (side.ndim - 3) + more) for side, more in sizes])

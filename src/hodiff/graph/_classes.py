@@ -68,8 +68,7 @@ CLASSES = {
         "The value is the gradient of a function that is linear, or linear in pieces, so its own derivative is zero "
         "(almost everywhere) and has no graph.",
         (
-            "Zeros are the right answer: hodiff.hvp, hodiff.hessian and hodiff.nth_derivative return them; "
-            "torch.autograd.grad does with allow_unused=True, materialize_grads=True.",
+            "Zeros are the right answer: hodiff.hvp, hodiff.hessian and hodiff.nth_derivative return them.",
             "For another answer the function itself must be smooth: softplus for relu, logsumexp for max.",
         ),
         (_NO_GRAD, "Hessian of a ReLU network", "second derivative is None"),
@@ -143,8 +142,7 @@ CLASSES = {
     "no tensor": FailureClass(
         "Among what is differentiated is something that is no tensor.",
         (
-            "Leave it out, or put a tensor of zeros there; a gradient that is None, of a parameter that no pass has "
-            "reached, is none either.",
+            "Leave it out; a gradient that is None, of a parameter that no pass has reached, is none either.",
             "hodiff.hvp and hodiff.hessian give zeros for parameters that do not matter.",
         ),
         ("Expected output to be a torch.Tensor", "'float' object has no attribute 'shape'", "PyHessian"),
@@ -205,8 +203,10 @@ CLASSES = {
             "Three ways train differently. One pass for the sum of both losses: (first + second).backward(). A "
             "detached copy for the loss that should not train the shared part (as a GAN's discriminator). Or the part "
             "is computed again for the second loss.",
-            "Each loss's own gradients at once: hodiff.multi_grad. If nothing was changed in between, the first pass "
-            "may also keep the graph (retain_graph=True).",
+            "Each loss's own gradients at once: hodiff.multi_grad. If nothing was changed in between, and the second "
+            "loss is to train the shared part as well, the first pass may keep the graph (retain_graph=True).",
+            "A loss made of the other's gradient needs create_graph=True there, or hodiff.grad; a kept graph would "
+            "leave it a constant.",
         ),
         (_SECOND, "retain_graph GAN", "two losses one backward", "actor critic"),
     ),
@@ -221,9 +221,9 @@ CLASSES = {
     "made once": FailureClass(
         "It was computed once, and every pass differentiates through it again.",
         (
-            "Compute it again for each pass: in the loop, or where it is read. A cache (an attribute, functools, "
-            "parametrize.cached()) is cleared after each step, or holds for one pass.",
-            "If it should not be trained, detach it where it is made.",
+            "If it is to be trained, compute it again for each pass: in the loop, or where it is read. A cache (an "
+            "attribute, functools, parametrize.cached()) is cleared after each step, or holds for one pass.",
+            "If it stands for what was (old log-probabilities, a target, a statistic), detach it where it is made.",
         ),
         (_SECOND, "cached weight", "positional encoding", "lru_cache"),
     ),
@@ -260,7 +260,9 @@ CLASSES = {
     "changed parameter": FailureClass(
         "A parameter was changed (by a step, say) between the forward pass that used it and this pass.",
         (
-            "Compute the loss after the change, from the forward pass on; or run all passes before the first step.",
+            "Compute the loss after the change, from the forward pass on; or take all gradients before the first step, "
+            "each by its own parameters alone: torch.autograd.grad(loss, these). (A backward() before it would add "
+            "gradients to the other's parameters, too.)",
             "A kept graph does not help: it would be of the old values.",
         ),
         (_IN_PLACE, "optimizer.step() before backward()", "two optimizers"),
@@ -389,7 +391,7 @@ CLASSES = {
         "of its forward, or what its constructor computed from parameters.",
         (
             "What is computed from parameters is computed in forward, and kept in a local variable; "
-            "an attribute stores a detached value. Or copy before the first forward.",
+            "an attribute that is only looked at stores a detached value. Or copy before the first forward.",
         ),
         ("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment",),
     ),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _device, _pytree
 
 from hodiff._core import _settings, _versions
 from hodiff._core._faults import interrupts
@@ -18,14 +19,14 @@ from hodiff._core._settings import Scope, Undo, assign
 
 _private: Any = torch
 _torch: Any = _private._C
-trees: Any = _private.utils._pytree
+trees: Any = _pytree
 """Containers, as Dynamo and `make_fx` know them."""
 FunctionOperator: Any = _private._ops.HigherOrderOperator
 """The class of operators that take functions."""
 ZEROS_WITHOUT_MEMORY: Any = _private.ops.aten._efficientzerotensor.default
 hooks_for_all: Callable[[], object] = torch.nn.modules.module._has_any_global_hook
 """Whether modules have hooks that were given to all of them."""
-ON_DEVICE: Any = _private.utils._device.DeviceContext
+ON_DEVICE: Any = _device.DeviceContext
 """The class of the mode that `with torch.device(...)` is."""
 scaled: Any = _private._foreach_mul
 """A list of tensors times one number."""
