@@ -431,7 +431,7 @@ BY_DEFINITION: dict[str, Callable[..., Any]] = {
     "sinc": _near_zero.sinc,
     "det": _near_zero.det,
 }
-"""By name, from their definitions: what has a derivative of PyTorch's that is wrong at some order."""
+"""By name, by its definition, what has a derivative of PyTorch's that is wrong at some order."""
 
 
 # --- operators that take functions ------------------------------------------------------------------------------------

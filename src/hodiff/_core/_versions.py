@@ -119,9 +119,9 @@ DYNAMO = "torch._dynamo"
 COMPILER, STANCE = "torch._dynamo.eval_frame", "_stance"
 """Where it keeps whether compiled functions run as they are, and under which name."""
 
-# The state of a thread. PyTorch's own contexts set the same, in Python, where an interrupt may come between.
+# The state of a thread. PyTorch's own contexts set it in Python, where an interrupt may come between.
 inference: Any = _torch._InferenceMode
-"""A guard: from when it is made until it goes, or `__exit__` in C: it puts back inference mode and grad mode."""
+"""A guard, from when it is made until it goes, or `__exit__` in C: it puts back both modes of grad."""
 set_grad_enabled: Callable[[bool], None] = _torch._set_grad_enabled
 forward_mode_on: Callable[[], bool] = _torch._is_fwd_grad_enabled
 """Whether tangents are carried: not in the forward of a Function."""
@@ -146,9 +146,9 @@ FUNCTIONAL_CALL = stateless._functional_call.__code__
 """What runs a module for `torch.func.functional_call`."""
 parametrizations: Any = vars(parametrize)
 CACHE = "_cache"
-"""Where `parametrize.cached()` keeps what it has computed, for all threads, and under which name."""
+"""Where, and as what, `parametrize.cached()` keeps what it has computed, for all threads."""
 forward, LEVEL = vars(forward_ad), "_current_level"
-"""Where PyTorch keeps the level of forward mode that is on, below 0 where none is, and under which name."""
+"""Where, and as what, PyTorch keeps the level of forward mode that is on; below 0 none is."""
 autocasts = _torch._is_any_autocast_enabled  # for some kind of device
 _dynamo: Any = _torch._dynamo
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -188,7 +188,7 @@ is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """A tensor without what `torch.func` has wrapped around it: its graph has all that the transforms record."""
+    """A tensor without what `torch.func` has wrapped around it: its graph has all of the record."""
     while is_wrapped(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
@@ -257,7 +257,7 @@ def remember_in_thread(key: str, value: object) -> None:
 
 is_remembered: Callable[[str], bool] = _torch._is_key_in_tls
 remembered: Callable[[str], Any] = _torch._get_obj_in_tls
-"""What was, also in the engine's threads of a pass that the thread began. Where nothing was, a RuntimeError."""
+"""What was, also in the engine's threads of its passes. Where nothing was, a RuntimeError."""
 
 
 def dense(x: Any) -> Any:
@@ -367,7 +367,7 @@ def library(namespace: str, home: str) -> Any:
 
 
 def key_left_out(key: Any) -> Any:
-    """A block in which a thread does not have what stands under a key. It begins when it is entered."""
+    """A block in which a thread lacks what stands under a key. It begins when it is entered."""
     return _torch._ExcludeDispatchKeyGuard(_torch.DispatchKeySet(key))
 
 
@@ -399,7 +399,7 @@ def let_higher_order_operators_pass() -> None:
 
 
 def skip(code: CodeType) -> None:
-    """Let Dynamo run a function as it is, with all below. 2.13 to 2.15: its own `skip_code` does so for one frame."""
+    """Let Dynamo run a function as it is, with all below; its `skip_code` does so for one frame."""
     strategy = _dynamo.eval_frame._FrameExecStrategy
     action = _dynamo.eval_frame._FrameAction.SKIP
     _dynamo.eval_frame.set_code_exec_strategy(code, strategy(action, action))
@@ -475,7 +475,7 @@ look = _read if RELEASE < (2, 12) else getattr
 
 
 def kept(node: Node, name: str) -> Any:
-    """What a node has saved under a name: the one prefix that PyTorch documents (autograd mechanics). Names change.
+    """What a node has saved under a name, by the prefix that PyTorch documents. Names change.
 
     Those that are read here are proved by `LOOKS`; who else asks holds it against a pass.
     """
@@ -928,7 +928,7 @@ NORMS = ("LinalgVectorNormBackward0", "NormBackward1", "DistBackward0", "RenormB
 """Those of a power of |x|."""
 
 DEVIATIONS = {"StdBackward0": "result", "StdMeanBackward0": "result0"}
-"""Those of standard deviations, where PyTorch has zeros at 0; and what they have saved their value as."""
+"""Those of standard deviations, where PyTorch has zeros at 0; as what they save their value."""
 
 ROOTS = ("SqrtBackward0", "HypotBackward0", "PdistBackward0", "CdistBackward0", *DEVIATIONS)
 """Others that are near 0."""

@@ -142,7 +142,7 @@ class Outer:
         return (self.left * (self.right @ vector.reshape(-1, self.width).T)).sum((2, 3))
 
     def gram(self, other: Outer | None = None) -> Tensor:
-        """The products of all rows with each other, `(N, K, N, K)`, or with those of other samples."""
+        """The products of all rows with each other, `(N, K, N, K)`, or with others'."""
         one, two = self, self if other is None else other
         if other is not None and not type(one) is type(two) is Indexed:
             width = max(of.left.shape[-1] for of in (one, two) if type(of) is Outer)
@@ -275,7 +275,7 @@ class Stack:
         return reduce(torch.add, [_flat(of.squares() for of in part) for part in self._parts])
 
     def gram(self) -> Tensor:
-        """The products of all rows with each other; those above the blocks of the diagonal are zero."""
+        """The products of all rows with each other; zeros above the blocks of the diagonal."""
         product = self.like.new_zeros(sum(self.lengths), sum(self.lengths))
         for i, lines in enumerate(product.split(self.lengths)):
             for j, block in enumerate(lines.split(self.lengths, dim=1)[: i + 1]):

@@ -174,7 +174,8 @@ def roots(curvature: Curvature, outputs: Leaves, most: int) -> Leaves | None:
         return None
     values, vectors = torch.linalg.eigh(matrices)
     noise = ROUNDING * torch.finfo(like.dtype).eps * values.abs().amax(1, keepdim=True)
-    largest = noise.max()  # where a sample is sure of its class, all of its entries are differences of larger numbers
+    # Where a sample is sure of its class, all of its entries are differences of larger numbers.
+    largest = noise.max()
     if not bool((apart.abs() <= largest * numbers).all() and (values >= -largest).all()):
         return None
     kept = values > noise

@@ -283,10 +283,11 @@ def attempt(
     x = None if start is None else sides.beginning(start)
     inverse = _preconditioning(preconditioner, operator, method)
     product = _rounded(operator, "" if preconditioner is None else _OF_TWO, float(damping))
-    plain = start is None and preconditioner is None
-    stack, size = operator._domain.batch, operator.shape[-1]
+    stack = operator._domain.batch
     most = 4 * DENSE if method == "gmres" and restart is None else DENSE
-    small = plain and (stack or most > DENSE or not soon) and size <= min(most, limit - SOON)
+    plain = start is None and preconditioner is None
+    small = plain and (stack or most > DENSE or not soon)
+    small = small and operator.shape[-1] <= min(most, limit - SOON)
     dense = small and stack and iterations is None and callback is None
     later = dense and _is_dear(operator) if stack else small and restart is None
     dense = dense and not later
@@ -304,11 +305,10 @@ def attempt(
             return block.run((lambda: watch(shown)) if watch.seen else None)
 
         by_matrix = functools.partial(_dense_solutions, operator, damping, sides, method == "cg")
-        x = _solutions_by_rows(operator, damping, sides, limit) if thin else x
-        limit -= watch.spent
+        x, limit = _by_rows(operator, damping, sides, limit) if thin else (x, limit)
         if iterations is None:
             begin, then = by_matrix() if dense else x, by_matrix if later else None
-            soon = SOON if later and (stack or size > DENSE) else soon
+            soon = SOON if later and (stack or operator.shape[-1] > DENSE) else soon
             end = solved(attempt, systems, sides, begin, tolerance, limit, then, soon)
         else:
             end = stepped(attempt, systems, sides, x, iterations, method)
@@ -585,12 +585,12 @@ def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides, def
     return x * spread(number(sides.units, x), x)
 
 
-def _solutions_by_rows(
-    operator: LinearOperator, damping: float, sides: Sides, limit: int
-) -> Tensor | None:  # fmt: skip
-    """The solutions by the operator's thin side, where that costs less than so many products."""
+def _by_rows(operator: LinearOperator, damping: float, sides: Sides, limit: int) -> tuple[Tensor | None, int]:
+    """The solutions by the thin side, where that costs less than so many products; how many are left."""
+    before = operator.products
     thin = operator._by_rows(min(limit - 2, USUAL))
-    return None if thin is None else thin.solved(sides.rows, damping)
+    x = None if thin is None else thin.solved(sides.rows, damping)
+    return x, limit - (operator.products - before)
 
 
 def _limit(operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any) -> int:

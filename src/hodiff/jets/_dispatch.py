@@ -173,7 +173,8 @@ def _with_shares(result: Any, args: Any, kwargs: Any) -> Any:
 
 def _memory(value: Any) -> int:
     """Where the value of a jet, or a tensor, lies; below a `vmap` around the call."""
-    return memory_of(_versions.unwrapped(value_of(value)))
+    value = value_of(value)
+    return memory_of(_versions.unwrapped(value) if _versions.is_wrapped(value) else value)
 
 
 def _applied(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from hodiff._core import _call, _settings, _versions
 from hodiff._core._compiled_callers import uncompiled
 
-# --- what kernels and blocks ask of PyTorch by private names ---------------------------------------
+# --- what kernels and blocks ask of PyTorch by private names --------------------------------------
 
 _torch: Any = torch
 forward_mode_on: Callable[[], bool] = _torch._C._is_fwd_grad_enabled

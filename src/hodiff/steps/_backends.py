@@ -15,7 +15,7 @@ from hodiff._core import _settings, _versions
 from hodiff._core._faults import interrupts
 from hodiff._core._settings import Scope, Undo, assign
 
-# --- what steps ask of PyTorch by private names; `_dynamo` has those of Dynamo, which takes seconds to load -----------
+# --- what steps ask of PyTorch by private names; those of Dynamo, which loads slowly: `_dynamo` ---
 
 _private: Any = torch
 _torch: Any = _private._C
