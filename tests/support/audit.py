@@ -37,7 +37,7 @@ REMEMBERED = {
     "_state",  # what was said
     "registered",  # kernels, which PyTorch keeps
     "_lost", "absent",  # guards of modes that were not undone in time, and modes
-    "USERS", "RULES", "_higher_order_ops",  # code, files and operations, PyTorch's among them
+    "USERS", "RULES", "OPERATORS",  # code, files and operations, PyTorch's among them
 }  # fmt: skip
 """What the library knows better after a call, and is meant to; it holds no tensors, or weakly."""
 

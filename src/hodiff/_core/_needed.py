@@ -112,7 +112,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "a compilation": (
         "torch._C._dynamo.eval_frame: set_eval_frame",
-        "torch._dynamo: list_backends",
         "torch._dynamo.backends.registry: lookup_backend",
         "torch._dynamo.config: allow_rnn error_on_nested_fx_trace error_on_recompile",
         "torch._dynamo.config: invalidate_compile_context_weakrefs optimize_ddp",

@@ -217,7 +217,7 @@ def check_backend(name: str) -> None:
     """Raise unless there is a backend of that name."""
     known = [
         "replay",  # the list of the others takes long: it imports them
-        *(torch._dynamo.list_backends(exclude_tags=None) if name != "replay" else ()),
+        *(torch.compiler.list_backends(exclude_tags=None) if name != "replay" else ()),
     ]
     if name not in known:
         near = difflib.get_close_matches(name, known, 1) if isinstance(name, str) else []
