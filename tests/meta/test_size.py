@@ -50,7 +50,7 @@ PRIVATE_NAMES = {
     "memory._chunked": 6,
     "sparse._tracer": 1,
     "steps._backends": 14,
-    "steps._dynamo": 9,
+    "steps._dynamo": 8,
 }
 """Names of PyTorch's that it may change without a word, by the module of ours that says them."""
 RAISED = "is something said twice, or of no use any more? What is new and needed raises the bound, with its reason"

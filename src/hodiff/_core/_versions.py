@@ -467,8 +467,8 @@ def _read(node: Node, name: str) -> Any:
     return tuple(map(_Read, kept)) if isinstance(kept, (tuple, list)) else _Read(kept, error=fault)
 
 
-RAW = "_raw_saved_"
-"""What begins the names under which nodes show what they saved, packed."""
+SAVED, RAW = "_saved_", "_raw_saved_"
+"""What begins the names under which nodes show what they saved, and that packed."""
 
 look = _read if RELEASE < (2, 12) else getattr
 """For "_raw_saved_x" its `data`, its `unpack_hook` (2.8 to 2.11: one of the same code), and `unpack()`."""
@@ -479,7 +479,7 @@ def kept(node: Node, name: str) -> Any:
 
     Those that are read here are proved by `LOOKS`; who else asks holds it against a pass.
     """
-    return getattr(node, f"_saved_{name}")
+    return getattr(node, SAVED + name)
 
 
 def saved(node: Node, name: str) -> Any:
@@ -676,9 +676,9 @@ def reduction(value: Tensor) -> tuple[Literal["mean", "sum"] | None, torch.Size 
     node = value.grad_fn
     kind = type(node).__name__
     if kind in _LOSSES:
-        return ("mean" if kept(node, "reduction") == 1 else "sum"), None  # pyright: ignore
+        return ("mean" if getattr(node, SAVED + "reduction") == 1 else "sum"), None
     if kind in _MEANS or kind in _SUMS:
-        return ("mean" if kind in _MEANS else "sum"), torch.Size(kept(node, "self_sym_sizes"))  # pyright: ignore
+        return ("mean" if kind in _MEANS else "sum"), torch.Size(getattr(node, SAVED + "self_sym_sizes"))
     return None, None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hodiff import memory
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Checkpoint
-from hodiff._core._call import call, cut, in_place_of, tangents
+from hodiff._core._call import call, cut, in_place_of
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
@@ -60,7 +60,7 @@ class HessianBuilder(Builder[BatchGraph]):
             calls_back = _nodes.runs_hooks(_nodes.survey(evaluation.tensors()))
             graph = _reverse.gradient(evaluation, differentiated=True)
         batch = evaluation.call.batch
-        off = cut if tangents() else Tensor.detach
+        off = cut if evaluation.context.forward_mode else Tensor.detach
         value, gradient = off(evaluation.scalars()).reshape(batch), [*map(off, graph)]
         weight = 1.0 if computed else evaluation.aux
         return BatchGraph(evaluation, value, weight, gradient, graph, random, calls_back)
