@@ -423,8 +423,9 @@ ADVICE_FOR_F = {
     "inference saved": "hodiff: f closes over a tensor created in inference_mode; clone it outside that mode first.",
     "hooked transform": "hodiff: inside of an activation checkpoint (torch.utils.checkpoint), PyTorch has no "
     "derivatives by torch.func. Use hodiff.grad or torch.autograd.grad in f, or leave out the checkpoint.",
-    "flex on a CPU": "hodiff: on a GPU flex_attention has derivatives of every order inside of f. On a CPU give the "
-    "scores as attn_mask= to F.scaled_dot_product_attention, or write (scores).softmax(-1) @ value.",
+    "flex on a CPU": "hodiff: on a GPU flex_attention has derivatives of every order inside of f. On a "
+    "CPU give the scores as attn_mask= to F.scaled_dot_product_attention, or write "
+    "scores.softmax(-1) @ value.",
     "array": "hodiff: NumPy has no derivatives; use PyTorch's functions in f. After detach() x would be a constant.",
 }
 """Notes for exceptions from the user's function that our leaves provoked, by the kind of PyTorch's error."""

@@ -211,10 +211,9 @@ def solve(
         scale=scale,
         products=products,
     )
-    plain = method == "cg" and start is preconditioner is iterations is callback is None
     record, trouble = solver(
         operator, b, preconditioner=preconditioner, start=start, rtol=rtol, callback=callback,
-        progress=progress, thin=plain and not recorded,
+        progress=progress, thin=not recorded and iterations is callback is None,
     )  # fmt: skip
     if trouble:
         warn_not_converged(trouble)
@@ -286,8 +285,7 @@ def attempt(
     stack = operator._domain.batch
     most = 4 * DENSE if method == "gmres" and restart is None else DENSE
     plain = start is None and preconditioner is None
-    small = plain and (stack or most > DENSE or not soon)
-    small = small and operator.shape[-1] <= min(most, limit - SOON)
+    small = plain and (stack or most > DENSE or not soon) and operator.shape[-1] <= min(most, limit - SOON)
     dense = small and stack and iterations is None and callback is None
     later = dense and _is_dear(operator) if stack else small and restart is None
     dense = dense and not later
@@ -305,7 +303,8 @@ def attempt(
             return block.run((lambda: watch(shown)) if watch.seen else None)
 
         by_matrix = functools.partial(_dense_solutions, operator, damping, sides, method == "cg")
-        x, limit = _by_rows(operator, damping, sides, limit) if thin else (x, limit)
+        if thin and plain and method == "cg":
+            x, limit = _by_rows(operator, damping, sides, limit)
         if iterations is None:
             begin, then = by_matrix() if dense else x, by_matrix if later else None
             soon = SOON if later and (stack or operator.shape[-1] > DENSE) else soon

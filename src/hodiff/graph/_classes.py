@@ -200,13 +200,13 @@ CLASSES = {
     "shared part": FailureClass(
         "Two losses share a part of their graphs, and the pass of the first freed it.",
         (
-            "Three ways train differently. One pass for the sum of both losses: (first + second).backward(). A "
-            "detached copy for the loss that should not train the shared part (as a GAN's discriminator). Or the part "
-            "is computed again for the second loss.",
-            "Each loss's own gradients at once: hodiff.multi_grad. If nothing was changed in between, and the second "
-            "loss is to train the shared part as well, the first pass may keep the graph (retain_graph=True).",
-            "A loss made of the other's gradient needs create_graph=True there, or hodiff.grad; a kept graph would "
-            "leave it a constant.",
+            "Decide what each loss is to train. A detached copy keeps one from training the shared part (as a GAN's "
+            "discriminator). The sum in one pass, (first + second).backward(), trains all by both. Computed again, the "
+            "part is the second loss's own; gradients are cleared (zero_grad) before the pass that a step follows.",
+            "Each loss's own gradients at once: hodiff.multi_grad. If nothing was changed in between, and both losses "
+            "are to train the shared part, the first pass may keep the graph (retain_graph=True).",
+            "A loss made of the other's gradient needs create_graph=True there, or hodiff.grad; with a kept graph, or "
+            "computed again, that gradient is a constant.",
         ),
         (_SECOND, "retain_graph GAN", "two losses one backward", "actor critic"),
     ),
@@ -223,7 +223,7 @@ CLASSES = {
         (
             "If it is to be trained, compute it again for each pass: in the loop, or where it is read. A cache (an "
             "attribute, functools, parametrize.cached()) is cleared after each step, or holds for one pass.",
-            "If it stands for what was (old log-probabilities, a target, a statistic), detach it where it is made.",
+            "If it stands for what was (old log-probabilities, advantages, a target), detach it where it is made.",
         ),
         (_SECOND, "cached weight", "positional encoding", "lru_cache"),
     ),
@@ -260,9 +260,8 @@ CLASSES = {
     "changed parameter": FailureClass(
         "A parameter was changed (by a step, say) between the forward pass that used it and this pass.",
         (
-            "Compute the loss after the change, from the forward pass on; or take all gradients before the first step, "
-            "each by its own parameters alone: torch.autograd.grad(loss, these). (A backward() before it would add "
-            "gradients to the other's parameters, too.)",
+            "Compute the loss after the change, from the forward pass on, with gradients cleared before its pass "
+            "(zero_grad).",
             "A kept graph does not help: it would be of the old values.",
         ),
         (_IN_PLACE, "optimizer.step() before backward()", "two optimizers"),
