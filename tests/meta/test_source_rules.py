@@ -121,6 +121,7 @@ def test_a_pattern_that_matches_nearly_anything_says_nothing(pattern, says):
     assert says_something(ast.Constant(pattern)) == says
 
 
+@pytest.mark.wide
 def test_no_test_waits_for_good():
     """For a thread (see `in_threads`), a process, an event; and no thread keeps the process from its end."""
     for path in files_of_tests():
