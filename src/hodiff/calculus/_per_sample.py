@@ -131,13 +131,15 @@ def gram(
 
     The same as of the rows of `per_sample_grad`, without the rows. Used for the empirical neural
     tangent kernel, natural gradients in sample space (min-SR, SPRING), the similarity of samples
-    and of tasks; its diagonal has the squares of the gradients' norms.
+    and of tasks; its diagonal has the squares of the gradients' norms. The kernel between two
+    batches is a block of that of both, one after the other.
 
     Args:
         f: A function of *where* and *batch* that returns one number for each sample, `(N,)` or `(N,
             1)`, such as a loss with `reduction="none"`, or several for each, `(N, K)`.
         where: Where: usually a module; any tensor or container of tensors.
-        batch: A tensor, or a container of them, with the samples in the leading dimension.
+        batch: A tensor, or a container of them, with the samples in the leading dimension; indices
+            of samples that `f` looks up, too.
         create_graph: Whether the result can be differentiated again. None: only inside the function
             of another hodiff call. Then the rows are held.
         strict: What to do for a tensor of *where* that the numbers do not depend on. None: an error
@@ -165,7 +167,8 @@ def gram(
         inputs and O outputs, and as little memory. That holds for linear layers, `@`,
         convolutions, embeddings, norms, recurrent cells, tied weights, and derivatives inside of
         `f`. Parameters used otherwise, those of layers that mix samples (BatchNorm in training),
-        and all with `create_graph` or in bfloat16, take their rows, as by `per_sample_grad`.
+        and all with `create_graph`, under forward mode or in bfloat16, take their rows, as by
+        `per_sample_grad`.
 
     Examples:
         Of \((w x_i - y_i)^2\) the gradients are 2, 8 and 12:
