@@ -141,6 +141,13 @@ def test_a_fourth_derivative_that_is_a_constant(shape: tuple[int, ...]) -> None:
 
 NET = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(torch.float64)
 BATCH, ALONG = (torch.linspace(a, 1, 6, dtype=torch.float64).view(3, 2) for a in (-1.0, 0.25))
+REFUSED_IN_DATA = {"second_order_operator", "value of Gauss-Newton", "gradient of Gauss-Newton"}
+
+
+def gauss_newton(b: Tensor) -> hodiff.GaussNewtonOperator:
+    return hodiff.GaussNewtonOperator(lambda m, b: m(b[0]), nn.MSELoss(), NET, data=[(b, b[:, :1].detach())])
+
+
 OF_DATA: dict[str, Callable[[Tensor], Tensor]] = {
     "per_sample_grad": lambda b: hodiff.per_sample_grad(lambda m, b: m(b).tanh().sum(1), NET, b)["0.weight"],
     "gram": lambda b: hodiff.gram(lambda m, b: m(b).tanh().sum(1), NET, b),
@@ -151,6 +158,8 @@ OF_DATA: dict[str, Callable[[Tensor], Tensor]] = {
         hodiff.GaussNewtonOperator(lambda m, b: m(b[0]), nn.MSELoss(), NET, data=[(b, b[:, :1].detach())]),
         method="exact",
     ).value["0.weight"],
+    "value of Gauss-Newton": lambda b: gauss_newton(b).value,
+    "gradient of Gauss-Newton": lambda b: gauss_newton(b).gradient["0.weight"],
     "second_order_operator": lambda b: hodiff.second_order_operator(lambda x: x.pow(3).sum(-1), BATCH, b.T @ b),
 }
 
@@ -163,7 +172,7 @@ def test_a_tangent_in_data_is_right_or_refused(name: str) -> None:
         with forward_ad.dual_level():
             (found,) = tangents([OF_DATA[name](forward_ad.make_dual(BATCH, ALONG))])
     except hodiff.InputError as error:
-        assert "carries a tangent" in str(error) and name == "second_order_operator"
+        assert re.search("carries a tangent|whose tangents", str(error)) and name in REFUSED_IN_DATA
         return
     high, low = (OF_DATA[name](BATCH + h * ALONG).detach() for h in (STEP, -STEP))
     torch.testing.assert_close(found, (high - low) / (2 * STEP), rtol=1e-5, atol=1e-5)

@@ -44,7 +44,7 @@ IMPORTED_ONCE = 8  # 7 before rows in factors, which know nothing of losses or b
 PRIVATE_NAMES = {
     "_core._hooks": 6,
     "_core._needed": 2,
-    "_core._versions": 70,
+    "_core._versions": 69,
     "graph._saved": 9,
     "jets._series": 10,
     "memory._chunked": 6,

@@ -520,13 +520,11 @@ def _is_numbers(value: Any, depth: int = 0) -> bool:
 
 LOADED_BY = "torch.distributed.tensor"
 """The module without which there are no such tensors: who calls the checks asks for it first, which costs nothing."""
-REPLICATED_BY = _versions.REPLICATED_BY
-"""The module whose `replicate` makes a module one of DistributedDataParallel without a wrapper, when it first runs."""
 
 
 def may_be_shared() -> bool:
     """Whether there may be modules that belong to several processes: what makes them has been loaded."""
-    return LOADED_BY in sys.modules or REPLICATED_BY in sys.modules
+    return LOADED_BY in sys.modules or _versions.REPLICATED_BY in sys.modules
 
 
 WAY_OUT = (
@@ -570,8 +568,10 @@ def check_modules(modules: Iterable[nn.Module], name: str) -> None:
 
 def _check_class(module: nn.Module, name: str) -> None:
     kind = module.__class__
-    replicated = any(base.__module__ == REPLICATED_BY for base in kind.__mro__)  # each such module has its own class
-    if replicated and not sys.modules[REPLICATED_BY].replicate.state(module).has_initialized:
+    replicated = any(
+        base.__module__ == _versions.REPLICATED_BY for base in kind.__mro__
+    )  # each such module has its own class
+    if replicated and not sys.modules[_versions.REPLICATED_BY].replicate.state(module).has_initialized:
         raise InputError(
             f"{name}: a module under torch.distributed's replicate() has not run yet. Its first "
             f"forward pass registers its parameters and buffers, and writes into them, so it may "

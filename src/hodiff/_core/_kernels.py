@@ -57,8 +57,7 @@ def _register() -> None:
     there before PyTorch was loaded, still compute.
     """
     name = _versions.KERNEL_KEY_NAME
-    places = ("_", "aten", "c10d")
-    others, ours, collectives = (_versions.library(of, __file__) for of in places)
+    others, ours, collectives = (_versions.library(of, __file__) for of in ("_", "aten", "c10d"))
     others.fallback(name, torch.library.fallthrough_kernel, False)
     for operation, kernel in OURS.items():
         ours.impl(operation, name, kernel, False)

@@ -112,6 +112,7 @@ weight_norm: Any = torch._weight_norm  # pyright: ignore[reportPrivateImportUsag
 lacks_memory: Callable[[Any], bool] = Tensor._is_zerotensor
 """Whether a tensor is one of zeros that stand nowhere, which no operation may write to."""
 REPLICATED_BY = "torch.distributed._composable.replicate"
+"""The module whose `replicate` makes one of DistributedDataParallel, without a wrapper."""
 without_modes = _python_dispatch._disable_current_modes
 """A block that no mode sees."""
 DYNAMO = "torch._dynamo"
@@ -827,9 +828,8 @@ def _checkpoints_are_told() -> bool:
 
 def _swaps_are_told() -> bool:
     """Whether `torch.func.functional_call` runs a module in a frame that says which, swapped by the name we take."""
-    code = FUNCTIONAL_CALL
-    told = "_functional_call" in torch.func.functional_call.__code__.co_names and code.co_varnames[0] == "module"
-    return told and "_reparametrize_module" in code.co_names
+    named = "_functional_call" in torch.func.functional_call.__code__.co_names
+    return named and FUNCTIONAL_CALL.co_varnames[0] == "module" and "_reparametrize_module" in FUNCTIONAL_CALL.co_names
 
 
 def _module_hooks_are_told() -> bool:

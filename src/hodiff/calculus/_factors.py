@@ -76,7 +76,7 @@ class Outer:
     @classmethod
     def of(cls, rows: Tensor, shape: Size) -> Outer:
         """Rows as they are, `(N, K, *shape)`."""
-        return Outer(rows.new_ones(len(rows), 1, 1, 1), rows.reshape(*rows.shape[:2], 1, -1), shape)
+        return Outer(rows.new_ones(len(rows), 1, 1, 1), rows.reshape(*rows.shape[:2], 1, shape.numel()), shape)
 
     def __getitem__(self, part: slice) -> Outer:
         """The rows of some samples."""

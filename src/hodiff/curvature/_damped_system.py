@@ -140,15 +140,11 @@ class DampedSystem:
 
     def _push(self, change: Tensor) -> Tensor:
         """The change of the residuals by a step in the linear model, J d."""
-        if not self._factored:
-            return self._J @ change
-        return self._stack.push(change)
+        return self._stack.push(change) if self._factored else self._J @ change
 
     def _pull(self, weights: Tensor) -> Tensor:
         """The sum of the rows of J, weighed, J'u."""
-        if not self._factored:
-            return self._J.T @ weights
-        return self._stack.pull(weights)
+        return self._stack.pull(weights) if self._factored else self._J.T @ weights
 
     @property
     def jacobian(self) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hodiff import memory
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Checkpoint
-from hodiff._core._call import call, cut
+from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, check_generator, sum_dtype
 from hodiff._core._where import Where
@@ -185,7 +185,7 @@ class PullbackBuilder(Builder[CurvedOutputs]):
                 made = BlockOutputs(graph, *traits, *ends, curvature, tangents)
                 return made if self.lazily else replace(made, gradient=made.slope(keep=True))
             cotangents, pulled = linearize(graph, outputs, at_outputs.gradient)
-        gradient = [*map(cut, pulled)]
+        gradient = [part.detach() for part in pulled]
         traits = (at_outputs.value, at_outputs.weight, gradient, pulled, random, calls_back)
         return CurvedOutputs(graph, *traits, outputs, cotangents, curvature)
 
@@ -247,6 +247,8 @@ class PullbackOperator(SummedOperator[CurvedOutputs]):
     def _through(self, graph: CurvedOutputs, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         tangents = graph.jvp(parts, count, self._chosen, chunk)
         return graph.vjp(graph.curvature.times(tangents, count), count, self._chosen, chunk)
+
+    _carries_tangents = False  # the loss is differentiated at outputs that are constants
 
     def _thin(self) -> Thin:
         """Where B is a sum of outer products s s', the rows of M are those J's."""

@@ -181,7 +181,7 @@ def roots(curvature: Curvature, outputs: Leaves, most: int) -> Leaves | None:
     kept = values > noise
     lines = (vectors * (values * kept).sqrt().unsqueeze(1))[:, :, kept.any(0)].movedim(2, 0)
     parts = zip(lines.to(like.dtype).split(sizes, 2), outputs, strict=True)
-    return [part.reshape(-1, *output.shape) for part, output in parts]
+    return [part.reshape(len(part), *output.shape) for part, output in parts]
 
 
 ROUNDING = 100
@@ -190,7 +190,7 @@ ROUNDING = 100
 
 def _lines(parts: Leaves, leading: int) -> Tensor:
     """What belongs to a sample of all outputs, as one line, in float64."""
-    lines = [part.reshape(*part.shape[:leading], -1) for part in parts]
+    lines = [part.reshape(*part.shape[:leading], part.shape[leading:].numel()) for part in parts]
     return torch.cat(lines, -1).double()
 
 

@@ -69,7 +69,7 @@ class Thin(NamedTuple):
 
 def _most(columns: int, products: int, samples: int) -> int:
     """How many rows of each sample are few enough."""
-    room, cost = min(columns // 2, ROWS), WORTH * products
+    room, cost, samples = min(columns // 2, ROWS), WORTH * products, max(1, samples)
     return min(NUMBERS, products, room // samples, math.isqrt(cost // samples))
 
 

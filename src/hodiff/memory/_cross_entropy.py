@@ -354,7 +354,7 @@ class AtLogits(NamedTuple):
 
 def _three(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Logits `(N, C, L)`, and their targets."""
-    whole = z[None, :, None] if z.ndim == 1 else z.reshape(*z.shape[:2], -1)
+    whole = z[None, :, None] if z.ndim == 1 else z.reshape(*z.shape[:2], z.shape[2:].numel())
     dense = target.is_floating_point()
     return whole, target.reshape(whole.shape if dense else (whole.shape[0], whole.shape[2]))
 

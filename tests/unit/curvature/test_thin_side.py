@@ -350,3 +350,18 @@ def test_samples_that_are_sure_of_their_class(dtype: torch.dtype) -> None:
     assert G.products - before <= 4
     flat = torch.cat([part.flatten() for part in found.values()])
     torch.testing.assert_close(flat, exact, rtol=1e-4, atol=1e-6 * float(exact.max()))
+
+
+def test_a_batch_without_samples() -> None:
+    """A mean over none is refused in words, not by an error of PyTorch's about shapes."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).to(D)
+    empty = torch.randn(0, 3, dtype=D), torch.zeros(0, dtype=torch.int64)
+    G = hodiff.GaussNewtonOperator(lambda m, b: m(b[0]), nn.CrossEntropyLoss(), net, data=[empty])
+    for ask in (hodiff.diagonal, hodiff.trace, lambda G: hodiff.logdet(G + 0.5), lambda G: hodiff.eigsh(G, 1)):
+        with pytest.raises(hodiff.GraphError, match="nothing to average over"):
+            ask(G)
+
+
+def test_least_squares_without_samples() -> None:
+    optimizer = hodiff.LevenbergMarquardt(lambda m, x: m(x), nn.Linear(3, 2).to(D))
+    assert optimizer.step(torch.randn(0, 3, dtype=D)) == 0
