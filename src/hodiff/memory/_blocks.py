@@ -443,7 +443,7 @@ class Blocks:
         self.checkpoint, self.named = checkpoint, named
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result."""
+        """The result of the function, block by block."""
         self.met = 0
         with Scope(self._enter):
             result = self.__wrapped__(*args, **kwargs)

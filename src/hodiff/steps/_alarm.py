@@ -222,7 +222,7 @@ def _far_beside(mine: Any, other: Any) -> float:
 
 
 def _replaced(aux: Any, outputs: Sequence[Any], results: Sequence[Any]) -> Any:
-    """The same structure with other results of the graph."""
+    """A structure like this one, with other results of the graph."""
     places = {id(x): index for index, x in enumerate(outputs) if isinstance(x, Tensor)}
     return trees.tree_map(lambda x: results[places[id(x)]] if id(x) in places else x, aux)
 
