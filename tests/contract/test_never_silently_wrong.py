@@ -281,6 +281,41 @@ def test_logcumsumexp_under_a_mask(call) -> None:
     torch.testing.assert_close(call(lambda z: z.logcumsumexp(0), x, v), call(BY_PARTS, x, v))
 
 
+AT: dict[str, list[float]] = {
+    "ties": [0.3, 0.3, 0.3],
+    "a large one": [0.3, 1e4, -0.2],
+    "masked before": [-1e17, -1e17, 0.3],
+    "masked after": [0.3, -1e17, -1e17],
+    "one": [0.3],
+}
+
+
+@pytest.mark.table(plain=2)
+@pytest.mark.parametrize("name", AT)
+def test_logcumsumexp_where_entries_are_far_apart(name: str) -> None:
+    """Written out by logaddexp it would not be finite: in its formula an infinity meets one."""
+    x = torch.tensor(AT[name], dtype=D)
+    v = torch.linspace(0.5, -1, len(x), dtype=D)
+    size = 1 + x.abs().max()
+
+    def shifted(z: Tensor) -> Tensor:
+        parts = [z[: n + 1] for n in range(len(z))]
+        return torch.stack([p.max() + (p - p.max()).exp().sum().log() for p in parts])
+
+    for call in (hodiff.hvp, lambda f, x, v: hodiff.grad(lambda z: hodiff.hvp(f, z, v) @ v, x)):
+        mine, theirs = (
+            call(lambda z, f=f: (f(z) / size).sin().cumsum(0).sum(), x, v)
+            for f in (lambda z: z.logcumsumexp(0), shifted)
+        )
+        torch.testing.assert_close(mine * size, theirs * size)
+
+
+def test_logcumsumexp_of_a_number() -> None:
+    """It is its own."""
+    x = torch.tensor(0.7, dtype=D)
+    torch.testing.assert_close(hodiff.hvp(lambda z: z.logcumsumexp(0).sin(), x, x), -x.sin() * x)
+
+
 def test_logcumsumexp_of_a_tensor() -> None:
     """The function form writes it out; a graph that has it already is wrong, or not finite."""
     x = torch.tensor([0.3, -0.8, 1.4], dtype=D, requires_grad=True)

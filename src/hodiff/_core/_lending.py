@@ -338,7 +338,7 @@ class EvaluationContext(_settings.Scope[Any]):
         and while the modules have what they had.
         """
         evaluations, swapped = [context.evaluation() for context in _call.state.running], _swapped()
-        modes, begun = _settings.those_on(_substitutes.ExactNorms), self.loan.at_hand()
+        modes, begun = _settings.those_on(OURS), self.loan.at_hand()
         tags = [context.leaf_tag for context in _call.state.running]
         self.packs_blocks = self.packs_blocks or _versions.hooks_on(True) is not None
 
@@ -358,7 +358,7 @@ class EvaluationContext(_settings.Scope[Any]):
             if swapped:
                 put(swapped, undo)
             for mode in modes:
-                if mode not in _settings.those_on(_substitutes.ExactNorms):
+                if mode not in _settings.those_on(OURS):
                     _settings.push_calls(mode, undo)
 
         def again(*args: Any) -> object:
@@ -550,6 +550,8 @@ class NormalTensors(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Replace the arguments, and call the operation."""
+        if func is Tensor.is_inference:
+            return func(*args)
         return func(
             *_tree.tree_map(self._normal, args), **_tree.tree_map(self._normal, kwargs or {})
         )
@@ -561,3 +563,7 @@ class NormalTensors(TorchFunctionMode):
             # the original is held, so that its id stays its own
             self._copies[id(value)] = value, value.clone()
         return self._copies[id(value)][1]
+
+
+OURS: Any = NormalTensors | _substitutes.ExactNorms
+"""The modes of ours in which `f` runs."""

@@ -16,6 +16,7 @@ threads of its own, and their nodes may evaluate `f` once more while that one wa
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -34,6 +35,12 @@ _changed = threading.Condition(lock)  # notified when a claim is released
 # a module, or what else -> (owning thread, the loans that claim)
 _claims: dict[Any, tuple[int, dict[Any, None]]] = {}
 _waiting: dict[int, Iterable[Any]] = {}  # thread -> what it waits for
+
+
+LOOK = 0.5
+"""Seconds between two looks at what the thread that is waited for does."""
+WAITS = ("threading", "concurrent.futures._base")
+"""The modules in which a thread waits for another."""
 
 
 class _Here(threading.local):
@@ -164,7 +171,14 @@ def _wait(modules: Iterable[Any]) -> None:
                     "other. Give both calls the same modules (a tuple of them), or use one lock "
                     "around both."
                 )
-            _changed.wait()
+            if any(map(_ends_after_this, _owners(modules, me))):
+                raise GraphError(
+                    f"the thread {threading.current_thread().name!r} calls hodiff on a module that "
+                    f"a call in another thread has on loan, whose f waits for this thread to end: "
+                    f"neither would go on. Call hodiff in the thread that f runs in, or give this "
+                    f"one a copy of the module."
+                )
+            _changed.wait(LOOK)
         finally:
             del _waiting[me]
 
@@ -172,6 +186,24 @@ def _wait(modules: Iterable[Any]) -> None:
 def _owners(modules: Iterable[Any], me: int) -> set[int]:
     """The other threads that have any of the modules now."""
     return {_claims[module][0] for module in modules if module in _claims} - {me}
+
+
+def _ends_after_this(thread: int) -> bool:
+    """Whether a thread stands in a `join` of this one, or waits for the `result` of what runs here.
+
+    Only where it waits without a limit. What else it may wait for is not known.
+    """
+    awaited, frame = list[Any](), sys._current_frames().get(thread)
+    while frame is not None and frame.f_globals.get("__name__") in WAITS:
+        if frame.f_code.co_name in ("join", "result") and frame.f_locals.get("timeout") is None:
+            awaited += [frame.f_locals["self"]]
+        frame = frame.f_back
+    ours, frame = [threading.current_thread()], sys._getframe() if awaited else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "concurrent.futures.thread":
+            ours += [getattr(frame.f_locals.get("self"), "future", None)]
+        frame = frame.f_back
+    return any(one is each for one in awaited for each in ours)
 
 
 def _in_circle(start: int) -> bool:

@@ -18,6 +18,7 @@ constants.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, product, repeat
 from typing import Any
@@ -171,8 +172,15 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
     PyTorch's backward takes the logarithm of the cotangent, zeros too.
     """
     if not input.ndim or not input.shape[dim]:
-        return torch.logcumsumexp(input, dim)
-    return torch.stack([*accumulate(input.unbind(dim), torch.logaddexp)], dim)
+        return torch.cumsum(input, dim)  # of one entry it is that, too
+    add = torch.logaddexp if input.is_complex() else _logaddexp
+    return torch.stack([*accumulate(input.unbind(dim), add)], dim)
+
+
+def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.logaddexp`, whose second derivative is not finite where one is much larger."""
+    larger, smaller = torch.where(a > b, a, b), torch.where(a > b, b, a)
+    return larger + F.softplus((smaller - larger).nan_to_num(0.0, neginf=-math.inf))
 
 
 def _kernel(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _settings, _tree
+from hodiff._core import _arguments, _settings, _tree, _versions
 from hodiff._core._arguments import Probes, as_tensors, check_dense, tree_of_listed_leaves
 from hodiff.errors import InputError
 
@@ -384,7 +384,8 @@ class Space:
 
     def join_into(self, out: Tensor, parts: Sequence[Tensor]) -> None:
         """Write the parts of several vectors as the rows of `out`."""
-        if any(part.dtype != self.dtype for part in parts):
+        tangents = _versions.forward[_versions.LEVEL] >= 0  # which no `out=` takes
+        if tangents or any(part.dtype != self.dtype for part in parts):
             out.copy_(self.join(parts, len(out)))
             return
         pieces = [

@@ -426,7 +426,8 @@ def _convolution(of: Derivative) -> Outer:
     x, groups, transposed = map(of.kept, ("input", "groups", "transposed"))
     at.check(whole=use.place == 1 and at.before == 1 and x.ndim in (3, 4) and not transposed)
     at.check(whole=len(x) % at.samples == 0)
-    stride, padding, dilation = map(of.kept, ("stride", "padding", "dilation"))
+    laid = map(of.kept, ("stride", "padding", "dilation"))  # or one number for all dimensions
+    stride, padding, dilation = (tuple(n) * (x.ndim - 2 if len(n) == 1 else 1) for n in laid)
     sizes = (1, *shape[2:])[-2:]
     if x.ndim == 3:  # a row of pixels
         x, dilation = x.unsqueeze(2), (1, *dilation)
@@ -579,10 +580,11 @@ class _Reading:
         for number, (ends, expected) in enumerate(zip(self._ends, self._sums, strict=True)):
             try:
                 rows = self._rows_of(ends).shortest()
-            except Unread:
-                continue
-            if self._is_right(rows, expected):  # a hook of the node, say, changes what passes
-                of[number] = rows
+                if self._is_right(rows, expected):  # a hook of the node may change what passes
+                    of[number] = rows
+            except Exception as error:  # a node may keep what its reader does not expect
+                if not isinstance(error, Unread) and not is_fault(error):
+                    raise
         return of
 
     def _find_uses(self) -> None:
@@ -731,7 +733,7 @@ def _place_of(g: Tensor, weighed: Tensor, weights: Tensor) -> SamplesAxis | None
             place = SamplesAxis(before * outer, count, total // (before * outer * count))
             if place.before not in tried and place.before * count * place.after == total:
                 tried.add(place.before)
-                parts, own = g.reshape(numbers, *place), torch.zeros_like(weighed).view(place)
+                parts, own = g.reshape(numbers, *place), weighed.new_zeros(place)
                 for part, weight in zip(parts, weights.to(g).T.unsqueeze(-1), strict=True):
                     own.addcmul_(part, weight)
                 if _close(own, weighed.reshape(place), parts.abs().amax(0), SAMPLES):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from hodiff._core import _arguments, _tree, _versions
+from hodiff._core._call import refuse_tangent
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
 DataReduction = Literal["mean", "sum"]
@@ -319,6 +320,7 @@ def _samples(batch: Any) -> int:
 
 def _checked(weight: Any, name: str) -> Any:
     if isinstance(weight, Tensor):
+        refuse_tangent(weight, name)
         if weight.requires_grad:
             raise InputError(
                 f"{name} depends on the parameters, so sum / weight has further derivatives, which "

@@ -13,7 +13,7 @@ import torch
 from hodiff import memory
 from hodiff._core import _arguments, _messages
 from hodiff._core._arguments import Checkpoint
-from hodiff._core._call import tangents
+from hodiff._core._call import refuse_stand_ins
 from hodiff._core._vectors import Leaves
 from hodiff._core._where import Where
 from hodiff.curvature import _memory
@@ -95,6 +95,7 @@ class CurrentGraphs(Generic[G]):
         self.graphs = graphs
 
     def _fixed(self, made: dict[int, Any]) -> Self:
+        refuse_stand_ins()  # of what takes several products
         return made.setdefault(id(self), type(self)(self.graphs))
 
 
@@ -152,27 +153,16 @@ class DataOperator(LinearOperator, Generic[G]):
 
     # --- by-products
 
-    _carries_tangents = True
-    """Whether values and gradients carry tangents of forward mode that data have."""
-
-    def _say_detached(self, name: str) -> None:
-        say_detached(name, self._live)
-        if tangents() and not self._carries_tangents:
-            raise InputError(
-                f"{name}: forward mode is on, whose tangents this result would lose. Ask for it "
-                f"outside of forward_ad.dual_level(), or take the outer derivative with hodiff.jvp."
-            )
-
     @property
     def value(self) -> Any:
         """The value of the function at the point: the weighted mean over all batches."""
-        self._say_detached("A.value")
+        say_detached("A.value", self._live)
         return self._graphs.mean()
 
     @property
     def gradient(self) -> Any:
         """The gradient of that value, like the point (for a block, its part)."""
-        self._say_detached("A.gradient")
+        say_detached("A.gradient", self._live)
         return self._space.result(self._graphs.mean_gradient(self._chosen))
 
     # --- lifetime

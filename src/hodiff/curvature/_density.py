@@ -17,7 +17,7 @@ from hodiff._core._vectors import empty, near, standard_error, sum_dtype
 from hodiff.curvature import _probes
 from hodiff.curvature._krylov import orthogonalized
 from hodiff.curvature._links import told
-from hodiff.curvature._operator import LinearOperator, as_given, normal
+from hodiff.curvature._operator import LinearOperator, as_given, constant, normal
 from hodiff.curvature._probes import (
     UNSYMMETRIC,
     Callback,
@@ -440,7 +440,7 @@ class GaussRules(NamedTuple):
 
 def exact_rules(operator: LinearOperator, name: str, columns: Tensor | None = None) -> GaussRules:
     """All eigenvalues, each with the weight of one."""
-    matrix = operator._dense() if columns is None else columns.detach().movedim(0, -1)
+    matrix = constant(operator._dense()) if columns is None else columns.detach().movedim(0, -1)
     values = eigenvalues(check_finite(matrix, name))[None]
     whole = torch.ones(values.shape[:-1], dtype=torch.bool, device="cpu")
     return GaussRules(values, torch.full_like(values, 1 / values.shape[-1]), whole, (), values[:0])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hodiff import memory
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Checkpoint
-from hodiff._core._call import call
+from hodiff._core._call import call, refuse_tangent
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, check_generator, sum_dtype
 from hodiff._core._where import Where
@@ -193,6 +193,8 @@ class PullbackBuilder(Builder[CurvedOutputs]):
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
             tangents = None if self.checkpoint is False else predict.tangents(graph)
             at_outputs = loss_at_outputs(self.loss, self.weigh, graph, batch, number, self.allow)
+            for part in (*outputs, at_outputs.value):  # at which the loss takes constants
+                refuse_tangent(part, "what predict or the loss returns")
             curvature = self.curvature(at_outputs, outputs, number)
             if tangents is not None:
                 traits = (at_outputs.value, at_outputs.weight, [], outputs, random, True)
@@ -266,8 +268,6 @@ class PullbackOperator(SummedOperator[CurvedOutputs]):
     ) -> Leaves:
         tangents = graph.jvp(parts, count, self._chosen, chunk)
         return graph.vjp(graph.curvature.times(tangents, count), count, self._chosen, chunk)
-
-    _carries_tangents = False  # the loss is differentiated at outputs that are constants
 
     def _thin(self) -> Thin:
         """Where B is a sum of outer products s s', the rows of M are those J's."""

@@ -493,6 +493,7 @@ class GraphCache(Generic[G, B]):
     def one_batch(self, prepare: Callable[[], Callable[[G], object]]) -> tuple[int, int]:
         """Bytes of one batch's graph, and at the peak of it and a product: both are made, once."""
         if self._one_batch is None:
+            _call.refuse_stand_ins()
             batch = next(iter(self.batches), None)
             if batch is None and self.batches.shared:  # an empty share
                 self._probed = self._probed or 1

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hodiff._core import _nodes, _reverse, _tree
 from hodiff._core._arguments import Allowed
+from hodiff._core._call import cut
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff._core._where import Where
@@ -221,7 +222,7 @@ class Outputs:
         if number not in self._values:
             if self._values:
                 _check_alike(self._values[0], outputs)
-            self._values[number] = [output.detach() for output in outputs]
+            self._values[number] = [cut(output) for output in outputs]
         return outputs
 
     def whole(self) -> Leaves:

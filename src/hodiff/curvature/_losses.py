@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hodiff._core import _arguments, _nodes, _reverse, _tree
 from hodiff._core._arguments import Allowed
-from hodiff._core._call import call, in_place_of
+from hodiff._core._call import call, cut, in_place_of
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, draw, generic, sum_dtype
 from hodiff.curvature._data import NONE, Weighted, check_signature, told_what_it_got
@@ -287,7 +287,7 @@ def loss_at_outputs(
     ) as at:
         _refuse_shortcut(graph, at.scalars())
         gradient = _reverse.gradient(at, differentiated=True)
-        value = at.scalars().detach().reshape(())
+        value = cut(at.scalars()).reshape(())
     return LossAtOutputs(
         value, at.aux, [part.detach() for part in gradient], OutputCurvature(times)
     )

@@ -356,14 +356,16 @@ class LinearOperator(_arguments.Unlike):
         whose spelling need not be recognized.
         """
         with self._raise_on_all_ranks():
-            return self._range.join(self._product(self._domain.split(flat), None), None)
+            product = self._product(self._domain.split(flat), None)
+            return constant(self._range.join(product, None))
 
     def _times_rows(self, rows: Tensor) -> Tensor:
         """The products with several, as rows."""
         if len(rows) == 1:
             return self._times(rows[0])[None]
         with self._raise_on_all_ranks():
-            return self._range.join(self._stacked(self._domain.split(rows)), len(rows))
+            products = self._stacked(self._domain.split(rows))
+            return constant(self._range.join(products, len(rows)))
 
     def _times_some(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """The products of systems with these numbers, by vector and then by place in the batch."""
@@ -581,6 +583,7 @@ class LinearOperator(_arguments.Unlike):
             InputError: NumPy has no such dtype (bfloat16).
         """
         say_detached("A.to_scipy()", self._live)
+        _call.refuse_stand_ins()
         if self._domain.batch:
             raise InputError(
                 "to_scipy takes one matrix at a time; make an operator of each, "
@@ -596,9 +599,10 @@ class LinearOperator(_arguments.Unlike):
 
         def product(turned: bool, straight: bool, array: Any) -> Any:
             # SciPy may spell a vector as one column
+            _call.refuse_stand_ins()
             array = array.reshape(-1) if straight else array
             v = torch.from_numpy(array.astype(dtype, copy=True)).to(self.device)
-            return (self.T if turned else self)._applied(v, "").cpu().numpy()
+            return constant((self.T if turned else self)._applied(v, "")).cpu().numpy()
 
         products = {
             "matvec": partial(product, False, True),
@@ -642,9 +646,17 @@ def normal(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
+def constant(product: Tensor) -> Tensor:
+    """A product that counts as a constant in what follows from it: it carries no tangent."""
+    _call.refuse_tangent(product, "what the operator is made of")
+    return product
+
+
 def as_number(value: object, sign: str) -> float:
     """A scalar operand as a float."""
     if isinstance(value, Tensor):
+        _call.refuse_stand_ins()
+        _call.refuse_tangent(value, f"the number after {sign}")
         single = not value.is_nested and value.numel() == 1
         if single and not value.requires_grad:
             return float(value)

@@ -31,7 +31,7 @@ from hodiff.curvature._krylov import (
 )
 from hodiff.curvature._links import CallSite, Chain, ImplicitSystem
 from hodiff.curvature._matrix import MatrixOperator
-from hodiff.curvature._operator import LinearOperator, as_given, normal
+from hodiff.curvature._operator import LinearOperator, as_given, constant, normal
 from hodiff.curvature._probes import (
     Callback,
     EstimatorProgress,
@@ -626,9 +626,8 @@ def _dense_solutions(
     single = not operator._domain.batch
     if single and operator._chunk(size) < size:
         return None
-    matrices = (
-        operator._dense().reshape(-1, size, size).to(torch.promote_types(b.dtype, torch.float32))
-    )
+    wide = torch.promote_types(b.dtype, torch.float32)
+    matrices = constant(operator._dense()).reshape(-1, size, size).to(wide)
     matrices.diagonal(dim1=-2, dim2=-1).add_(damping)
     columns = b.reshape(-1, len(matrices), size).movedim(0, -1) if len(matrices) else b[:, :, None]
     factors, pivots, _ = torch.linalg.lu_factor_ex(matrices)

@@ -21,7 +21,7 @@ from hodiff.errors import GraphError, HodiffWarning, RandomnessWarning
 
 
 class Modules:
-    """The modules of a point, each by its mode, and by its parameters and parts, by identity."""
+    """The modules of a point, each by its mode, its hooks, and its parameters and parts."""
 
     def __init__(self, where: Where) -> None:
         roots = [module_slice.module for module_slice in where.module_slices]
@@ -41,14 +41,18 @@ class Modules:
             else:
                 return
         raise GraphError(
-            "the model has changed since the operator was made: a parameter or a submodule was "
-            "replaced, or train() or eval() was called. H.refresh() evaluates it again."
+            "the model has changed since the operator was made: a parameter, a submodule or its "
+            "forward was replaced, a hook was added or removed, or train() or eval() was called. "
+            "H.refresh() evaluates it again."
         )
 
 
 def _assembly(module: nn.Module) -> tuple[Any, ...]:
     return (
         module.training,
+        module.__dict__.get("forward"),
+        len(module._forward_pre_hooks),
+        len(module._forward_hooks),
         *map(id, module._parameters.values()),
         *map(id, module._modules.values()),
     )

@@ -190,6 +190,15 @@ def modules() -> dict[str, Case]:
         "as wide as samples": of_module(square, x),
         "as wide, one number": of_module(square, x, single=True),
         "convolutions": of_module(conv, images),
+        "channels last": of_module(
+            nn.Sequential(nn.Conv2d(4, 3, 3), nn.Tanh()),
+            images.contiguous(memory_format=torch.channels_last),
+        ),
+        "no padding, in words": of_module(
+            chain(nn.Conv2d(4, 3, 2, padding="valid", stride=2), nn.Conv2d(3, 2, 1, groups=1)),
+            images,
+        ),
+        "padding, in words": of_module(nn.Conv1d(4, 3, 2, padding="same", dilation=2), series),
         "dilated, one number": of_module(nn.Conv2d(4, 2, 2, dilation=2, bias=False), images, single=True),
         "one dimension": of_module(chain(nn.Conv1d(4, 3, 3, dilation=2), nn.Conv1d(3, 2, 2)), series),
         "folded": Case(lambda m: m(images.reshape(-1, 1, 5, 5)).sin().view(N, 4, -1).sum(1)[:, :3],
@@ -341,6 +350,15 @@ def test_a_formula_that_is_not_right_is_missing(monkeypatch: pytest.MonkeyPatch)
         patch.setitem(_factors.READERS, "Mm", twice)
         assert factors_of(lambda w: (x @ w).sin(), w)[0].missing == {0}
     assert not factors_of(lambda w: (x @ w).sin(), w)[0].missing
+
+
+def test_a_node_that_keeps_what_its_reader_does_not_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reader(of: Any) -> Any:
+        return of.kept("weight").view(-1, 7)
+
+    monkeypatch.setitem(_factors.READERS, "Convolution", reader)
+    factors, *_ = factors_of(lambda m: m(draw(N, 4, 9)).flatten(1)[:, :2], nn.Conv1d(4, 3, 3).double())
+    assert factors.missing == {0, 1}
 
 
 def test_what_a_node_does_not_tell_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

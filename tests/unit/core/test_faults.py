@@ -15,7 +15,7 @@ import hodiff
 from hodiff._core import _messages, _reverse, _versions
 from hodiff._core._arguments import is_set
 from hodiff._core._faults import interrupts, is_fault
-from hodiff.calculus import _first, _per_sample
+from hodiff.calculus import _factors, _first, _per_sample
 from hodiff.curvature import _memory
 from hodiff.fields import _expansions
 from hodiff.sparse import _tracer
@@ -102,6 +102,10 @@ def many_rows() -> Any:
     return hodiff.jacobian(lambda x: Cube.apply(x), X)
 
 
+def products_of_samples() -> Any:
+    return hodiff.gram(lambda w, b: (b @ w).sin(), X, torch.eye(4, dtype=D))
+
+
 def per_sample() -> Any:
     return hodiff.per_sample_grad(lambda w, b: (w * b).sum(-1) ** 2, X, torch.eye(4, dtype=D), chunk_size=9)
 
@@ -134,6 +138,7 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], Any, str, int]] = {  # the call; w
     "columns to rows": (tall, _first, "_columns_of", 1),
     "a batch of vectors to one at a time": (many_rows, _reverse, "_vjps_batched", 1),
     "samples under vmap to rows": (per_sample, _per_sample, "_chunk", 1),
+    "rows in factors to rows": (products_of_samples, _factors._Reading, "_rows_of", 1),
     "samples crossed to not known": (square, _per_sample.Samples, "with_rows", 1),
     "a decomposition to the plain answer": (pattern, _tracer.Tracer, "__enter__", 2),
     "blocks of samples to the whole batch": (wide, _expansions, "by_jets", 2),

@@ -1,6 +1,8 @@
 import re
 import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -334,6 +336,75 @@ def test_a_pass_in_a_thread_of_the_engine_s_has_the_modules_of_the_one_that_wait
     thread.join(60)
     assert found and torch.equal(found[0], expected)
     assert len(threads) == 3
+
+
+def joined(job):
+    thread = threading.Thread(target=job)
+    thread.start()
+    thread.join()
+
+
+def submitted(job):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(job).result()
+
+
+def mapped(job):
+    with ThreadPoolExecutor(1) as pool:
+        list(pool.map(lambda _: job(), [0]))
+
+
+def shut_down(job):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(job)
+
+
+@pytest.mark.table(wide=4)
+@pytest.mark.parametrize("wait", [joined, submitted, mapped, shut_down])
+def test_a_function_that_waits_for_a_thread_with_a_call_on_the_module(wait):
+    model, errors = nn.Linear(2, 1), []
+
+    def job():
+        try:
+            hodiff.grad(lambda x: model(x).sum(), torch.ones(1, 2))
+        except hodiff.GraphError as error:
+            errors.append(str(error))
+
+    def f(model):
+        wait(job)
+        return model(torch.ones(1, 2)).sum()
+
+    [[gradient, *_]] = in_threads(lambda: [*hodiff.grad(f, model).values()], seconds=30)
+    assert torch.equal(gradient, torch.ones(1, 2))
+    assert "whose f waits for this thread to end: neither would go on" in errors[0]
+    assert len(errors) == 1
+
+
+@pytest.mark.wide
+def test_a_function_that_waits_for_a_while_only(monkeypatch):
+    """Or computes, while a thread waits for the module: that goes on, when it can."""
+    monkeypatch.setattr(_locks, "LOOK", 0.01)
+    model, found, threads = nn.Linear(2, 1), [], []
+    call = lambda: hodiff.grad(lambda x: model(x).sum(), torch.ones(1, 2))
+
+    def f(model, wait):
+        for _ in range(2):
+            thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+            threads.append(thread)
+            thread.start()
+            wait(thread)
+        return model(torch.ones(1, 2)).sum()
+
+    others = threading.Thread(target=time.sleep, args=(0.2,))
+    waits = [lambda t: t.join(0.2), lambda t: time.sleep(0.2), lambda t: others.join()]
+    others.start()
+    for wait in waits:
+        [[gradient, *_]] = in_threads(lambda wait=wait: [*hodiff.grad(f, model, args=(wait,)).values()], seconds=30)
+        assert torch.equal(gradient, torch.ones(1, 2))
+    for thread in threads:
+        thread.join(30)
+    expected = call()
+    assert len(found) == 6 and all(torch.equal(each, expected) for each in found)
 
 
 def test_parameters_that_are_not_differentiated_in_are_not_recorded_unless_they_may_be_later():

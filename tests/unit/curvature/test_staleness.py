@@ -322,7 +322,25 @@ def change_the_mode(model: nn.Sequential) -> None:
     model.eval()
 
 
-@pytest.mark.parametrize("change", [change_by_assignment, change_a_layer, change_an_activation, change_the_mode])
+def change_by_a_hook(model: nn.Sequential) -> None:
+    model[1].register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def change_by_a_hook_before(model: nn.Sequential) -> None:
+    model[1].register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
+def change_a_forward(model: nn.Sequential) -> None:
+    model[1].forward = torch.sin
+
+
+ANEW = [
+    *(change_by_assignment, change_a_layer, change_an_activation, change_the_mode),
+    *(change_by_a_hook, change_by_a_hook_before, change_a_forward),
+]
+
+
+@pytest.mark.parametrize("change", ANEW)
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_a_model_that_is_put_together_anew_is_noticed(change, evaluated: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 1), Moody()).double()

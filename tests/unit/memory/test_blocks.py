@@ -402,6 +402,33 @@ def test_inference_mode_around() -> None:
         agree(hodiff.hvp(loss, model, like(model), checkpoint=NAMES), expected)
 
 
+@pytest.mark.table(wide=3)
+@pytest.mark.parametrize("form", ["argument", "closure", "nested"])
+def test_what_inference_mode_has_made(form: str) -> None:
+    """It keeps no count of writes; a block that runs again gets the copy that it had."""
+    model = made(Net([Layer(), Layer()]))
+    expected = hodiff.hvp(lambda m: m(X).square().sum(), model, like(model))
+    with torch.inference_mode():
+        x = X.clone()
+    once = lambda run, *args: checkpoint(run, *args, use_reentrant=False)
+
+    def f(m: nn.Module) -> Tensor:
+        runs = {
+            "argument": lambda: once(m, x),
+            "closure": lambda: once(lambda: m(x)),
+            "nested": lambda: once(lambda: once(lambda: m(x))),
+        }
+        return runs[form]().square().sum()
+
+    agree(hodiff.hvp(f, model, like(model), checkpoint=True), expected)
+    if form == "argument":  # PyTorch's own checkpoint refuses it
+        with pytest.raises(RuntimeError, match="Inference tensors") as caught:
+            hodiff.hvp(f, model, like(model))
+        assert "clone it outside that mode" in "".join(caught.value.__notes__)
+    else:
+        agree(hodiff.hvp(f, model, like(model)), expected)
+
+
 def test_hooks_of_modules() -> None:
     model = made(Net([Layer(), Layer()]))
     seen: list[float] = []
