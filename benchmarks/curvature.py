@@ -29,6 +29,7 @@ from hodiff.curvature._memory import LiveBytes
 CURVLINOPS = "curvlinops-for-pytorch"
 EIGENTHINGS = "hessian-eigenthings"
 MANY = 8
+VECTORS = 20
 
 
 def rows(quick: bool) -> Iterator[Row]:
@@ -44,7 +45,7 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 SMALL = {"product": 0.3, "many": 0.55, "ggn": 0.5}
-MIDDLE = {"product": 0.3, "many": 0.55, "ggn": 0.5, "ggn many": 0.65}
+MIDDLE = {"product": 0.3, "many": 0.55, "ggn": 0.5, "ggn many": 0.65, "trace": 0.95, "diagonal": 0.95}
 LARGE = {"product": 0.55, "many": 0.65, "ggn": 0.5}
 
 
@@ -148,11 +149,19 @@ def against_peers(problem: Problem, bars: dict[str, float], rounds: int) -> Iter
         "ggn many, curvlinops": lambda: theirs["GGNLinearOperator"] @ V,
         "gradient": gradient(problem),
     }
+    hutchinson = theirs["HessianLinearOperator"]
+    contenders |= {
+        "trace": lambda: hodiff.trace(H, samples=VECTORS),
+        "trace, curvlinops": lambda: peer.hutchinson_trace(hutchinson, VECTORS),
+        "diagonal": lambda: hodiff.diagonal(H, samples=VECTORS),
+        "diagonal, curvlinops": lambda: peer.hutchinson_diag(hutchinson, VECTORS),
+    }
     other = eigenthings(problem)
     if other is not None:
         contenders["product, eigenthings"] = lambda: other.matvec(v)
     times = race(contenders, rounds=rounds)
     labels = {"product": "H @ v", "many": f"H @ V, K = {MANY}", "ggn": "G @ v", "ggn many": f"G @ V, K = {MANY}"}
+    labels |= {key: f"{key}, {VECTORS} vectors" for key in ("trace", "diagonal")}
     for key, label in labels.items():
         yield compared(f"{label} / curvlinops", f"{problem.name}, D = {size}", times, key, "curvlinops", bars.get(key))
     if other is None:

@@ -239,13 +239,13 @@ def test_against_a_pass_for_each_row(name: str, monkeypatch: pytest.MonkeyPatch)
         assert len(factors.missing) == missing, f"{name}: {factors.missing}"
         assert sorted([*factors.of, *factors.missing]) == list(range(len(leaves)))
         for number, of in factors.of.items():
-            _compare(of, rows[number])
+            compare(of, rows[number])
         if factors.of:
             flat = torch.cat([rows[number].reshape(*rows[number].shape[:2], -1) for number in factors.of], 2)
             agree(factors.gram(), torch.einsum("nkp,mlp->nkml", flat, flat))
 
 
-def _compare(of: _factors.Outer, rows: Tensor) -> None:
+def compare(of: _factors.Outer, rows: Tensor) -> None:
     """Everything that follows from the factors of one parameter."""
     agree(of.rows(), rows)
     flat = rows.reshape(*rows.shape[:2], -1)
@@ -304,7 +304,7 @@ def test_mixed_samples_are_refused(times: float, numbers: int) -> None:
     mixed, _, rows = factors_of(f_of(times), model)
     assert mixed.missing == {0, 1}
     for number, of in mixed.of.items():
-        _compare(of, rows[number])
+        compare(of, rows[number])
 
 
 def test_one_that_is_mixed_beside_much_larger_ones() -> None:
@@ -364,7 +364,7 @@ def test_few_samples(count: int) -> None:
     factors, _, rows = factors_of(lambda m: m(x).sin(), mlp(4, 7, 2))
     assert not factors.missing
     for number, of in factors.of.items():
-        _compare(of, rows[number])
+        compare(of, rows[number])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128])
@@ -425,7 +425,7 @@ def test_two_outputs_and_seeds() -> None:
     assert not factors.missing
     assert factors.shape == (N, 2)
     for number, of in factors.of.items():
-        _compare(of, torch.stack([row[number] for row in rows]).view(N, 2, *of.shape))
+        compare(of, torch.stack([row[number] for row in rows]).view(N, 2, *of.shape))
 
 
 @pytest.mark.parametrize("model", [mlp(4, N, N, 2), Tied(batch_first=True).double()], ids=["perceptron", "transformer"])
@@ -451,4 +451,4 @@ def test_by_pairs_and_by_columns(name: str, pairs: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(_factors._reverse, "CHUNK_BYTES", 2**9)
     agree(factors.gram(), expected)
     for number, of in factors.of.items():
-        _compare(of, rows[number])
+        compare(of, rows[number])
