@@ -1,4 +1,6 @@
-"""`python -m benchmarks [--quick] [SUBJECT ...]`: what was measured, its bar, and whether it is met."""
+"""`python -m benchmarks [--quick] [SUBJECT ...]`: what was measured, its bar,
+and whether it is met.
+"""
 
 import argparse
 import sys
@@ -50,14 +52,27 @@ SUBJECTS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"any of {', '.join(SUBJECTS)}; default: all")
-    parser.add_argument("--quick", action="store_true", help="a few rounds each: a trial run, not a measurement")
-    parser.add_argument("--device", default="cpu", help="where the models and their data are made, such as cuda")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the rows into this file: docs/benchmarks.json")
+    parser.add_argument(
+        "subjects", nargs="*", metavar="SUBJECT", help=f"any of {', '.join(SUBJECTS)}; default: all"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few rounds each: a trial run, not a measurement"
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="where the models and their data are made, such as cuda"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="put the rows into this file: docs/benchmarks.json",
+    )
     options = parser.parse_args()
     unknown = set(options.subjects) - set(SUBJECTS)
     if unknown:
-        parser.error(f"unknown subject {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
+        parser.error(
+            f"unknown subject {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}"
+        )
     torch.set_num_threads(1)
     torch.set_default_device(options.device)
     print(f"torch {torch.__version__}, {device()}; median [least - most] over interleaved rounds\n")

@@ -1,4 +1,5 @@
-"""Through solutions and through optimizers: against loops by hand, and against TorchOpt and higher where installed.
+"""Through solutions and through optimizers: against loops by hand, and against TorchOpt and higher
+where installed.
 
 Both are in the extra `bench`; their rows say so where they are absent.
 """
@@ -30,7 +31,11 @@ def rows(quick: bool) -> Iterator[Row]:
     for problem in (ridge(400, 100), ridge(2000, 500), ridge(4000, 2000)):
         yield from hypergradients(problem, 3 if quick else (9 if problem.x.numel() > 1000 else 41))
     yield solver_memory()
-    for sizes, rule, steps in (((16, 32, 64), "SGD", 50), ((16, 32, 64), "Adam", 50), ((64, 256, 256), "SGD", 10)):
+    for sizes, rule, steps in (
+        ((16, 32, 64), "SGD", 50),
+        ((16, 32, 64), "Adam", 50),
+        ((64, 256, 256), "SGD", 10),
+    ):
         yield from loops(Unrolled(*sizes, rule), steps, 3 if quick else 15)
     for steps, bar in ((100, 0.2), (400, 0.1)):
         yield segments(Unrolled(16, 32, 64, "SGD"), steps, bar)
@@ -53,7 +58,7 @@ def below(found: list[float], bar: float) -> bool:
     return statistics.median(found) <= bar
 
 
-# --- solutions --------------------------------------------------------------------------------------------------------
+# --- solutions ------------------------------------------------------------------------------------
 
 
 class Ridge(NamedTuple):
@@ -72,7 +77,9 @@ def ridge(rows: int, columns: int) -> Ridge:
     theta = 3 + 0.3 * torch.randn(columns, dtype=D)
     x = torch.linalg.solve(A.T @ A + torch.diag(theta.exp()), A.T @ y)
     f = lambda x, t: 0.5 * (A @ x - y).square().sum() + 0.5 * (t.exp() * x * x).sum()  # noqa: E731
-    return Ridge(f"ridge {rows} x {columns}", f, x, theta.requires_grad_(), torch.randn(columns, dtype=D))
+    return Ridge(
+        f"ridge {rows} x {columns}", f, x, theta.requires_grad_(), torch.randn(columns, dtype=D)
+    )
 
 
 def hypergradients(problem: Ridge, rounds: int) -> Iterator[Row]:
@@ -87,21 +94,45 @@ def hypergradients(problem: Ridge, rounds: int) -> Iterator[Row]:
         outer = lambda t: problem.outer(argmin(f, x, args=(t,), rtol=RTOL, order=2))  # noqa: E731
         return hodiff.hvp(outer, theta, weights)
 
-    contenders = {"ours": ours, "by hand": lambda: by_conjugate_gradients(problem), "second": second}
+    contenders = {
+        "ours": ours,
+        "by hand": lambda: by_conjugate_gradients(problem),
+        "second": second,
+    }
     torchopt = peer("torchopt")
     if torchopt is not None:
         solver = torchopt.diff.implicit.custom_root(
-            torch.func.grad(f, argnums=0), argnums=1, solve=torchopt.linear_solve.solve_cg(rtol=RTOL)
+            torch.func.grad(f, argnums=0),
+            argnums=1,
+            solve=torchopt.linear_solve.solve_cg(rtol=RTOL),
         )(lambda start, t: x)
-        contenders["TorchOpt"] = lambda: torch.autograd.grad(problem.outer(solver(x, theta)), theta)[0]
-    error = max(off([call()], [by_conjugate_gradients(problem)]) for name, call in contenders.items() if name[0] != "s")
+        contenders["TorchOpt"] = lambda: torch.autograd.grad(
+            problem.outer(solver(x, theta)), theta
+        )[0]
+    error = max(
+        off([call()], [by_conjugate_gradients(problem)])
+        for name, call in contenders.items()
+        if name[0] != "s"
+    )
     assert error < 1e-6, error
     times = race(contenders, rounds=rounds)
     found = ratios(times, "ours", "by hand")
     measured = f"{spread(found)}; {statistics.median(times['ours']) * 1e3:.1f} ms"
-    yield Row("argmin and backward / conjugate gradients by hand", problem.name, measured, "1.2", below(found, 1.2))
+    yield Row(
+        "argmin and backward / conjugate gradients by hand",
+        problem.name,
+        measured,
+        "1.2",
+        below(found, 1.2),
+    )
     found = ratios(times, "second", "ours")
-    yield Row("hvp, its gradient included / gradient", problem.name, spread(found), "4.2", below(found, 4.2))
+    yield Row(
+        "hvp, its gradient included / gradient",
+        problem.name,
+        spread(found),
+        "4.2",
+        below(found, 4.2),
+    )
     if torchopt is None:
         yield Row("argmin and backward / TorchOpt", problem.name, "torchopt is not installed")
         return
@@ -110,7 +141,9 @@ def hypergradients(problem: Ridge, rounds: int) -> Iterator[Row]:
 
 
 def by_conjugate_gradients(problem: Ridge) -> Tensor:
-    """As in hypertorch: a graph of the inner gradient, products through it, one pass; nothing is checked."""
+    """As in hypertorch: a graph of the inner gradient, products through it, one pass;
+    nothing is checked.
+    """
     w = problem.x.detach().requires_grad_()
     (b,) = torch.autograd.grad(problem.outer(w), w)
     (slope,) = torch.autograd.grad(problem.f(w, problem.theta), w, create_graph=True)
@@ -141,10 +174,16 @@ def solver_memory() -> Row:
         return live.peak
 
     few, many = peak(10), peak(1000)
-    return Row("peak bytes, a solver of 1000 steps / of 10", "ridge 400 x 100", f"{many / few:.3f}", "1", many <= few)
+    return Row(
+        "peak bytes, a solver of 1000 steps / of 10",
+        "ridge 400 x 100",
+        f"{many / few:.3f}",
+        "1",
+        many <= few,
+    )
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 
 
 class Unrolled:
@@ -157,7 +196,10 @@ class Unrolled:
         self.weights = torch.ones(samples, requires_grad=True)
         self.lr = torch.tensor(0.05, requires_grad=True)
         self.wheres = [self.weights, self.lr, *self.model.parameters()]
-        rules = {"SGD": hodiff.rules.SGD(lr=self.lr, momentum=0.9), "Adam": hodiff.rules.Adam(lr=self.lr)}
+        rules = {
+            "SGD": hodiff.rules.SGD(lr=self.lr, momentum=0.9),
+            "Adam": hodiff.rules.Adam(lr=self.lr),
+        }
         self.rule, self.update = rules[rule], getattr(self, rule)
 
     def loss(self, model: Callable[[Tensor], Tensor]) -> Tensor:
@@ -174,7 +216,10 @@ class Unrolled:
         p, state = dict(self.model.named_parameters()), {}
         for step in range(1, steps + 1):
             grads = torch.autograd.grad(self.loss(self.at(p)), list(p.values()), create_graph=True)
-            p = {name: self.update(name, p[name], g, state, step) for name, g in zip(p, grads, strict=True)}
+            p = {
+                name: self.update(name, p[name], g, state, step)
+                for name, g in zip(p, grads, strict=True)
+            }
         return list(torch.autograd.grad(self.loss(self.at(p)), self.wheres))
 
     def SGD(self, name: str, p: Tensor, g: Tensor, state: dict[str, Any], step: int) -> Tensor:
@@ -185,7 +230,9 @@ class Unrolled:
         mean, square = state.get(name, (torch.zeros_like(g), torch.zeros_like(g)))
         mean, square = torch.lerp(mean, g, 0.1), torch.addcmul(square * 0.999, g, g, value=0.001)
         state[name] = mean, square
-        return p - self.lr / (1 - 0.9**step) * (mean / (square.sqrt() / (1 - 0.999**step) ** 0.5 + 1e-8))
+        return p - self.lr / (1 - 0.9**step) * (
+            mean / (square.sqrt() / (1 - 0.999**step) ** 0.5 + 1e-8)
+        )
 
 
 def loops(problem: Unrolled, steps: int, rounds: int) -> Iterator[Row]:
@@ -195,7 +242,10 @@ def loops(problem: Unrolled, steps: int, rounds: int) -> Iterator[Row]:
     case = f"{problem.name}, {steps} steps"
     times = race(contenders, rounds=rounds)
     found = ratios(times, "ours", "by hand")
-    measured = f"{spread(found)}; {statistics.median(times['by hand']) / steps * 1e3:.1f} ms a step by hand"
+    measured = (
+        f"{spread(found)}; {statistics.median(times['by hand']) / steps * 1e3:.1f} ms a step by "
+        "hand"
+    )
     yield Row("unroll and backward / the loop by hand", case, measured, "1.1", below(found, 1.1))
     ratio = peak(contenders["ours"]) / peak(contenders["by hand"])
     yield Row("peak bytes of unroll / the loop by hand", case, f"{ratio:.2f}", "1.1", ratio <= 1.1)
@@ -213,11 +263,13 @@ def peak(call: Callable[[], object]) -> int:
     return live.peak
 
 
-# --- higher's example -------------------------------------------------------------------------------------------------
+# --- higher's example -----------------------------------------------------------------------------
 
 
 def few_shots(rounds: int) -> Iterator[Row]:
-    """Few-shot classification by five steps from a common start, as in the example that comes with higher."""
+    """Few-shot classification by five steps from a common start,
+    as in the example that comes with higher.
+    """
     case = "four tasks of five ways and one shot, 28 x 28, three blocks of 64 channels"
     higher = peer("higher")
     if higher is None:
@@ -227,21 +279,36 @@ def few_shots(rounds: int) -> Iterator[Row]:
         torch.manual_seed(0)
         tasks = Tasks(dtype)
         if dtype is D:
-            error = off(tasks.ours()[::2], tasks.theirs(higher)[::2])  # of biases before a batch norm it is rounding's
-            yield Row("unroll - higher, relative", f"{case}, float64", f"{error:.0e}", "1e-12", error <= 1e-12)
+            # of biases before a batch norm it is rounding's
+            error = off(tasks.ours()[::2], tasks.theirs(higher)[::2])
+            yield Row(
+                "unroll - higher, relative",
+                f"{case}, float64",
+                f"{error:.0e}",
+                "1e-12",
+                error <= 1e-12,
+            )
         else:
-            times = race({"ours": tasks.ours, "higher": partial(tasks.theirs, higher)}, rounds=rounds)
+            times = race(
+                {"ours": tasks.ours, "higher": partial(tasks.theirs, higher)}, rounds=rounds
+            )
             found = ratios(times, "ours", "higher")
-            yield Row("unroll / higher", f"{case}, float32", spread(found), "1.1", below(found, 1.1))
+            yield Row(
+                "unroll / higher", f"{case}, float32", spread(found), "1.1", below(found, 1.1)
+            )
 
 
 class Tasks:
-    """Four tasks, a network, and the gradient by its parameters of the sum of losses after five steps."""
+    """Four tasks, a network, and the gradient by its parameters of the sum of
+    losses after five steps.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.net, self.labels = blocks(64).to(dtype), torch.arange(5)
         shape = (4, 5, 1, 28, 28)
-        self.images = [*zip(torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype), strict=True)]
+        self.images = [
+            *zip(torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype), strict=True)
+        ]
         self.before = {name: value.clone() for name, value in self.net.state_dict().items()}
 
     def ours(self) -> list[Tensor]:
@@ -270,12 +337,15 @@ class Tasks:
 def blocks(channels: int) -> nn.Module:
     layers: list[nn.Module] = []
     for number in range(3):
-        layers += [nn.Conv2d(channels if number else 1, channels, 3), nn.BatchNorm2d(channels, momentum=1)]
+        layers += [
+            nn.Conv2d(channels if number else 1, channels, 3),
+            nn.BatchNorm2d(channels, momentum=1),
+        ]
         layers += [nn.ReLU(inplace=True), nn.MaxPool2d(2, 2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, 5))
 
 
-# --- mixed second derivatives -----------------------------------------------------------------------------------------
+# --- mixed second derivatives ---------------------------------------------------------------------
 
 
 class MixedLayers(nn.Module):
@@ -284,7 +354,9 @@ class MixedLayers(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(64, width), nn.Linear(width, 10)
-        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(width, width) for _ in range(3)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.ModuleList(nn.Linear(width, width) for _ in range(3)) for _ in range(3)
+        )
 
     def forward(self, x: Tensor, alpha: Tensor) -> Tensor:
         h = self.stem(x.flatten(1))
@@ -310,7 +382,9 @@ class MixedConvolutions(nn.Module):
 
 
 def crossed(name: str, net: nn.Module, images: Tensor, rounds: int) -> Iterator[Row]:
-    """A product with the mixed second derivatives; and DARTS' difference of two gradients by the architecture alone."""
+    """A product with the mixed second derivatives;
+    and DARTS' difference of two gradients by the architecture alone.
+    """
     alpha, labels = torch.zeros(3, 4, requires_grad=True), torch.randint(0, 10, (len(images),))
     parameters = dict(net.named_parameters())
     v = {key: 0.01 * torch.randn_like(p) for key, p in parameters.items()}
@@ -344,5 +418,9 @@ def crossed(name: str, net: nn.Module, images: Tensor, rounds: int) -> Iterator[
     found = ratios(times, "ours", "difference")
     measured = f"{spread(found)}; the difference is {error:.0e} off"
     yield Row("cross_hvp / DARTS' difference", name, measured, "1", below(found, 1))
-    yield Row("  two passes by hand / the difference", name, spread(ratios(times, "by hand", "difference")))
+    yield Row(
+        "  two passes by hand / the difference",
+        name,
+        spread(ratios(times, "by hand", "difference")),
+    )
     yield Row("  cross_hvp / two passes by hand", name, spread(ratios(times, "ours", "by hand")))

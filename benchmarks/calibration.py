@@ -26,9 +26,13 @@ def zoo() -> dict[str, Tensor]:
     above = torch.triu(torch.randn(SIZE, SIZE, dtype=D, generator=draws), 1)
     return {
         "spread, indefinite": with_values(torch.linspace(-5, 10, SIZE, dtype=D)),
-        "two clusters": with_values(torch.cat([torch.full((half,), 1.0), torch.full((half,), 5.0)]).to(D)),
+        "two clusters": with_values(
+            torch.cat([torch.full((half,), 1.0), torch.full((half,), 5.0)]).to(D)
+        ),
         "one eigenvalue": with_values(torch.full((SIZE,), 3.0, dtype=D)),
-        "half of it zero": with_values(torch.cat([torch.zeros(half), torch.linspace(1, 4, half)]).to(D)),
+        "half of it zero": with_values(
+            torch.cat([torch.zeros(half), torch.linspace(1, 4, half)]).to(D)
+        ),
         "decaying, 0.8^i": with_values(0.8 ** torch.arange(SIZE, dtype=D)),
         "spiked, 1 and five of 20 to 100": with_values(
             torch.cat([torch.ones(SIZE - 5, dtype=D), torch.linspace(20, 100, 5, dtype=D)])
@@ -46,9 +50,13 @@ ESTIMATES: dict[str, Estimate] = {
     "Hutchinson": lambda A, g: hodiff.trace(A, samples=VECTORS, generator=g),
     "Hutch++": lambda A, g: hodiff.trace(A, samples=VECTORS, generator=g, method="hutch++"),
     "diagonal": lambda A, g: hodiff.diagonal(A, samples=VECTORS, generator=g),
-    "density's mean": lambda A, g: hodiff.spectral_density(A, vectors=signs(g), steps=STEPS).mean(seen),
+    "density's mean": lambda A, g: hodiff.spectral_density(A, vectors=signs(g), steps=STEPS).mean(
+        seen
+    ),
     "log-determinant": lambda A, g: hodiff.logdet(A, vectors=signs(g), steps=STEPS),
-    "log-determinant, shifted": lambda A, g: hodiff.logdet(A, vectors=signs(g), steps=STEPS, shift=SHIFT),
+    "log-determinant, shifted": lambda A, g: hodiff.logdet(
+        A, vectors=signs(g), steps=STEPS, shift=SHIFT
+    ),
 }
 
 
@@ -74,7 +82,9 @@ def truth(name: str, A: Tensor) -> Tensor | None:
 
 
 def calibrated(A: Tensor, name: str, seeds: int) -> str:
-    """The standard error over the true error, both as root mean squares; and how often two of it are enough."""
+    """The standard error over the true error, both as root mean squares;
+    and how often two of it are enough.
+    """
     expected = truth(name, A)
     if expected is None:
         return ""

@@ -1,9 +1,10 @@
 """Operators against curvlinops, hessian-eigenthings, double backward by hand and `torch.func`.
 
-The peers are optional: where one is not installed its rows say so; one that is installed and does not run
-ends the program. They are not among the project's requirements; install them beside it, for example
-`pip install --no-deps --target DIR curvlinops-for-pytorch==3.0.1 hessian-eigenthings==1.0.0a5` with their own
-requirements, and set PYTHONPATH=DIR.
+The peers are optional: where one is not installed its rows say so; one that is installed and does
+not run ends the program. They are not among the project's requirements; install them beside it, for
+example
+`pip install --no-deps --target DIR curvlinops-for-pytorch==3.0.1 hessian-eigenthings==1.0.0a5` with
+their own requirements, and set PYTHONPATH=DIR.
 """
 
 import gc
@@ -45,20 +46,31 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 SMALL = {"product": 0.3, "many": 0.55, "ggn": 0.5}
-MIDDLE = {"product": 0.3, "many": 0.55, "ggn": 0.5, "ggn many": 0.65, "trace": 0.95, "diagonal": 0.95}
+MIDDLE = {
+    "product": 0.3,
+    "many": 0.55,
+    "ggn": 0.5,
+    "ggn many": 0.65,
+    "trace": 0.95,
+    "diagonal": 0.95,
+}
 LARGE = {"product": 0.55, "many": 0.65, "ggn": 0.5}
 
 
 def middle() -> Problem:
     """Eight vectors of its parameters fit one batched pass; of `large`, none do."""
     torch.manual_seed(0)
-    mlp = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 10))
+    mlp = nn.Sequential(
+        nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 10)
+    )
     return Problem("MLP 256-256-64-10", mlp, torch.randn(8, 256), torch.randint(10, (8,)))
 
 
 def large() -> Problem:
     torch.manual_seed(0)
-    mlp = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 10))
+    mlp = nn.Sequential(
+        nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 10)
+    )
     return Problem("MLP 256-1024-1024-10", mlp, torch.randn(256, 256), torch.randint(10, (256,)))
 
 
@@ -82,7 +94,7 @@ def gradient(problem: Problem) -> Callable[[], object]:
     return lambda: torch.autograd.grad(problem.loss(problem.model), leaves)
 
 
-# --- products ---------------------------------------------------------------------------------------------------------
+# --- products -------------------------------------------------------------------------------------
 
 
 def against_gradients(problem: Problem, rounds: int) -> Iterator[Row]:
@@ -96,7 +108,9 @@ def against_gradients(problem: Problem, rounds: int) -> Iterator[Row]:
         {
             "hodiff": lambda: H @ v,
             "Gauss-Newton": lambda: G @ v,
-            "by hand, cached": lambda: torch.autograd.grad(graph, leaves, vectors, retain_graph=True),
+            "by hand, cached": lambda: torch.autograd.grad(
+                graph, leaves, vectors, retain_graph=True
+            ),
             "by hand, fresh": lambda: by_hand(problem, leaves, vectors),
             "gradient": gradient(problem),
             **functional(problem, v),
@@ -121,7 +135,9 @@ def functional(problem: Problem, v: dict[str, Tensor]) -> dict[str, Callable[[],
 
     def loss(parameters: dict[str, Tensor]) -> Tensor:
         buffers = {name: buffer.clone() for name, buffer in problem.model.named_buffers()}
-        return problem.loss(lambda x: functional_call(problem.model, {**parameters, **buffers}, (x,)))  # type: ignore
+        return problem.loss(
+            lambda x: functional_call(problem.model, {**parameters, **buffers}, (x,))
+        )  # type: ignore
 
     return {"jvp(grad)": lambda: jvp(grad(loss), (point,), (v,))}
 
@@ -135,7 +151,10 @@ def against_peers(problem: Problem, bars: dict[str, float], rounds: int) -> Iter
         return
     v, V = torch.randn(size), torch.randn(size, MANY)
     H, G = operator(problem), gauss_newton(problem)
-    theirs = {kind: curvlinops(peer, problem, kind) for kind in ("HessianLinearOperator", "GGNLinearOperator")}
+    theirs = {
+        kind: curvlinops(peer, problem, kind)
+        for kind in ("HessianLinearOperator", "GGNLinearOperator")
+    }
     check(H @ v, theirs["HessianLinearOperator"] @ v)
     check(G @ v, theirs["GGNLinearOperator"] @ v)
     contenders: dict[str, Callable[[], object]] = {
@@ -160,14 +179,29 @@ def against_peers(problem: Problem, bars: dict[str, float], rounds: int) -> Iter
     if other is not None:
         contenders["product, eigenthings"] = lambda: other.matvec(v)
     times = race(contenders, rounds=rounds)
-    labels = {"product": "H @ v", "many": f"H @ V, K = {MANY}", "ggn": "G @ v", "ggn many": f"G @ V, K = {MANY}"}
-    labels |= {key: f"{key}, {VECTORS} vectors" for key in ("trace", "diagonal")}
+    labels = {
+        "product": "H @ v",
+        "many": f"H @ V, K = {MANY}",
+        "ggn": "G @ v",
+        "ggn many": f"G @ V, K = {MANY}",
+        "trace": f"trace, {VECTORS} vectors",
+        "diagonal": f"diagonal, {VECTORS} vectors",
+    }
     for key, label in labels.items():
-        yield compared(f"{label} / curvlinops", f"{problem.name}, D = {size}", times, key, "curvlinops", bars.get(key))
+        yield compared(
+            f"{label} / curvlinops",
+            f"{problem.name}, D = {size}",
+            times,
+            key,
+            "curvlinops",
+            bars.get(key),
+        )
     if other is None:
         yield Row("H @ v / hessian-eigenthings", problem.name, f"{EIGENTHINGS} is not installed")
     else:
-        yield compared("H @ v / hessian-eigenthings", problem.name, times, "product", "eigenthings", None)
+        yield compared(
+            "H @ v / hessian-eigenthings", problem.name, times, "product", "eigenthings", None
+        )
 
 
 def compared(subject: str, case: str, times: Times, key: str, peer: str, bar: float | None) -> Row:
@@ -182,7 +216,9 @@ def compared(subject: str, case: str, times: Times, key: str, peer: str, bar: fl
 def curvlinops(peer: Any, problem: Problem, kind: str) -> Any:
     data = [(problem.inputs, problem.targets)]
     parameters = list(problem.model.parameters())
-    return getattr(peer, kind)(problem.model, nn.CrossEntropyLoss(), parameters, data, check_deterministic=False)
+    return getattr(peer, kind)(
+        problem.model, nn.CrossEntropyLoss(), parameters, data, check_deterministic=False
+    )
 
 
 def eigenthings(problem: Problem) -> Any:
@@ -199,7 +235,7 @@ def check(ours: Tensor, theirs: Any) -> None:
     assert float((ours - torch.as_tensor(theirs)).norm()) <= 1e-3 * float(ours.norm())
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def memory(problem: Problem, many: int = 64) -> Iterator[Row]:
@@ -215,7 +251,8 @@ def memory(problem: Problem, many: int = 64) -> Iterator[Row]:
     theirs = curvlinops(peer, problem, "HessianLinearOperator")
     other = peak(lambda: theirs @ V)
     measured = (
-        f"{ours / other:.2f}; {ours / 2**20:.0f} MiB, {other / 2**20:.0f} MiB (the result is {V.nbytes / 2**20:.0f})"
+        f"{ours / other:.2f}; {ours / 2**20:.0f} MiB, {other / 2**20:.0f} MiB (the result is "
+        f"{V.nbytes / 2**20:.0f})"
     )
     yield Row("peak memory / curvlinops", case, measured, "0.33", ours / other <= 1 / 3)
 
@@ -229,7 +266,7 @@ def peak(call: Callable[[], object]) -> int:
     return live.peak
 
 
-# --- eigenpairs -------------------------------------------------------------------------------------------------------
+# --- eigenpairs -----------------------------------------------------------------------------------
 
 
 def eigenpairs(problem: Problem, rounds: int, k: int = 5) -> Iterator[Row]:
@@ -255,8 +292,9 @@ def eigenpairs(problem: Problem, rounds: int, k: int = 5) -> Iterator[Row]:
     ratio = [a / b for a, b in zip(rounds_of["ours"], rounds_of["theirs"], strict=True)]
     measured = (
         f"{spread(ratio)}; {statistics.median(rounds_of['ours']) * 1e3:.0f} ms, "
-        f"{statistics.median(rounds_of['theirs']) * 1e3:.0f} ms; residuals {float(found.residual.max()):.1e}, "
-        f"{float(residual):.1e}; {found.products} products"
+        f"{statistics.median(rounds_of['theirs']) * 1e3:.0f} ms; "
+        f"residuals {float(found.residual.max()):.1e}, {float(residual):.1e}; "
+        f"{found.products} products"
     )
     met = statistics.median(ratio) <= 0.5 and bool(found.residual.max() <= residual)
     yield Row("top eigenpairs / curvlinops and SciPy", case, measured, "0.5", met)

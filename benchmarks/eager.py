@@ -1,7 +1,8 @@
-"""Small calls in a process that has made an optimizer, as every training loop has: what the interpreter costs.
+"""Small calls in a process that has made an optimizer, as every training loop has: what the
+interpreter costs.
 
-An optimizer loads Dynamo and DTensor, after which each call has more to switch and to ask. Beside each function stands
-the same by hand, or the fastest of PyTorch's own.
+An optimizer loads Dynamo and DTensor, after which each call has more to switch and to ask. Beside
+each function stands the same by hand, or the fastest of PyTorch's own.
 """
 
 import json
@@ -36,7 +37,9 @@ def rows(quick: bool) -> Iterator[Row]:
     printed = None if quick else under_valgrind(__name__)
     counts = json.loads(printed) if printed else {}
     for name, case in cases().items():
-        times = race({"ours": case.ours, "by hand": case.by_hand}, rounds=9 if quick else 300, least=5e-4)
+        times = race(
+            {"ours": case.ours, "by hand": case.by_hand}, rounds=9 if quick else 300, least=5e-4
+        )
         found = quick_ratio(times, "ours", "by hand")
         ours, theirs = (min(times[who]) * 1e6 for who in ("ours", "by hand"))
         measured = f"{found:.2f}; {ours:.0f} and {theirs:.0f} us"
@@ -99,7 +102,9 @@ def first_derivatives() -> dict[str, Case]:
 
     return {
         "grad, 10 variables": Case(lambda: hodiff.grad(tiny, x), gradient, 2.0),
-        "value_and_grad, 10 variables": Case(lambda: hodiff.value_and_grad(tiny, x), value_and_gradient, 2.0),
+        "value_and_grad, 10 variables": Case(
+            lambda: hodiff.value_and_grad(tiny, x), value_and_gradient, 2.0
+        ),
         "vjp, sin of 10": Case(lambda: hodiff.vjp(torch.sin, x, u), pulled),
         "jvp, sin of 10": Case(lambda: hodiff.jvp(torch.sin, x, v), pushed),
     }
@@ -115,9 +120,15 @@ def second_derivatives() -> dict[str, Case]:
 
     def dense(n: int) -> Case:
         y = torch.randn(n)
-        return Case(lambda: hodiff.hessian(tiny, y), lambda: functional.hessian(tiny, y, vectorize=True), 1.0)
+        return Case(
+            lambda: hodiff.hessian(tiny, y),
+            lambda: functional.hessian(tiny, y, vectorize=True),
+            1.0,
+        )
 
-    found = {f"hessian, {n} variables / functional.hessian(vectorize)": dense(n) for n in (3, 10, 50)}
+    found = {
+        f"hessian, {n} variables / functional.hessian(vectorize)": dense(n) for n in (3, 10, 50)
+    }
     return {"hvp, 10 variables": Case(lambda: hodiff.hvp(tiny, x, v), product, 1.7), **found}
 
 
@@ -131,7 +142,9 @@ def of_modules() -> dict[str, Case]:
         return model(inputs).square().mean()
 
     def product() -> object:
-        return torch.autograd.grad(torch.autograd.grad(loss(model), leaves, create_graph=True), leaves, vectors)
+        return torch.autograd.grad(
+            torch.autograd.grad(loss(model), leaves, create_graph=True), leaves, vectors
+        )
 
     H = hodiff.HessianOperator(loss, model)
     kept = torch.autograd.grad(loss(model), leaves, create_graph=True)
@@ -173,7 +186,9 @@ def laplacians() -> dict[str, Case]:
         x = points.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
         parts = [
-            torch.autograd.grad(gradient[:, i].sum(), x, create_graph=train, retain_graph=True)[0][:, i]
+            torch.autograd.grad(gradient[:, i].sum(), x, create_graph=train, retain_graph=True)[0][
+                :, i
+            ]
             for i in range(2)
         ]
         return parts[0] + parts[1]
@@ -217,7 +232,9 @@ def through_steps() -> dict[str, Case]:
 
     return {
         "unroll of one step, and backward": Case(unrolled, by_hand, 1.4),
-        "argmin, ridge 40 x 10, and backward": Case(attached, lambda: by_conjugate_gradients(small), 1.6),
+        "argmin, ridge 40 x 10, and backward": Case(
+            attached, lambda: by_conjugate_gradients(small), 1.6
+        ),
     }
 
 
@@ -251,7 +268,9 @@ def several_gradients() -> dict[str, Case]:
 
     mapped = vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
     batch = inputs, labels
-    samples = Case(lambda: hodiff.per_sample_grad(losses, model, batch), lambda: mapped(detached, *batch), 1.4)
+    samples = Case(
+        lambda: hodiff.per_sample_grad(losses, model, batch), lambda: mapped(detached, *batch), 1.4
+    )
 
     def heads(count: int) -> list[Tensor]:
         out = model(inputs)
@@ -261,7 +280,10 @@ def several_gradients() -> dict[str, Case]:
         def by_hand() -> object:
             found = heads(count)
             kept = [True] * count if not release else [True] * (count - 1) + [False]
-            return [torch.autograd.grad(one, leaves, retain_graph=keep) for one, keep in zip(found, kept, strict=True)]
+            return [
+                torch.autograd.grad(one, leaves, retain_graph=keep)
+                for one, keep in zip(found, kept, strict=True)
+            ]
 
         return Case(lambda: hodiff.multi_grad(heads(count), model, release=release), by_hand)
 
@@ -271,7 +293,9 @@ def several_gradients() -> dict[str, Case]:
 
 
 def eigenvalues() -> dict[str, Case]:
-    """By SciPy, with products by the same operator: it looks for no multiple eigenvalues, and tells no residuals."""
+    """By SciPy, with products by the same operator: it looks for no multiple eigenvalues,
+    and tells no residuals.
+    """
     from scipy.sparse.linalg import eigsh
 
     model, inputs = network(10, 32, 32, 1), torch.randn(64, 10)
@@ -292,4 +316,11 @@ def eigenvalues() -> dict[str, Case]:
 
 if __name__ == "__main__":  # as `rows` runs it
     _as_in_training()
-    print(json.dumps({name: [instructions(case.ours), instructions(case.by_hand)] for name, case in cases().items()}))
+    print(
+        json.dumps(
+            {
+                name: [instructions(case.ours), instructions(case.by_hand)]
+                for name, case in cases().items()
+            }
+        )
+    )

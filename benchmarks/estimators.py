@@ -1,6 +1,7 @@
 """Densities, traces, diagonals and log-determinants, against PyHessian, matfree and curvlinops.
 
-PyHessian and matfree are given the very same matrix and random vectors, so that values are to agree; a density of a
+PyHessian and matfree are given the very same matrix and random vectors, so that values are to
+agree; a density of a
 larger network is then timed. The peers are optional: `pip install pyhessian matfree jax`.
 """
 
@@ -72,7 +73,7 @@ def off(ours: Any, theirs: Any) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-# --- the same matrix and vectors --------------------------------------------------------------------------------------
+# --- the same matrix and vectors ------------------------------------------------------------------
 
 
 def signs(leaves: list[Tensor], number: int) -> list[list[Tensor]]:
@@ -92,21 +93,35 @@ def same_as_pyhessian(pyhessian: Any, problem: Problem) -> Iterator[Row]:
     leaves = [p.detach() for p in problem.model.parameters()]
     H = hodiff.HessianOperator(problem.loss, problem.model)
     largest = float(torch.linalg.eigvalsh(H.dense())[-1])
-    peer = pyhessian.hessian(problem.model, F.cross_entropy, data=(problem.inputs, problem.targets), cuda=False)
+    peer = pyhessian.hessian(
+        problem.model, F.cross_entropy, data=(problem.inputs, problem.targets), cuda=False
+    )
     problem.model.zero_grad()
     for steps in (10, 40):
         torch.manual_seed(1)
         with mock.patch.object(torch, "eig", modern_eig, create=True):
             nodes, weights = (torch.tensor(x) for x in peer.density(iter=steps, n_v=4))
         torch.manual_seed(1)
-        flat = torch.stack([torch.cat([v.reshape(-1) for v in vector]) for vector in signs(leaves, 4)], 1)
+        flat = torch.stack(
+            [torch.cat([v.reshape(-1) for v in vector]) for vector in signs(leaves, 4)], 1
+        )
         found = hodiff.spectral_density(H, vectors=flat, steps=steps)
-        means = [float((w * x.abs().sqrt()).sum(1).mean()) for x, w in ((found.nodes, found.weights), (nodes, weights))]
-        measured = f"nodes {off(found.nodes, nodes):.0e}, mean of a root {abs(means[0] / means[1] - 1):.0e}"
+        means = [
+            float((w * x.abs().sqrt()).sum(1).mean())
+            for x, w in ((found.nodes, found.weights), (nodes, weights))
+        ]
+        measured = (
+            f"nodes {off(found.nodes, nodes):.0e}, "
+            f"mean of a root {abs(means[0] / means[1] - 1):.0e}"
+        )
         ends = [abs(float(x.max()) / largest - 1) for x in (found.nodes, nodes)]
         case = f"{problem.name}, 4 vectors of {steps} steps"
         yield Row("relative difference from PyHessian's density", case, measured)
-        yield Row("its largest eigenvalue, relative error: ours, theirs", case, f"{ends[0]:.0e}, {ends[1]:.0e}")
+        yield Row(
+            "its largest eigenvalue, relative error: ours, theirs",
+            case,
+            f"{ends[0]:.0e}, {ends[1]:.0e}",
+        )
 
 
 def same_as_matfree(problem: Problem) -> Iterator[Row]:
@@ -120,7 +135,9 @@ def same_as_matfree(problem: Problem) -> Iterator[Row]:
         data=[(problem.inputs, problem.targets)],
     )
     matrix = G.dense()
-    A = hodiff.MatrixOperator((matrix + matrix.T) / 2 + 0.01 * torch.eye(len(matrix), dtype=matrix.dtype))
+    A = hodiff.MatrixOperator(
+        (matrix + matrix.T) / 2 + 0.01 * torch.eye(len(matrix), dtype=matrix.dtype)
+    )
     theirs = jax.numpy.asarray(A.dense().numpy())
     product = lambda v: theirs @ v  # noqa: E731
     draws = torch.Generator().manual_seed(0)
@@ -145,16 +162,19 @@ def same_as_matfree(problem: Problem) -> Iterator[Row]:
         }
     for name, (ours, (value_of, error), exact) in pairs.items():
         measured = (
-            f"{abs(float(ours.value) / float(value_of) - 1):.0e}; true error {float(ours.value) - exact:+.2g}, "
+            f"{abs(float(ours.value) / float(value_of) - 1):.0e}; "
+            f"true error {float(ours.value) - exact:+.2g}, "
             f"ours ± {float(ours.stderr):.2g}, theirs ± {float(error):.2g}"
         )
-        yield Row(f"relative difference from matfree's {name}", f"{problem.name}, 20 vectors", measured)
+        yield Row(
+            f"relative difference from matfree's {name}", f"{problem.name}, 20 vectors", measured
+        )
 
 
 MATFREE = ("matfree.decomp", "matfree.funm", "matfree.stochtrace")
 
 
-# --- times ------------------------------------------------------------------------------------------------------------
+# --- times ----------------------------------------------------------------------------------------
 
 
 def times(problem: Problem, rounds: int) -> Iterator[Row]:
@@ -171,7 +191,9 @@ def times(problem: Problem, rounds: int) -> Iterator[Row]:
     if (peer := module("curvlinops")) is not None:
         theirs, v = curvlinops(peer, problem, "HessianLinearOperator"), torch.randn(size)
         # their products alone, a tenth of them: a Lanczos process comes on top
-        contenders["500 products of curvlinops"] = lambda: [theirs @ v for _ in range(VECTORS * STEPS // 10)]
+        contenders["500 products of curvlinops"] = lambda: [
+            theirs @ v for _ in range(VECTORS * STEPS // 10)
+        ]
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, call in contenders.items():
@@ -183,11 +205,19 @@ def times(problem: Problem, rounds: int) -> Iterator[Row]:
             ratio = [a / b for a, b in zip(found["ours"], found[name], strict=True)]
             seconds = [f"{statistics.median(found[key]):.2f} s" for key in ("ours", name)]
             measured = f"{spread(ratio)}; {', '.join(seconds)}"
-            yield Row(f"spectral_density / {name}", case, measured, "0.35", statistics.median(ratio) <= 0.35)
+            yield Row(
+                f"spectral_density / {name}",
+                case,
+                measured,
+                "0.35",
+                statistics.median(ratio) <= 0.35,
+            )
 
 
 def density(pyhessian: Any, problem: Problem) -> None:
     with mock.patch.object(torch, "eig", modern_eig, create=True):
-        peer = pyhessian.hessian(problem.model, F.cross_entropy, data=(problem.inputs, problem.targets), cuda=False)
+        peer = pyhessian.hessian(
+            problem.model, F.cross_entropy, data=(problem.inputs, problem.targets), cuda=False
+        )
         problem.model.zero_grad()
         peer.density(iter=STEPS, n_v=VECTORS)

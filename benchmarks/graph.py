@@ -1,4 +1,6 @@
-"""What explaining costs: `watch` beside anomaly mode, `inspect` per node; and the memory of `multi_grad`."""
+"""What explaining costs: `watch` beside anomaly mode, `inspect` per node;
+and the memory of `multi_grad`.
+"""
 
 import gc
 import statistics
@@ -23,7 +25,10 @@ EXPLAINED = 2.0
 def rows(quick: bool) -> Iterator[Row]:
     torch.manual_seed(0)
     rounds = 5 if quick else 21
-    for name, step in {"MLP 8 x 256, batch 128, SGD": mlp(), "transformer, 4 layers, Adam": transformer()}.items():
+    for name, step in {
+        "MLP 8 x 256, batch 128, SGD": mlp(),
+        "transformer, 4 layers, Adam": transformer(),
+    }.items():
         yield from watching(name, step, rounds)
     yield from inspecting(rounds)
     yield from explaining()
@@ -74,7 +79,13 @@ def watching(name: str, step: Callable[[], None], rounds: int) -> Iterator[Row]:
         least=5e-2,
     )
     found = ratios(times, "watch", "plain")
-    yield Row("training under watch / plain", name, spread(found), f"{WATCH}", statistics.median(found) <= WATCH)
+    yield Row(
+        "training under watch / plain",
+        name,
+        spread(found),
+        f"{WATCH}",
+        statistics.median(found) <= WATCH,
+    )
     yield Row("training in anomaly mode / plain", name, spread(ratios(times, "anomaly", "plain")))
 
 
@@ -89,22 +100,34 @@ def chain(length: int) -> Tensor:
 def inspecting(rounds: int) -> Iterator[Row]:
     for length in (1000, 4000, 16000):
         loss = chain(length)
-        for name, call in {"inspect": hodiff.graph.inspect, "predict": hodiff.graph.predict}.items():
+        for name, call in {
+            "inspect": hodiff.graph.inspect,
+            "predict": hodiff.graph.predict,
+        }.items():
             samples = []
             for _ in range(max(3, rounds // 3)):
                 gc.collect()
                 gc.disable()
-                start = time.thread_time()  # as everywhere here: what other processes take does not count
+                # as everywhere here: what other processes take does not count
+                start = time.thread_time()
                 call(loss)
                 samples.append((time.thread_time() - start) / (length + 2))
                 gc.enable()
             median = statistics.median(samples)
             shown = f"{spread([sample * 1e6 for sample in samples], 1)} us"
-            yield Row(f"{name}, per node", f"{length + 2} nodes", shown, f"{PER_NODE * 1e6:.0f} us", median <= PER_NODE)
+            yield Row(
+                f"{name}, per node",
+                f"{length + 2} nodes",
+                shown,
+                f"{PER_NODE * 1e6:.0f} us",
+                median <= PER_NODE,
+            )
 
 
 def explaining() -> Iterator[Row]:
-    """A pass over an old graph; of many chains, as PyTorch cannot take down one so deep once it was looked at."""
+    """A pass over an old graph; of many chains,
+    as PyTorch cannot take down one so deep once it was looked at.
+    """
     for chains, length in ((10, 1000), (20, 5000)):
         x = torch.randn(8, requires_grad=True)
         with hodiff.graph.watch():
@@ -115,12 +138,20 @@ def explaining() -> Iterator[Row]:
             with pytest.raises(RuntimeError, match="backward through the graph a second time"):
                 loss.backward()
             seconds = time.thread_time() - start
-        yield Row("explaining a failure", f"{chains * length} nodes", f"{seconds:.2f} s", "2 s", seconds <= EXPLAINED)
+        yield Row(
+            "explaining a failure",
+            f"{chains * length} nodes",
+            f"{seconds:.2f} s",
+            "2 s",
+            seconds <= EXPLAINED,
+        )
 
 
 def heads(k: int = 6, width: int = 512, batch: int = 4096) -> Iterator[Row]:
     trunk = nn.Sequential(*[nn.Linear(width, width) for _ in range(2)])
-    each = nn.ModuleList([nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]) for _ in range(k)])
+    each = nn.ModuleList(
+        [nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]) for _ in range(k)]
+    )
     model = nn.ModuleDict({"trunk": trunk, "heads": each})
     parameters = list(model.parameters())
     x = torch.randn(batch, width)
@@ -131,7 +162,10 @@ def heads(k: int = 6, width: int = 512, batch: int = 4096) -> Iterator[Row]:
 
     def retained() -> object:
         found = losses()
-        rows = [torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in found]
+        rows = [
+            torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            for loss in found
+        ]
         return rows, found
 
     def ours(release: bool) -> Callable[[], object]:
@@ -160,5 +194,6 @@ def heads(k: int = 6, width: int = 512, batch: int = 4096) -> Iterator[Row]:
         yield Row(
             "bytes of six heads' own gradients",
             f"{name}; batch {batch}, width {width}",
-            f"peak {live.peak / 2**20:.0f} MiB, left with losses and results alive {left / 2**20:.0f}",
+            f"peak {live.peak / 2**20:.0f} MiB, left with losses and results alive "
+            f"{left / 2**20:.0f}",
         )

@@ -31,7 +31,9 @@ def rows(quick: bool) -> Iterator[Row]:
             ours, theirs = (statistics.median(times[key]) * 1e3 for key in ("hodiff", fastest))
             measured = f"{spread(found)}; {ours:.2f} ms, {fastest} {theirs:.2f}"
             met = statistics.median(found) <= 1
-            yield Row("hessian / fastest stock route", f"{name}, n = {n}", measured, "1", met, times)
+            yield Row(
+                "hessian / fastest stock route", f"{name}, n = {n}", measured, "1", met, times
+            )
 
 
 def contenders(f: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Callable[[], object]]:

@@ -23,7 +23,8 @@ BY_HAND = ["by hand, grad_outputs", "by hand, inner product"]
 
 def rows(quick: bool) -> Iterator[Row]:
     rounds = 5 if quick else 15
-    with sdpa_kernel(SDPBackend.MATH):  # which hodiff chooses by itself; without it the others raise
+    # which hodiff chooses by itself; without it the others raise
+    with sdpa_kernel(SDPBackend.MATH):
         for problem in networks():
             times = race(module_contenders(problem), rounds=rounds)
             yield against_hand("x = module", problem, times, problem.entries())
@@ -37,29 +38,46 @@ def rows(quick: bool) -> Iterator[Row]:
 def against_hand(kind: str, problem: Problem, times: Times, entries: int) -> Row:
     reference = best(times, BY_HAND)
     allowance = PER_ENTRY * entries
-    corrected = [(ours - allowance) / theirs for ours, theirs in zip(times["hodiff"], times[reference], strict=True)]
+    corrected = [
+        (ours - allowance) / theirs
+        for ours, theirs in zip(times["hodiff"], times[reference], strict=True)
+    ]
     base = statistics.median(times[reference])
     raw = statistics.median(ratios(times, "hodiff", reference))
     gradients = statistics.median(times["gradient"])
     measured = (
-        f"{spread(corrected)} without {allowance * 1e6:.0f} us for {entries} entries; {raw:.2f} with; "
-        f"{statistics.median(times['hodiff']) * 1e3:.2f} ms, by hand {base * 1e3:.2f}, gradient {gradients * 1e3:.2f}"
+        f"{spread(corrected)} without {allowance * 1e6:.0f} us for {entries} entries; "
+        f"{raw:.2f} with; {statistics.median(times['hodiff']) * 1e3:.2f} ms, "
+        f"by hand {base * 1e3:.2f}, gradient {gradients * 1e3:.2f}"
     )
     return Row(
-        f"hvp / best by hand, {kind}", problem.name, measured, f"{RATIO}", statistics.median(corrected) <= RATIO, times
+        f"hvp / best by hand, {kind}",
+        problem.name,
+        measured,
+        f"{RATIO}",
+        statistics.median(corrected) <= RATIO,
+        times,
     )
 
 
 def against_torch_func(problem: Problem, times: Times) -> Row:
     found = ratios(times, "hodiff", "jvp(grad)")
     met = statistics.median(found) <= AGAINST_TORCH_FUNC
-    return Row("hvp / torch.func jvp(grad)", problem.name, spread(found), f"{AGAINST_TORCH_FUNC}", met)
+    return Row(
+        "hvp / torch.func jvp(grad)", problem.name, spread(found), f"{AGAINST_TORCH_FUNC}", met
+    )
 
 
 def against_hand_tiny(times: Times) -> Row:
     found = [difference * 1e6 for difference in differences(times, "hodiff", best(times, BY_HAND))]
     met = statistics.median(found) <= TINY * 1e6
-    return Row("hvp - best by hand", "10-variable tanh", f"{spread(found, 0)} us", f"{TINY * 1e6:.0f} us", met)
+    return Row(
+        "hvp - best by hand",
+        "10-variable tanh",
+        f"{spread(found, 0)} us",
+        f"{TINY * 1e6:.0f} us",
+        met,
+    )
 
 
 def module_contenders(problem: Problem) -> dict[str, Callable[[], object]]:
@@ -108,7 +126,9 @@ def by_hand(
 
     def with_inner_product() -> object:
         first = torch.autograd.grad(value(), leaves, create_graph=True)
-        return torch.autograd.grad(sum((a * b).sum() for a, b in zip(first, vectors, strict=True)), leaves)
+        return torch.autograd.grad(
+            sum((a * b).sum() for a, b in zip(first, vectors, strict=True)), leaves
+        )
 
     return {
         BY_HAND[0]: with_grad_outputs,

@@ -22,7 +22,11 @@ def rows(quick: bool) -> Iterator[Row]:
         "sin(A x), 10,000 x 6": (lambda x: torch.sin(tall @ x), torch.randn(6), 0),
         "sin(A x), 2,000 x 50": (lambda x: torch.sin(wide @ x), torch.randn(50), 0),
         f"bundle adjustment, 2,000 x {len(cameras)}": (residuals, cameras, 0),
-        "Linear(6, 1,000) of 32 samples": (nn.Linear(6, 1_000).requires_grad_(False), torch.randn(32, 6), 1),
+        "Linear(6, 1,000) of 32 samples": (
+            nn.Linear(6, 1_000).requires_grad_(False),
+            torch.randn(32, 6),
+            1,
+        ),
     }
     for name, (f, x, batch_ndim) in problems.items():
         forward = torch.func.jacfwd(f)
@@ -36,4 +40,11 @@ def rows(quick: bool) -> Iterator[Row]:
         found = ratios(times, "hodiff", "jacfwd")
         ours, theirs = (statistics.median(times[key]) * 1e3 for key in ("hodiff", "jacfwd"))
         measured = f"{spread(found)}; {ours:.2f} ms, jacfwd {theirs:.2f}"
-        yield Row("jacobian / torch.func.jacfwd", name, measured, f"{BAR}", statistics.median(found) <= BAR, times)
+        yield Row(
+            "jacobian / torch.func.jacfwd",
+            name,
+            measured,
+            f"{BAR}",
+            statistics.median(found) <= BAR,
+            times,
+        )

@@ -1,7 +1,9 @@
-"""A decoder of ten million parameters at 1,024 tokens: products and eigenvalues, their times and their peaks.
+"""A decoder of ten million parameters at 1,024 tokens: products and eigenvalues, their times and
+their peaks.
 
-Beside curvlinops and hessian-eigenthings, which are optional (see `benchmarks.curvature`). PyTorch's fused attention
-has no second derivative, and they raise, so they are given its matrix products, as their users are told to.
+Beside curvlinops and hessian-eigenthings, which are optional (see `benchmarks.curvature`).
+PyTorch's fused attention has no second derivative, and they raise, so they are given its matrix
+products, as their users are told to.
 """
 
 import time
@@ -39,7 +41,12 @@ def decoder(quick: bool) -> Problem:
     layers, width, words, tokens = (2, 64, 50, 128) if quick else (8, 320, 1000, 1024)
     model = LanguageModel(layers, words, width, tokens, sequences=1)
     size = sum(p.numel() for p in model.parameters())
-    return Problem(f"decoder, {size / 1e6:.1f} M parameters, {tokens} tokens", model, model.tokens, model.targets[0])
+    return Problem(
+        f"decoder, {size / 1e6:.1f} M parameters, {tokens} tokens",
+        model,
+        model.tokens,
+        model.targets[0],
+    )
 
 
 def rows(quick: bool) -> Iterator[Row]:
@@ -76,7 +83,9 @@ def functions(problem: Problem) -> Iterator[Row]:
 def products(problem: Problem, kind: str, names: list[str]) -> Iterator[Row]:
     """An operator made, and multiplied once."""
     v = torch.randn(sum(p.numel() for p in problem.model.parameters()))
-    plain, lean = (lambda options=options: ours(problem, kind, **options) @ v for options in ({}, BLOCKS))
+    plain, lean = (
+        lambda options=options: ours(problem, kind, **options) @ v for options in ({}, BLOCKS)
+    )
     expected = plain()
     check(expected, lean())
     smallest = peak(lean)
@@ -94,12 +103,15 @@ def products(problem: Problem, kind: str, names: list[str]) -> Iterator[Row]:
 
 
 def eigenvalues(problem: Problem, names: list[str]) -> Iterator[Row]:
-    """The three largest of the Gauss-Newton matrix; a peak is of PyTorch's tensors, without SciPy's arrays."""
+    """The three largest of the Gauss-Newton matrix; a peak is of PyTorch's tensors,
+    without SciPy's arrays.
+    """
     routes: dict[str, Callable[[], str]] = {
         "hodiff": partial(of_hodiff, problem),
         "hodiff, checkpoint=, basis=10": partial(of_hodiff, problem, basis=10, **BLOCKS),
     }
-    if "curvlinops" in names:  # a search by hessian-eigenthings took more than 18 GiB, and was ended
+    # a search by hessian-eigenthings took more than 18 GiB, and was ended
+    if "curvlinops" in names:
         routes["curvlinops, attention by matrix products"] = partial(of_curvlinops, problem)
     for name, call in routes.items():
         start = time.thread_time()
@@ -111,8 +123,12 @@ def eigenvalues(problem: Problem, names: list[str]) -> Iterator[Row]:
 
 def of_hodiff(problem: Problem, basis: int | None = None, **options: Any) -> str:
     torch.manual_seed(0)
-    found = hodiff.eigsh(ours(problem, "Gauss-Newton", **options), EIGENVALUES, rtol=TOLERANCE, basis=basis)
-    return told(found.value.tolist(), f"{found.products} products, converged: {bool(found.converged)}")
+    found = hodiff.eigsh(
+        ours(problem, "Gauss-Newton", **options), EIGENVALUES, rtol=TOLERANCE, basis=basis
+    )
+    return told(
+        found.value.tolist(), f"{found.products} products, converged: {bool(found.converged)}"
+    )
 
 
 def of_curvlinops(problem: Problem) -> str:
@@ -120,7 +136,9 @@ def of_curvlinops(problem: Problem) -> str:
 
     operator = theirs(problem, "curvlinops", "Gauss-Newton").to_scipy()
     with matrix_products():
-        values = eigsh(operator, k=EIGENVALUES, which="LA", tol=TOLERANCE, return_eigenvectors=False)
+        values = eigsh(
+            operator, k=EIGENVALUES, which="LA", tol=TOLERANCE, return_eigenvectors=False
+        )
     return told(values.tolist(), "converged: True")
 
 
@@ -133,7 +151,11 @@ def ours(problem: Problem, kind: str, **options: Any) -> Any:
         return hodiff.HessianOperator(problem.loss, problem.model, **options)
     data = [(problem.inputs, problem.targets)]
     return hodiff.GaussNewtonOperator(
-        lambda model, batch: model(batch[0]), nn.CrossEntropyLoss(), problem.model, data=data, **options
+        lambda model, batch: model(batch[0]),
+        nn.CrossEntropyLoss(),
+        problem.model,
+        data=data,
+        **options,
     )
 
 
@@ -145,7 +167,9 @@ def theirs(problem: Problem, name: str, kind: str) -> Any:
         return eigenthings(problem)
     peer, loss = module("hessian_eigenthings"), nn.CrossEntropyLoss()
     data = [(problem.inputs, problem.targets)]
-    return peer.GGNOperator(problem.model, data, peer.supervised_forward, peer.supervised_loss_of_output(loss))
+    return peer.GGNOperator(
+        problem.model, data, peer.supervised_forward, peer.supervised_loss_of_output(loss)
+    )
 
 
 def multiply(operator: Any, v: Tensor) -> Any:

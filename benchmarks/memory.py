@@ -32,7 +32,10 @@ class Bytes(NamedTuple):
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """Peak bytes by chunk_size. A line through two sizes tells what a row takes; the others must lie on it."""
+    """Peak bytes by chunk_size.
+
+    A line through two sizes tells what a row takes; the others must lie on it.
+    """
     torch.manual_seed(0)
     for name, f in {"log-sum-exp": dense(SIZE), "MLP of its input": network_of_input(SIZE)}.items():
         case = f"{name}, n = {SIZE}"
@@ -44,10 +47,15 @@ def rows(quick: bool) -> Iterator[Row]:
             found = count(hodiff_route(f, x, chunk))
             allowed = fixed + (CHUNK_BYTES if chunk == "auto" else chunk * row)
             of = mib(CHUNK_BYTES) if chunk == "auto" else f"{chunk} rows of {row / 2**10:.1f} KiB"
-            measured = f"{mib(found.peak)}, of it {mib(found.result)} the result; {found.after} B left beside it"
+            measured = (
+                f"{mib(found.peak)}, of it {mib(found.result)} the result; "
+                f"{found.after} B left beside it"
+            )
             met = found.peak <= 1.05 * allowed and not found.after
             subject = f"peak memory of hessian, chunk_size={chunk}"
-            yield Row(subject, case, measured, f"{mib(fixed)} + {of} = {mib(allowed)}; 0 B left", met)
+            yield Row(
+                subject, case, measured, f"{mib(fixed)} + {of} = {mib(allowed)}; 0 B left", met
+            )
         for route, call in {
             "torch.func.hessian": lambda f=f, x=x: torch.func.hessian(f)(x),
             "jacrev(jacrev)": lambda f=f, x=x: torch.func.jacrev(torch.func.jacrev(f))(x),
@@ -62,7 +70,9 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 def of_attention(quick: bool) -> Iterator[Row]:
-    """A Hessian-vector product by the weights of one layer, beside matrix products; the medians of runs in turn."""
+    """A Hessian-vector product by the weights of one layer, beside matrix products;
+    the medians of runs in turn.
+    """
     torch.manual_seed(0)
     bounds = {(1024, False): 1.0, (2048, False): 0.75, (2048, True): 0.5}
     for (tokens, causal), bound in bounds.items():
@@ -72,7 +82,13 @@ def of_attention(quick: bool) -> Iterator[Row]:
         ours, plain = medians(routes, 3 if quick else 7).values()
         case = f"{tokens} tokens, 4 heads of 64{', causal' if causal else ''}"
         measured = f"{ours / plain:.2f} of matrix products ({ours * 1e3:.0f} ms)"
-        yield Row("time of hvp through attention", case, measured, f"at most {bound}", ours <= bound * plain)
+        yield Row(
+            "time of hvp through attention",
+            case,
+            measured,
+            f"at most {bound}",
+            ours <= bound * plain,
+        )
         peaks = [peak(call) for call in routes.values()]
         measured = f"{mib(peaks[0])}, matrix products {mib(peaks[1])}: {peaks[0] / peaks[1]:.3f}"
         share = 0.08 if tokens == 2048 else 0.2
@@ -81,21 +97,31 @@ def of_attention(quick: bool) -> Iterator[Row]:
 
 
 def of_long_attention() -> Iterator[Row]:
-    """The same by closed form alone, where matrix products do not fit: its peak grows as the tokens do."""
+    """The same by closed form alone, where matrix products do not fit:
+    its peak grows as the tokens do.
+    """
     torch.manual_seed(0)
     layer = Attending(causal=True)
     v = {name: torch.randn_like(p) for name, p in layer.named_parameters()}
     least = 0
     for tokens in (2048, 4096, 8192):
         x = torch.randn(1, tokens, 256)
-        of_one = seconds(lambda x=x: torch.autograd.grad(layer(x).sin().sum(), [*layer.parameters()]))
+        of_one = seconds(
+            lambda x=x: torch.autograd.grad(layer(x).sin().sum(), [*layer.parameters()])
+        )
         of_ours = seconds(partial(product, layer, x, v, LEAST))
         taken = peak(partial(product, layer, x, v, LEAST))
         least = least or taken
         growth, most = taken / least, 1.05 * tokens / 2048
         measured = f"{mib(taken)}, {growth:.2f} times; {of_ours / of_one:.1f} gradients"
         case = f"{tokens} tokens, 4 heads of 64, causal"
-        yield Row("peak memory of hvp through attention", case, measured, f"at most {most:.2f} times", growth <= most)
+        yield Row(
+            "peak memory of hvp through attention",
+            case,
+            measured,
+            f"at most {most:.2f} times",
+            growth <= most,
+        )
 
 
 def of_training(quick: bool) -> Iterator[Row]:
@@ -109,7 +135,10 @@ def of_training(quick: bool) -> Iterator[Row]:
 
     for tokens in (64, 1024, 2048):
         x = torch.randn(1, tokens, 256)
-        calls = {"inside": partial(step, x, hodiff.twice_differentiable), "outside": partial(step, x, nullcontext)}
+        calls = {
+            "inside": partial(step, x, hodiff.twice_differentiable),
+            "outside": partial(step, x, nullcontext),
+        }
         times = race(calls, rounds=5 if quick else 41, least=2e-2)
         inside, outside = (statistics.median(times[name]) for name in calls)
         share = statistics.median(ratios(times, "inside", "outside"))
@@ -120,22 +149,32 @@ def of_training(quick: bool) -> Iterator[Row]:
 
 
 def of_lean_products(quick: bool) -> Iterator[Row]:
-    """H v as the gradient of J v, which Taylor mode gives: by formulas for first order, and by its general rules."""
+    """H v as the gradient of J v, which Taylor mode gives: by formulas for first order,
+    and by its general rules.
+    """
     for problem in deep():
         v = [torch.randn_like(p) for p in problem.model.parameters()]
         calls = {
-            "gradient": lambda p=problem: torch.autograd.grad(p.loss(p.model), [*p.model.parameters()]),
-            "hvp": lambda p=problem, v=v: hodiff.hvp(p.loss, p.model, torch.cat([x.flatten() for x in v])),
+            "gradient": lambda p=problem: torch.autograd.grad(
+                p.loss(p.model), [*p.model.parameters()]
+            ),
+            "hvp": lambda p=problem, v=v: hodiff.hvp(
+                p.loss, p.model, torch.cat([x.flatten() for x in v])
+            ),
             "general": lambda p=problem, v=v: lean_product(p, v, {}),
             "fused": lambda p=problem, v=v: lean_product(p, v, FORMULAS),
         }
         times = race(calls, rounds=3 if quick else 9)
         shares = {name: statistics.median(ratios(times, name, "gradient")) for name in [*calls][1:]}
         peaks = {name: peak(call) for name, call in calls.items()}
-        parts = [f"{name} {share:.2f} gradients, {mib(peaks[name])}" for name, share in shares.items()]
+        parts = [
+            f"{name} {share:.2f} gradients, {mib(peaks[name])}" for name, share in shares.items()
+        ]
         met = shares["fused"] <= shares["general"] and peaks["fused"] <= 1.02 * peaks["general"]
         measured = f"{'; '.join(parts)} (a gradient {mib(peaks['gradient'])})"
-        yield Row("reverse mode over Taylor mode", problem.name, measured, "fused at most general", met)
+        yield Row(
+            "reverse mode over Taylor mode", problem.name, measured, "fused at most general", met
+        )
 
 
 FORMULAS = dict(RULES.first)
@@ -166,10 +205,16 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def of_a_vocabulary() -> Iterator[Row]:
-    """Products by a head of 20,000 words and 1,024 rows, with what each makes first, in tensors of the logits' size."""
+    """Products by a head of 20,000 words and 1,024 rows, with what each makes first,
+    in tensors of the logits' size.
+    """
     torch.manual_seed(0)
     rows, words = 1024, 20_000
-    head, x, words_of = nn.Linear(32, words, bias=False), torch.randn(rows, 32), torch.randint(0, words, (rows,))
+    head, x, words_of = (
+        nn.Linear(32, words, bias=False),
+        torch.randn(rows, 32),
+        torch.randint(0, words, (rows,)),
+    )
     v = {"weight": torch.randn_like(head.weight)}
     predict, data = lambda m, batch: m(batch[0]), [(x, words_of)]
     routes = {
@@ -192,20 +237,27 @@ def of_a_vocabulary() -> Iterator[Row]:
 
 
 def of_blocks(quick: bool) -> Iterator[Row]:
-    """Products with a decoder of 8 blocks that run again in each pass, beside its gradient, plain and checkpointed."""
+    """Products with a decoder of 8 blocks that run again in each pass, beside its gradient,
+    plain and checkpointed.
+    """
     case = "decoder of 8 blocks, width 128, 8 x 64 tokens"
     model, loss, v = decoder(8)
     size = sum(p.nbytes for p in model.parameters())
     predict, data = lambda m, batch: m(batch[0]).transpose(1, 2), [(model.tokens, model.targets)]
 
     def gauss_newton(**options: Any) -> Any:
-        return hodiff.GaussNewtonOperator(predict, nn.CrossEntropyLoss(), model, data=data, **options) @ v
+        return (
+            hodiff.GaussNewtonOperator(predict, nn.CrossEntropyLoss(), model, data=data, **options)
+            @ v
+        )
 
     routes: dict[str, Callable[[], Any]] = {
         "gradient": lambda: hodiff.grad(loss, model),
         "checkpointed gradient": lambda: hodiff.grad(lambda m: loss(m, checkpointed=True), model),
         "hvp": lambda: hodiff.hvp(loss, model, v),
-        "hvp, double backward with checkpoints": lambda: hodiff.hvp(lambda m: loss(m, checkpointed=True), model, v),
+        "hvp, double backward with checkpoints": lambda: hodiff.hvp(
+            lambda m: loss(m, checkpointed=True), model, v
+        ),
         "hvp, checkpoint=": lambda: hodiff.hvp(loss, model, v, checkpoint="layers.*"),
         "Gauss-Newton": gauss_newton,
         "Gauss-Newton, checkpoint=": lambda: gauss_newton(checkpoint="layers.*", memory_budget=0),
@@ -217,18 +269,41 @@ def of_blocks(quick: bool) -> Iterator[Row]:
         ("Gauss-Newton, checkpoint=", "checkpointed gradient", 1.1, "Gauss-Newton", 1.1),
     ):
         measured = f"{mib(peaks[name])}: {peaks[name] / peaks[of]:.2f} of a {of}'s"
-        yield Row(f"peak memory of {name}", case, measured, f"at most {memory}", peaks[name] <= memory * peaks[of])
+        yield Row(
+            f"peak memory of {name}",
+            case,
+            measured,
+            f"at most {memory}",
+            peaks[name] <= memory * peaks[of],
+        )
         share = times[name] / times[time_of]
-        yield Row(f"time of {name}", case, f"{share:.2f} of {time_of}", f"at most {bound}", share <= bound)
-    for name in ("gradient", "checkpointed gradient", "hvp", "hvp, double backward with checkpoints", "Gauss-Newton"):
+        yield Row(
+            f"time of {name}", case, f"{share:.2f} of {time_of}", f"at most {bound}", share <= bound
+        )
+    for name in (
+        "gradient",
+        "checkpointed gradient",
+        "hvp",
+        "hvp, double backward with checkpoints",
+        "Gauss-Newton",
+    ):
         yield Row(f"peak memory of {name}", case, mib(peaks[name]))
     deep, deep_loss, deep_v = decoder(24)
     more = peak(lambda: hodiff.hvp(deep_loss, deep, deep_v, checkpoint="layers.*"))
     # Beside the product itself, and the parameters and the vector, which were there before.
-    beside, beside_deep = peaks["hvp, checkpoint="] - size, more - sum(p.nbytes for p in deep.parameters())
+    beside, beside_deep = (
+        peaks["hvp, checkpoint="] - size,
+        more - sum(p.nbytes for p in deep.parameters()),
+    )
     growth = beside_deep / beside
     measured = f"{mib(beside)}, with 24 blocks {mib(beside_deep)}: {growth:.2f}"
-    yield Row("peak memory of hvp, checkpoint=, beside the product", case, measured, "at most 1.7", growth <= 1.7)
+    yield Row(
+        "peak memory of hvp, checkpoint=, beside the product",
+        case,
+        measured,
+        "at most 1.7",
+        growth <= 1.7,
+    )
 
 
 class DecoderBlock(nn.Module):
@@ -248,10 +323,13 @@ class DecoderBlock(nn.Module):
 class Decoder(nn.Module):
     """With its embedding tied to its head."""
 
-    def __init__(self, layers: int, words: int = 64, width: int = 128, tokens: int = 64, sequences: int = 8) -> None:
+    def __init__(
+        self, layers: int, words: int = 64, width: int = 128, tokens: int = 64, sequences: int = 8
+    ) -> None:
         super().__init__()
         self.embedding, self.norm = nn.Embedding(words, width), nn.LayerNorm(width)
-        nn.init.normal_(self.embedding.weight, std=0.02)  # it is the head, too, whose softmax would be saturated
+        # it is the head, too, whose softmax would be saturated
+        nn.init.normal_(self.embedding.weight, std=0.02)
         self.position = nn.Parameter(torch.randn(tokens, width) / 50)
         self.layers = nn.ModuleList([DecoderBlock(width) for _ in range(layers)])
         self.tokens, self.targets = (torch.randint(0, words, (sequences, tokens)) for _ in range(2))
@@ -290,7 +368,9 @@ class Attending(nn.Module):
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(256, 256) / 16) for _ in range(4)])
+        self.weights = nn.ParameterList(
+            [nn.Parameter(torch.randn(256, 256) / 16) for _ in range(4)]
+        )
         self.causal = causal
 
     def forward(self, x: Tensor) -> Tensor:
@@ -319,7 +399,9 @@ def peak(call: Callable[[], object]) -> int:
     return live.peak
 
 
-def hodiff_route(f: Callable[[Tensor], Tensor], x: Tensor, chunk: int | str) -> Callable[[], Tensor]:
+def hodiff_route(
+    f: Callable[[Tensor], Tensor], x: Tensor, chunk: int | str
+) -> Callable[[], Tensor]:
     return lambda: hodiff.hessian(f, x, chunk_size=chunk)
 
 

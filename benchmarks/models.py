@@ -1,4 +1,7 @@
-"""The networks and functions that are measured. A gradient of each network takes a millisecond or more on one core."""
+"""The networks and functions that are measured.
+
+A gradient of each network takes a millisecond or more on one core.
+"""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -31,7 +34,9 @@ class Problem(NamedTuple):
 class Transformer(nn.Module):
     def __init__(self, width: int = 64, tokens: int = 16) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, activation="gelu", batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 2 * width, dropout=0.0, activation="gelu", batch_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(width, 10)
         self.position = nn.Parameter(0.1 * torch.randn(tokens, width))
@@ -42,7 +47,9 @@ class Transformer(nn.Module):
 
 def networks() -> list[Problem]:
     torch.manual_seed(0)
-    mlp = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10))
+    mlp = nn.Sequential(
+        nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10)
+    )
     cnn = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.BatchNorm2d(16),
@@ -57,7 +64,9 @@ def networks() -> list[Problem]:
     return [
         Problem("MLP 64-256-256-10", mlp, torch.randn(128, 64), torch.randint(10, (128,))),
         Problem("CNN, BatchNorm", cnn, torch.randn(32, 1, 16, 16), torch.randint(10, (32,))),
-        Problem("2-layer transformer", Transformer(), torch.randn(16, 16, 64), torch.randint(10, (16,))),
+        Problem(
+            "2-layer transformer", Transformer(), torch.randn(16, 16, 64), torch.randint(10, (16,))
+        ),
     ]
 
 
@@ -84,7 +93,11 @@ class Residual(nn.Module):
         super().__init__()
         convolutions = [nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2)]
         self.inner = nn.Sequential(
-            convolutions[0], nn.BatchNorm2d(channels), nn.ReLU(), convolutions[1], nn.BatchNorm2d(channels)
+            convolutions[0],
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            convolutions[1],
+            nn.BatchNorm2d(channels),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +109,10 @@ def deep() -> list[Problem]:
     torch.manual_seed(0)
     words = torch.randint(256, (8, 65))
     decoder = nn.Sequential(
-        nn.Embedding(256, 256), *(Block(256) for _ in range(8)), nn.LayerNorm(256), nn.Linear(256, 256)
+        nn.Embedding(256, 256),
+        *(Block(256) for _ in range(8)),
+        nn.LayerNorm(256),
+        nn.Linear(256, 256),
     )
     cnn = nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1),
@@ -109,8 +125,15 @@ def deep() -> list[Problem]:
     layers = [nn.Sequential(nn.Linear(a, b), nn.SiLU()) for a, b in pairwise(widths)]
     mlp = nn.Sequential(*layers, nn.Linear(1024, 10))
     return [
-        Problem("decoder, 8 blocks, 8 x 64", nn.Sequential(decoder, Words()), words[:, :-1], words[:, 1:]),
-        Problem("ResNet, 4 blocks, 16 images", cnn, torch.randn(16, 3, 32, 32), torch.randint(10, (16,))),
+        Problem(
+            "decoder, 8 blocks, 8 x 64",
+            nn.Sequential(decoder, Words()),
+            words[:, :-1],
+            words[:, 1:],
+        ),
+        Problem(
+            "ResNet, 4 blocks, 16 images", cnn, torch.randn(16, 3, 32, 32), torch.randint(10, (16,))
+        ),
         Problem("MLP, 3 x 1024", mlp, torch.randn(256, 256), torch.randint(10, (256,))),
     ]
 
@@ -135,7 +158,9 @@ def dense(n: int) -> Callable[[Tensor], Tensor]:
 
 def network_of_input(n: int) -> Callable[[Tensor], Tensor]:
     """A scalar MLP as a function of its n inputs; its weights are constants."""
-    net = nn.Sequential(nn.Linear(n, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
+    net = nn.Sequential(
+        nn.Linear(n, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1)
+    )
     net.requires_grad_(False)
     return lambda x: net(x).sum()
 
@@ -143,18 +168,27 @@ def network_of_input(n: int) -> Callable[[Tensor], Tensor]:
 def bundle_adjustment(
     cameras: int = 60, points: int = 100, seen: int = 1000
 ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """Where points are seen, for all cameras (rotation, translation) and points: residuals `(2 seen,)`, and a start."""
+    """Where points are seen, for all cameras (rotation, translation) and points: residuals
+    `(2 seen,)`, and a start.
+    """
     generator = torch.Generator().manual_seed(0)
     camera = torch.randint(cameras, (seen,), generator=generator)
     point = torch.randint(points, (seen,), generator=generator)
 
     def residuals(x: Tensor) -> Tensor:
-        views, places = x[: 6 * cameras].view(cameras, 6)[camera], x[6 * cameras :].view(points, 3)[point]
+        views, places = (
+            x[: 6 * cameras].view(cameras, 6)[camera],
+            x[6 * cameras :].view(points, 3)[point],
+        )
         turn, shift = views[:, :3], views[:, 3:]
         angle = (turn.square().sum(-1, keepdim=True) + 1e-9).sqrt()
         axis = turn / angle
         along = axis * (axis * places).sum(-1, keepdim=True)
-        turned = places * angle.cos() + torch.linalg.cross(axis, places) * angle.sin() + along * (1 - angle.cos())
+        turned = (
+            places * angle.cos()
+            + torch.linalg.cross(axis, places) * angle.sin()
+            + along * (1 - angle.cos())
+        )
         local = turned + shift
         return (local[:, :2] / (local[:, 2:] + 5)).reshape(-1)
 

@@ -1,4 +1,6 @@
-"""Gradient penalties against the best that one writes by hand, and against the loop with `retain_graph=True`."""
+"""Gradient penalties against the best that one writes by hand,
+and against the loop with `retain_graph=True`.
+"""
 
 import gc
 import statistics
@@ -22,7 +24,11 @@ def rows(quick: bool) -> Iterator[Row]:
     torch.manual_seed(0)
     rounds = 5 if quick else 15
     for batch, size in ((16, 32), (16, 64), (64, 28)):
-        critic, real, fake = conv(), torch.randn(batch, 3, size, size), torch.randn(batch, 3, size, size)
+        critic, real, fake = (
+            conv(),
+            torch.randn(batch, 3, size, size),
+            torch.randn(batch, 3, size, size),
+        )
         case = f"conv critic, {batch} x 3 x {size} x {size}"
         for name, contenders in {
             "WGAN-GP penalty + backward": wgan_gp(critic, real, fake),
@@ -33,7 +39,14 @@ def rows(quick: bool) -> Iterator[Row]:
             found = ratios(times, "hodiff", fastest)
             ours, theirs = (statistics.median(times[key]) * 1e3 for key in ("hodiff", fastest))
             measured = f"{spread(found)}; {ours:.1f} ms, by hand {theirs:.1f}"
-            yield Row(f"{name} / best by hand", case, measured, f"{RATIO}", statistics.median(found) <= RATIO, times)
+            yield Row(
+                f"{name} / best by hand",
+                case,
+                measured,
+                f"{RATIO}",
+                statistics.median(found) <= RATIO,
+                times,
+            )
     yield from memory()
 
 
@@ -57,13 +70,17 @@ def between(real: Tensor, fake: Tensor) -> Tensor:
 
 
 def by_hand(critic: nn.Module, x: Tensor) -> Tensor:
-    """Each sample's gradient, as one writes it who knows: no `retain_graph`, all dimensions but the first."""
+    """Each sample's gradient, as one writes it who knows: no `retain_graph`,
+    all dimensions but the first.
+    """
     return torch.autograd.grad(critic(x).sum(), x, create_graph=True)[0].flatten(1)
 
 
 def by_hand_ones_like(critic: nn.Module, x: Tensor) -> Tensor:
     outputs = critic(x)
-    return torch.autograd.grad(outputs, x, torch.ones_like(outputs), create_graph=True)[0].flatten(1)
+    return torch.autograd.grad(outputs, x, torch.ones_like(outputs), create_graph=True)[0].flatten(
+        1
+    )
 
 
 def step(critic: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
@@ -97,7 +114,9 @@ def r1(critic: nn.Module, real: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def memory() -> Iterator[Row]:
-    """Peak bytes of tensors in two training steps: what the critic's loss and penalty, and Adam, keep alive."""
+    """Peak bytes of tensors in two training steps: what the critic's loss and penalty, and Adam,
+    keep alive.
+    """
     case = "two steps, conv critic, 16 x 3 x 64 x 64"
     peaks = {name: peak(penalty, popular=name == "popular") for name, penalty in PENALTIES.items()}
     ours, hand, popular = (peaks[name] / 2**20 for name in PENALTIES)
@@ -105,14 +124,22 @@ def memory() -> Iterator[Row]:
     yield Row("peak memory of training / by hand", case, measured, "1", ours <= hand)
     measured = f"{ours / popular:.2f}; {popular:.2f} MiB"
     yield Row(
-        "peak memory / the loop with retain_graph=True", case, measured, f"{AGAINST_RETAINED}", ours <= 0.6 * popular
+        "peak memory / the loop with retain_graph=True",
+        case,
+        measured,
+        f"{AGAINST_RETAINED}",
+        ours <= 0.6 * popular,
     )
 
 
 PENALTIES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "hodiff": hodiff.wgan_gp_penalty,
-    "by hand": lambda D, real, fake: 10 * (by_hand(D, between(real, fake)).norm(dim=1) - 1).square().mean(),
-    "popular": lambda D, real, fake: 10 * (retained(D, between(real, fake)).norm(dim=1) - 1).square().mean(),
+    "by hand": lambda D, real, fake: (
+        10 * (by_hand(D, between(real, fake)).norm(dim=1) - 1).square().mean()
+    ),
+    "popular": lambda D, real, fake: (
+        10 * (retained(D, between(real, fake)).norm(dim=1) - 1).square().mean()
+    ),
 }
 
 
@@ -124,7 +151,10 @@ def retained(critic: nn.Module, x: Tensor) -> Tensor:
 
 
 def peak(penalty: Callable[[nn.Module, Tensor, Tensor], Tensor], *, popular: bool) -> int:
-    """Two steps of a critic. The popular loop keeps its graph (`backward(retain_graph=True)`) and does not detach."""
+    """Two steps of a critic.
+
+    The popular loop keeps its graph (`backward(retain_graph=True)`) and does not detach.
+    """
     torch.manual_seed(0)
     critic, generator = (
         conv(),

@@ -36,14 +36,25 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 def networks() -> Iterator[tuple[str, nn.Module, Tensor]]:
-    wide = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10))
+    wide = nn.Sequential(
+        nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10)
+    )
     yield "MLP 64-512-512-10", wide, torch.randn(64, 64)
     layers = [layer for n in (1, 32, 32) for layer in (nn.Conv2d(n, 32, 3, padding=1), nn.ReLU())]
-    yield "three convolutions", nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 10)), torch.randn(32, 1, 8, 8)
+    yield (
+        "three convolutions",
+        nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 10)),
+        torch.randn(32, 1, 8, 8),
+    )
 
 
 def against(
-    subject: str, case: str, bar: float | None, rounds: int, ours: Callable[[], Tensor], theirs: Callable[[], Tensor]
+    subject: str,
+    case: str,
+    bar: float | None,
+    rounds: int,
+    ours: Callable[[], Tensor],
+    theirs: Callable[[], Tensor],
 ) -> Row:
     """A row of two that compute the same."""
     one, other = ours().flatten(), theirs().flatten()
@@ -78,7 +89,9 @@ def losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def norms(case: str, model: nn.Module, batch: Batch, bar: float | None, rounds: int) -> Iterator[Row]:
+def norms(
+    case: str, model: nn.Module, batch: Batch, bar: float | None, rounds: int
+) -> Iterator[Row]:
     """Of the samples' gradients, with the Gram matrix whose diagonal they are."""
     if module("opacus") is None:
         yield absent("norms by gram / opacus, ghost clipping", case, "opacus")
@@ -111,15 +124,23 @@ def diagonals(case: str, model: nn.Module, batch: Batch, rounds: int) -> Iterato
         value = loss(extended(batch[0]), batch[1])
         with backpack.backpack(extension()):
             value.backward()
-        return torch.cat([parameter.diag_ggn_exact.flatten() for parameter in extended.parameters()])
+        return torch.cat(
+            [parameter.diag_ggn_exact.flatten() for parameter in extended.parameters()]
+        )
 
     def operator() -> hodiff.GaussNewtonOperator:
-        return hodiff.GaussNewtonOperator(lambda m, b: m(b[0]), nn.CrossEntropyLoss(), model, data=[batch])
+        return hodiff.GaussNewtonOperator(
+            lambda m, b: m(b[0]), nn.CrossEntropyLoss(), model, data=[batch]
+        )
 
     def diagonal(G: hodiff.GaussNewtonOperator) -> Tensor:
         return torch.cat([part.flatten() for part in hodiff.diagonal(G).value.values()])
 
     kept = operator()
     made, at_hand = (lambda: diagonal(operator())), (lambda: diagonal(kept))
-    yield against("exact diagonal / BackPACK", f"{case}, operator made anew", None, rounds, made, theirs)
-    yield against("exact diagonal / BackPACK", f"{case}, operator at hand", 1.5, rounds, at_hand, theirs)
+    yield against(
+        "exact diagonal / BackPACK", f"{case}, operator made anew", None, rounds, made, theirs
+    )
+    yield against(
+        "exact diagonal / BackPACK", f"{case}, operator at hand", 1.5, rounds, at_hand, theirs
+    )

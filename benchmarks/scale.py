@@ -36,22 +36,40 @@ def shared_rows(name: str, times: dict[str, list[float]]) -> Iterator[Row]:
     """The rows of such a run."""
     at = {key: statistics.median(found) for key, found in times.items()}
     small = "85 k" in name
-    allowed = at["local"] + 1.5 * at["flat sum"] + 0.2 * at["gradient"] if small else 1.35 * at["local"]
+    allowed = (
+        at["local"] + 1.5 * at["flat sum"] + 0.2 * at["gradient"] if small else 1.35 * at["local"]
+    )
     words = "local + 1.5 flat sums + 0.2 gradient" if small else "1.35 local"
     measured = ", ".join(f"{key} {value * 1e3:.2f} ms" for key, value in at.items())
-    yield Row("product over two processes", name, measured, f"{words}: {allowed * 1e3:.2f} ms", at["shared"] <= allowed)
+    yield Row(
+        "product over two processes",
+        name,
+        measured,
+        f"{words}: {allowed * 1e3:.2f} ms",
+        at["shared"] <= allowed,
+    )
 
 
 def measure_shared(name: str, rounds: int, rank: int, folder: str) -> dict[str, list[float]]:
-    """Seconds by the clock, for all of this waits for the other process; in turns, each after a barrier."""
+    """Seconds by the clock, for all of this waits for the other process; in turns,
+    each after a barrier.
+    """
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     inputs, width, batch = SIZES[name]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10))
+    model = nn.Sequential(
+        nn.Linear(inputs, width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        nn.Tanh(),
+        nn.Linear(width, 10),
+    )
     data = [(torch.randn(batch, inputs), torch.randint(10, (batch,)))]
 
     def loss(model: nn.Module, batch: Any) -> Any:
-        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(
+            batch[1]
+        )
 
     leaves = list(model.parameters())
     alone = hodiff.HessianOperator(loss, model, data=data)

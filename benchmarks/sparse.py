@@ -1,4 +1,6 @@
-"""Sparse Hessians: against the dense one, at scale, and against asdex (JAX) where that is installed."""
+"""Sparse Hessians: against the dense one, at scale, and against asdex (JAX)
+where that is installed.
+"""
 
 import resource
 import statistics
@@ -94,12 +96,18 @@ def large(x: Tensor) -> Row:
     plan.values(x)
     evaluated = time.thread_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    measured = f"pattern {detected:.1f} s, evaluation {evaluated:.2f} s, peak of the process {peak:.1f} GiB"
+    measured = (
+        f"pattern {detected:.1f} s, evaluation {evaluated:.2f} s, peak of the process {peak:.1f} "
+        "GiB"
+    )
     return Row("a million variables", "chain", measured)
 
 
 def against_asdex(name: str, f: Function, n: int, rounds: int) -> Iterator[Row]:
-    """By wall time: XLA has threads of its own. No first call is among them: asdex traces and compiles there."""
+    """By wall time: XLA has threads of its own.
+
+    No first call is among them: asdex traces and compiles there.
+    """
     if find_spec("asdex") is None:
         yield Row("asdex", name, "not installed: pip install asdex")
         return
@@ -115,11 +123,19 @@ def against_asdex(name: str, f: Function, n: int, rounds: int) -> Iterator[Row]:
     jax.block_until_ready(theirs(other))
     for what, ours, peer in (
         ("pattern", lambda: sparsity_pattern(f, x), lambda: asdex.hessian_sparsity(f, other)),
-        ("coloring", lambda: color(pattern), lambda: asdex.hessian_coloring_from_sparsity(sparsity)),
+        (
+            "coloring",
+            lambda: color(pattern),
+            lambda: asdex.hessian_coloring_from_sparsity(sparsity),
+        ),
         ("evaluation", lambda: plan.values(x), lambda: jax.block_until_ready(theirs(other))),
     ):
         least = [1e3 * min(wall(call) for _ in range(rounds)) for call in (ours, peer)]
-        yield Row(f"{what}, ms, hodiff and asdex", f"{name}, n = {n}", "{:.1f}, {:.1f} (minima)".format(*least))
+        yield Row(
+            f"{what}, ms, hodiff and asdex",
+            f"{name}, n = {n}",
+            "{:.1f}, {:.1f} (minima)".format(*least),
+        )
 
 
 def wall(call: Callable[[], object]) -> float:

@@ -1,4 +1,6 @@
-"""Compiled steps against the same loss in eager mode, derivatives by hand; and what a call costs beside its graph."""
+"""Compiled steps against the same loss in eager mode, derivatives by hand;
+and what a call costs beside its graph.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,8 +31,8 @@ def rows(quick: bool) -> Iterator[Row]:
 
 def perceptron(width: int, inputs: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(),
-        nn.Linear(width, 1),
+        nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(),
+        nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1),
     )  # fmt: skip
 
 
@@ -50,7 +52,9 @@ def laplace(net: nn.Module, x: Tensor) -> Tensor:
 def forces(net: nn.Module, x: Tensor) -> Tensor:
     """A pair potential: a network of the distances between atoms."""
     x = x.detach().requires_grad_()
-    apart = (x.unsqueeze(0) - x.unsqueeze(1) + torch.eye(len(x)).unsqueeze(-1)).square().sum(-1).sqrt()
+    apart = (
+        (x.unsqueeze(0) - x.unsqueeze(1) + torch.eye(len(x)).unsqueeze(-1)).square().sum(-1).sqrt()
+    )
     energy = net(torch.exp(-apart.unsqueeze(-1) * torch.tensor([0.5, 2.0]))).sum()
     (slope,) = torch.autograd.grad(energy, x, create_graph=True)
     return slope.square().mean() + energy.square()
@@ -64,13 +68,17 @@ def wgan(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
     """The critic's loss of WGAN-GP, by hand."""
     between = torch.lerp(real, fake, 0.5).detach().requires_grad_()
     (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
-    return critic(fake).mean() - critic(real).mean() + 10 * (slope.flatten(1).norm(dim=1) - 1).square().mean()
+    return (
+        critic(fake).mean()
+        - critic(real).mean()
+        + 10 * (slope.flatten(1).norm(dim=1) - 1).square().mean()
+    )
 
 
 def convolutions() -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(3, 32, 3, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(32, 64, 3, 2, 1), nn.LeakyReLU(0.2), nn.Flatten(),
-        nn.Linear(64 * 16, 1),
+        nn.Conv2d(3, 32, 3, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(32, 64, 3, 2, 1),
+        nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(64 * 16, 1),
     )  # fmt: skip
 
 
@@ -87,10 +95,15 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """By hand first, then what is hodiff's own in eager mode, too. Where no bar is set, eager is it."""
+    """By hand first, then what is hodiff's own in eager mode, too.
+
+    Where no bar is set, eager is it.
+    """
     for points, most, least in ((20, 0.7, 1.0), (512, 0.9, 0.55)):
         name = f"PINN 2-64-64-64-1, {points} points, by hand"
-        yield Case(name, residual, residual, perceptron(64, 2), (torch.rand(points, 2),), most, least)
+        yield Case(
+            name, residual, residual, perceptron(64, 2), (torch.rand(points, 2),), most, least
+        )
     name = "the same by hodiff.laplacian, 512 points, by hand"
     yield Case(name, laplace, residual, perceptron(64, 2), (torch.rand(512, 2),), 1.0, 0.35)
     images = torch.randn(8, 3, 16, 16), torch.randn(8, 3, 16, 16)
@@ -140,7 +153,14 @@ def overhead(rounds: int) -> Iterator[Row]:
         least = min(times["call"]) - min(times["graph"])
         bar = OVERHEAD + FOR_EACH * count
         text = f"{least * 1e6:.0f} µs; the graph itself {min(times['graph']) * 1e6:.0f}"
-        yield Row("a call beside its graph", f"{count} parameters", text, f"{bar * 1e6:.0f} µs", least <= bar, times)
+        yield Row(
+            "a call beside its graph",
+            f"{count} parameters",
+            text,
+            f"{bar * 1e6:.0f} µs",
+            least <= bar,
+            times,
+        )
 
 
 def total(weights: list[Tensor], x: Tensor) -> Tensor:

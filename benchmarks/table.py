@@ -48,10 +48,15 @@ def line(row: Row) -> str:
 
 
 def write(path: Path, subject: str, rows: list[Row], *, quick: bool) -> None:
-    """Puts a subject's rows into the file, in the place of those that were there; the other subjects stay."""
+    """Puts a subject's rows into the file, in the place of those that were there;
+    the other subjects stay.
+    """
     found = json.loads(path.read_text("utf-8")) if path.exists() else {}
     found[subject] = {"where": where() | {"quick": quick}, "rows": [_plain(row) for row in rows]}
-    path.write_text(json.dumps(dict(sorted(found.items())), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(dict(sorted(found.items())), indent=1, ensure_ascii=False) + "\n",
+        encoding="utf-8",
+    )
 
 
 def where() -> dict[str, Any]:
@@ -68,11 +73,18 @@ def where() -> dict[str, Any]:
 
 
 def device() -> str:
-    return "CPU, one thread" if torch.get_default_device().type == "cpu" else torch.cuda.get_device_name()
+    return (
+        "CPU, one thread"
+        if torch.get_default_device().type == "cpu"
+        else torch.cuda.get_device_name()
+    )
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    times = {name: [1e3 * f(of) for f in (min, statistics.median, max)] for name, of in (row.times or {}).items()}
+    times = {
+        name: [1e3 * f(of) for f in (min, statistics.median, max)]
+        for name, of in (row.times or {}).items()
+    }
     rounded = {name: [float(f"{value:.4g}") for value in of] for name, of in times.items()}
     return row._asdict() | {"times": rounded}
 

@@ -1,8 +1,9 @@
-"""Times of contenders that take turns in one process, so that a busy machine slows all of them alike.
+"""Times of contenders that take turns in one process, so that a busy machine slows all of them
+alike.
 
 Times are CPU times of the calling thread, which is the only one that works here (`main` sets one
-thread, and reverse passes on the CPU run in their caller): what other processes take does not count.
-With `--device cuda` they are those of the clock, and all that was queued is waited for.
+thread, and reverse passes on the CPU run in their caller): what other processes take does not
+count. With `--device cuda` they are those of the clock, and all that was queued is waited for.
 """
 
 import ctypes
@@ -26,11 +27,14 @@ import torch
 Times = dict[str, list[float]]
 
 
-def race(contenders: Mapping[str, Callable[[], object]], *, rounds: int, least: float = 2e-3) -> Times:
+def race(
+    contenders: Mapping[str, Callable[[], object]], *, rounds: int, least: float = 2e-3
+) -> Times:
     """Seconds per call, for each contender a list with one entry per round.
 
     A contender is repeated within its turn until the turn takes about `least` seconds. The order of
-    the turns rotates; the collector is off while a turn is timed, and runs before every tenth of many.
+    the turns rotates; the collector is off while a turn is timed, and runs before every tenth of
+    many.
     """
     repeats = {name: _repeats(call, least) for name, call in contenders.items()}
     names = list(contenders)
@@ -78,7 +82,9 @@ def ratios(times: Times, one: str, other: str) -> list[float]:
 
 
 def quick_ratio(times: Times, one: str, other: str) -> float:
-    """The ratio of their quicker turns (of the fifth of each that took least): the others had guests."""
+    """The ratio of their quicker turns (of the fifth of each that took least):
+    the others had guests.
+    """
     a, b = (statistics.quantiles(times[name], n=5)[0] for name in (one, other))
     return a / b
 
@@ -90,13 +96,16 @@ def differences(times: Times, one: str, other: str) -> list[float]:
 
 def spread(values: list[float], digits: int = 2) -> str:
     """Median [least - most]."""
-    return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f} - {max(values):.{digits}f}]"
+    return (
+        f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f} - "
+        f"{max(values):.{digits}f}]"
+    )
 
 
-# --- instructions, as valgrind counts them: the same on every run, whatever else the machine does ---------------------
-# Times of small calls are the processor's, its caches' and the neighbors': on a busy machine two runs were 10 to 40 %
-# apart. Instructions are not what a user waits for (ours are spread over more code than a loop's, and each takes
-# longer), but they can be compared.
+# --- instructions, as valgrind counts them: the same on every run, whatever else the machine does
+# Times of small calls are the processor's, its caches' and the neighbors': on a busy machine two
+# runs were 10 to 40 % apart. Instructions are not what a user waits for (ours are spread over more
+# code than a loop's, and each takes longer), but they can be compared.
 
 
 COUNTED = "HODIFF_BENCHMARKS_COUNT"
@@ -105,16 +114,26 @@ _START, _STOP, _ZERO, _DUMP = (0x43540000 + request for request in (4, 5, 1, 0))
 
 
 def under_valgrind(module: str) -> str | None:
-    """What a module prints as a program whose instructions can be counted; None where they cannot."""
+    """What a module prints as a program whose instructions can be counted;
+    None where they cannot.
+    """
     valgrind = shutil.which("valgrind")
     if valgrind is None or platform.machine() != "x86_64":
         return None
     with tempfile.TemporaryDirectory() as folder:
         place = str(Path(folder, "counts"))
-        tool = [valgrind, "-q", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={place}"]
+        tool = [
+            valgrind,
+            "-q",
+            "--tool=callgrind",
+            "--instr-atstart=no",
+            f"--callgrind-out-file={place}",
+        ]
         environment = os.environ | {COUNTED: place, "PYTHONHASHSEED": "0"}
-        return subprocess.run([*tool, sys.executable, "-m", module], env=environment, capture_output=True, text=True,
-                              check=True).stdout  # fmt: skip
+        command = [*tool, sys.executable, "-m", module]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout
 
 
 def instructions(call: Callable[[], object], repeats: int = 5) -> float:
@@ -145,7 +164,8 @@ def _tell(request: int) -> None:
 
 @functools.cache
 def _entry() -> Callable[[object], int]:
-    # mov rax, rdi; xor edx, edx; rol rdi, 3; rol rdi, 13; rol rdi, 61; rol rdi, 51; xchg rbx, rbx; mov rax, rdx; ret
+    # mov rax, rdi; xor edx, edx; rol rdi, 3; rol rdi, 13; rol rdi, 61; rol rdi, 51; xchg rbx, rbx;
+    # mov rax, rdx; ret
     code = bytes.fromhex("4889f8 31d2 48c1c703 48c1c70d 48c1c73d 48c1c733 4887db 4889d0 c3")
     _page.append(mmap.mmap(-1, len(code), prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC))
     _page[0].write(code)

@@ -26,7 +26,10 @@ from benchmarks.table import where
 FILE = Path(__file__).parents[1] / "docs" / "training.json"
 D, PI = torch.float64, math.pi
 RATES = (1e-2, 3e-3, 1e-3)
-"""Of Adam, at the start; a cosine takes them to 0 over the time. All at the first seed, then the best."""
+"""Of Adam, at the start; a cosine takes them to 0 over the time.
+
+All at the first seed, then the best.
+"""
 LBFGS = {"history_size": 100, "max_iter": 10, "tolerance_grad": 0, "tolerance_change": 0}
 """With strong Wolfe line searches."""
 MOST_POINTS = 60
@@ -45,7 +48,8 @@ class Problem:
     error: Callable[[], tuple[float, ...]]
     new_points: bool = False
     for_others: list[Residual] | None = None  # the same, where a whole batch is cheaper otherwise
-    scipy: Callable[[Callable[[], object]], object] | None = None  # calls what it is given at each evaluation
+    # calls what it is given at each evaluation
+    scipy: Callable[[Callable[[], object]], object] | None = None
 
     def loss(self, batches: tuple[Any, ...]) -> Tensor:
         """Half the sum of the squares."""
@@ -75,7 +79,9 @@ def levenberg_marquardt(problem: Problem, clock: "Clock", **options: Any) -> Ste
 
 def lbfgs(problem: Problem, clock: "Clock") -> Steps:
     """On the first points, which stay."""
-    optimizer = torch.optim.LBFGS(problem.model.parameters(), line_search_fn="strong_wolfe", **LBFGS)
+    optimizer = torch.optim.LBFGS(
+        problem.model.parameters(), line_search_fn="strong_wolfe", **LBFGS
+    )
     batches = problem.draw()
 
     def closure() -> Tensor:
@@ -128,7 +134,9 @@ def train(problem: Problem, method: Callable[..., Steps], seconds: float, **opti
         clock.spent += time.process_time() - before
         number += 1
         if not going or clock.spent >= mark or clock.spent >= seconds:
-            curve.append((number, round(clock.spent, 2), *(float(f"{e:.3g}") for e in problem.error())))
+            curve.append(
+                (number, round(clock.spent, 2), *(float(f"{e:.3g}") for e in problem.error()))
+            )
             mark = max(clock.spent, 0.05) * (1.0 if method is levenberg_marquardt else 1.1)
     return curve
 
@@ -140,7 +148,9 @@ def by_scipy(problem: Problem) -> Curve:
     def evaluated() -> None:
         nonlocal spent, begun
         spent += time.process_time() - begun
-        curve.append((len(curve) + 1, round(spent, 4), *(float(f"{e:.3g}") for e in problem.error())))
+        curve.append(
+            (len(curve) + 1, round(spent, 4), *(float(f"{e:.3g}") for e in problem.error()))
+        )
         begun = time.process_time()
 
     problem.scipy(evaluated)
@@ -192,14 +202,18 @@ def poisson(
     net = network(*widths, dtype=dtype)
 
     def equation(net: nn.Module, z: Tensor) -> Tensor:
-        return (hodiff.laplacian(lambda z: net(z).squeeze(-1), z) + eigenvalue * exact(z)) / inside**0.5
+        return (
+            hodiff.laplacian(lambda z: net(z).squeeze(-1), z) + eigenvalue * exact(z)
+        ) / inside**0.5
 
     def boundary(net: nn.Module, z: Tensor) -> Tensor:
         return (net(z).squeeze(-1) - exact(z)) / edge**0.5
 
     def draw() -> tuple[Tensor, Tensor]:
         faces = torch.rand(edge, dimension, dtype=dtype)
-        faces[torch.arange(edge), torch.randint(dimension, (edge,))] = torch.randint(2, (edge,)).to(dtype)
+        faces[torch.arange(edge), torch.randint(dimension, (edge,))] = torch.randint(2, (edge,)).to(
+            dtype
+        )
         return torch.rand(inside, dimension, dtype=dtype), faces
 
     z = torch.rand(fresh, dimension, dtype=dtype)
@@ -215,7 +229,9 @@ NODES, VISCOSITY = 80, 0.1 / PI
 
 
 def burgers_solution(z: Tensor) -> Tensor:
-    """By Cole and Hopf, from -sin(pi x): an integral over a Gaussian, by Gauss's and Hermite's rule."""
+    """By Cole and Hopf, from -sin(pi x): an integral over a Gaussian,
+    by Gauss's and Hermite's rule.
+    """
     import numpy as np
 
     nodes, weights = (torch.tensor(part) for part in np.polynomial.hermite.hermgauss(NODES))
@@ -259,9 +275,13 @@ def burgers() -> Problem:
 
     def error() -> tuple[float, float]:
         with torch.no_grad():
-            return relative(model(fresh), truth), abs(float(model.log_viscosity.exp()) / VISCOSITY - 1)
+            return relative(model(fresh), truth), abs(
+                float(model.log_viscosity.exp()) / VISCOSITY - 1
+            )
 
-    return Problem(model, [equation, data], lambda: (z, (where_known, burgers_solution(where_known))), error)
+    return Problem(
+        model, [equation, data], lambda: (z, (where_known, burgers_solution(where_known))), error
+    )
 
 
 class Columns(nn.Module):
@@ -280,7 +300,9 @@ class Columns(nn.Module):
 
 
 def transport() -> Problem:
-    """The problem of https://github.com/nanditadoloi/PINN: u_x = 2 u_t + u, and u = 6 exp(-3 x) at the start."""
+    """The problem of https://github.com/nanditadoloi/PINN: u_x = 2 u_t + u, and u = 6 exp(-3 x)
+    at the start.
+    """
     net, number, size = Columns(), 500, torch.tensor([2.0, 1.0], dtype=D)
 
     def exact(z: Tensor) -> Tensor:
@@ -306,13 +328,17 @@ def transport() -> Problem:
 
 
 def oscillator() -> Problem:
-    """The problem of https://github.com/benmoseley/harmonic-oscillator-pinn: ten values, 30 points of the equation."""
+    """The problem of https://github.com/benmoseley/harmonic-oscillator-pinn: ten values,
+    30 points of the equation.
+    """
     damping, frequency = 2.0, 20.0
     net = network(1, 32, 32, 32, 1)
     omega = (frequency**2 - damping**2) ** 0.5
 
     def exact(t: Tensor) -> Tensor:
-        return torch.exp(-damping * t) * (torch.cos(omega * t) + damping / omega * torch.sin(omega * t))
+        return torch.exp(-damping * t) * (
+            torch.cos(omega * t) + damping / omega * torch.sin(omega * t)
+        )
 
     def equation(net: nn.Module, t: Tensor) -> Tensor:
         u = lambda t: net(t).squeeze(-1)  # noqa: E731
@@ -361,7 +387,9 @@ def forces(molecules: int = 60) -> Problem:
 
     def by_one_pass(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, F = batch
-        return (-hodiff.grad(lambda x: energy(net, x), x, batch_ndim=1, create_graph=True) - F) / scale
+        return (
+            -hodiff.grad(lambda x: energy(net, x), x, batch_ndim=1, create_graph=True) - F
+        ) / scale
 
     def sample(number: int) -> tuple[Tensor, Tensor]:
         x = (REST + 0.15 * torch.randn(number, 4, 3, dtype=D)).flatten(1)
@@ -369,7 +397,8 @@ def forces(molecules: int = 60) -> Problem:
 
     known, (x, truth) = sample(molecules), sample(2_000)
     of_known, of_new = distances(known[0].unflatten(-1, (4, 3))), distances(x.unflatten(-1, (4, 3)))
-    met = ((of_new >= of_known.min()) & (of_new <= of_known.max())).all(dim=1)  # nothing is known beyond
+    # nothing is known beyond
+    met = ((of_new >= of_known.min()) & (of_new <= of_known.max())).all(dim=1)
     x, truth = x[met], truth[met]
 
     def error() -> tuple[float]:
@@ -416,7 +445,11 @@ def rotated(vector: Tensor, x: Tensor) -> Tensor:
     angle = (vector.square().sum(-1, keepdim=True) + 1e-12).sqrt()
     axis = vector / angle
     inner = (axis * x).sum(-1, keepdim=True)
-    return angle.cos() * x + angle.sin() * torch.linalg.cross(axis, x) + (1 - angle.cos()) * inner * axis
+    return (
+        angle.cos() * x
+        + angle.sin() * torch.linalg.cross(axis, x)
+        + (1 - angle.cos()) * inner * axis
+    )
 
 
 def bundle(cameras: int = 6, points: int = 200, each: int = 4) -> Problem:
@@ -438,12 +471,18 @@ def bundle(cameras: int = 6, points: int = 200, each: int = 4) -> Problem:
 
     batch = by, of_point, project({"cameras": pose, "points": place}, by, of_point)
     start = {"cameras": pose, "points": place}
-    model = nn.ParameterDict({key: value + 0.02 * torch.randn_like(value) for key, value in start.items()})
+    model = nn.ParameterDict(
+        {key: value + 0.02 * torch.randn_like(value) for key, value in start.items()}
+    )
 
     def scipy(evaluated: Callable[[], object]) -> None:
         sizes, parts = [6 * cameras, 3 * points], [(cameras, 6), (points, 3)]
         unpacked = lambda x: dict(  # noqa: E731
-            zip(model, (v.reshape(s) for v, s in zip(torch.tensor(x).split(sizes), parts, strict=True)), strict=True)
+            zip(
+                model,
+                (v.reshape(s) for v, s in zip(torch.tensor(x).split(sizes), parts, strict=True)),
+                strict=True,
+            )
         )
 
         def f(x: Any) -> Any:
@@ -453,7 +492,9 @@ def bundle(cameras: int = 6, points: int = 200, each: int = 4) -> Problem:
             return errors(unpacked(x), batch).reshape(-1).numpy()
 
         at = {key: value.detach() for key, value in model.items()}
-        plan = hodiff.sparse.plan_jacobian(lambda at: errors(at, batch).reshape(-1), at, output="scipy")
+        plan = hodiff.sparse.plan_jacobian(
+            lambda at: errors(at, batch).reshape(-1), at, output="scipy"
+        )
         x = torch.cat([value.reshape(-1) for value in at.values()]).numpy()
         least_squares(f, x, jac=plan, method="trf", tr_solver="lsmr", x_scale="jac")
 
@@ -498,12 +539,20 @@ class Race:
     seeds: int = 5
     of_others: int = 3
     rates: tuple[float, ...] = RATES
-    variants: Mapping[str, dict[str, Any]] = field(default_factory=lambda: {"Levenberg-Marquardt": {}})
+    variants: Mapping[str, dict[str, Any]] = field(
+        default_factory=lambda: {"Levenberg-Marquardt": {}}
+    )
 
 
 def five_dimensions(*hidden: int, inside: int, edge: int, new_points: bool = True) -> Problem:
     return poisson(
-        (5, *hidden, 1), cosines, eigenvalue=PI**2, inside=inside, edge=edge, new_points=new_points, fresh=30_000
+        (5, *hidden, 1),
+        cosines,
+        eigenvalue=PI**2,
+        inside=inside,
+        edge=edge,
+        new_points=new_points,
+        fresh=30_000,
     )
 
 
@@ -526,7 +575,8 @@ RACES = {
     "curve": Race(curve_fit, 1, 1, 1, (10, 1, 0.1)),
     "bundle": Race(bundle, 3, 1, 1),
     "five dimensions": Race(
-        lambda: five_dimensions(64, 64, 48, 48, inside=800, edge=200),  # of arXiv:2505.12149, its smallest sampling
+        # of arXiv:2505.12149, its smallest sampling
+        lambda: five_dimensions(64, 64, 48, 48, inside=800, edge=200),
         60,
         3,
         1,
@@ -534,7 +584,9 @@ RACES = {
     ),
     "float32": Race(lambda: poisson((2, 32, 1), dtype=torch.float32), 5, 3, 0),
     "float32, wide": Race(lambda: poisson((2, 32, 32, 1), dtype=torch.float32), 20, 2, 0),
-    "few points, fixed": Race(lambda: five_dimensions(64, inside=250, edge=100, new_points=False), 6, 3, 0),
+    "few points, fixed": Race(
+        lambda: five_dimensions(64, inside=250, edge=100, new_points=False), 6, 3, 0
+    ),
     "few points, new": Race(lambda: five_dimensions(64, inside=250, edge=100), 6, 3, 0),
     "noisy": Race(noisy, 6, 3, 3, variants=DAMPED),
     "noisy, 1,000": Race(lambda: noisy(1_000), 8, 2, 2),
@@ -566,7 +618,9 @@ def runs(race: Race) -> Iterator[dict[str, Any]]:
 
 
 def write(name: str, race: Race, done: list[dict[str, Any]]) -> None:
-    """Puts the runs of a problem into the file, one line each, in the place of those of the same methods."""
+    """Puts the runs of a problem into the file, one line each,
+    in the place of those of the same methods.
+    """
     stored = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
     methods = {run["method"] for run in done}
     others = [run for run in stored.get(name, {}).get("runs", []) if run["method"] not in methods]
@@ -581,14 +635,22 @@ def write(name: str, race: Race, done: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
-    parser.add_argument("problems", nargs="*", metavar="PROBLEM", help=f"any of: {'; '.join(RACES)}. Default: all")
-    parser.add_argument("--ours", nargs="*", metavar="VARIANT", help="of Levenberg-Marquardt, alone; none: all of them")
+    parser.add_argument(
+        "problems", nargs="*", metavar="PROBLEM", help=f"any of: {'; '.join(RACES)}. Default: all"
+    )
+    parser.add_argument(
+        "--ours",
+        nargs="*",
+        metavar="VARIANT",
+        help="of Levenberg-Marquardt, alone; none: all of them",
+    )
     options = parser.parse_args()
     unknown = set(options.problems) - set(RACES)
     if unknown:
         parser.error(f"unknown problem {', '.join(sorted(unknown))}; there are {'; '.join(RACES)}")
     torch.set_num_threads(1)
-    for method in (levenberg_marquardt, lbfgs, adam):  # what is imported and compiled by the first steps
+    # what is imported and compiled by the first steps
+    for method in (levenberg_marquardt, lbfgs, adam):
         train(poisson((2, 4, 1)), method, 0.1, **({"lr": 1e-3} if method is adam else {}))
     for name in options.problems or RACES:
         done = []
@@ -600,7 +662,10 @@ def main() -> int:
             done.append(run)
             steps, seconds, *errors = run["curve"][-1]
             shown = ", ".join(f"{error:.1e}" for error in errors)
-            print(f"{name}: {run['method']} {run['options']} seed {run['seed']}: {shown} ({steps} steps, {seconds} s)")
+            print(
+                f"{name}: {run['method']} {run['options']} seed {run['seed']}: "
+                f"{shown} ({steps} steps, {seconds} s)"
+            )
             sys.stdout.flush()
         write(name, race, done)
     return 0

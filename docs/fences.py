@@ -13,7 +13,8 @@ NAME = "page"  # what stands before the number of a line, where a program has it
 WIDEST = 88  # columns of a block that a desktop shows whole
 _SOURCE = re.compile(r'<div class="[^"]*highlight">.*?</div>', re.DOTALL)
 _OUTPUT = re.compile(
-    r'<div class="(?:language-text )?highlight">(?=<pre[^>]*>(?:<span></span>)?<code>([^<]*)</code>)'
+    r'<div class="(?:language-text '
+    r')?highlight">(?=<pre[^>]*>(?:<span></span>)?<code>([^<]*)</code>)'
 )
 
 

@@ -18,7 +18,10 @@ PAGES = (
 _DOCS = Path(__file__).parent
 _FENCE = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FIGURES = re.compile(r"^from docs\.figures import (.*)$", re.MULTILINE)
-_STANDS_IN = "from matplotlib.pyplot import subplots\n\n\ndef svg(figure, says):  # the figure shows itself\n    return says\n"
+_STANDS_IN = (
+    "from matplotlib.pyplot import subplots\n\n\ndef svg(figure, says): "
+    " # the figure shows itself\n    return says\n"
+)
 
 
 def notebook(page: str) -> str:

@@ -177,6 +177,7 @@ def machine() -> str:
         rounds = "few (`--quick`)" if at["quick"] else "all"
         processor = f"{at['processor']} ({at['device']})"
         lines.append(
-            f"| {name} | {at['date']} | {processor} | {at['torch']} | {peers} | {rounds} | {at['load']} |"
+            f"| {name} | {at['date']} | {processor} | {at['torch']} | {peers} | {rounds} | "
+            f"{at['load']} |"
         )
     return "\n".join(lines)

@@ -69,7 +69,10 @@ def split(page: str, text: str) -> tuple[str, dict[str, str]]:
         if found["name"].startswith("hodiff.rules."):
             name = "rules"
         pages.setdefault(name or found["name"].rpartition(".")[2], []).append(found[0])
-    below = f"\n[{title}](../{group}.md) lists the functions of this group and the keywords that they share.\n"
+    below = (
+        f"\n[{title}](../{group}.md) lists the functions of this group and the keywords that they "
+        "share.\n"
+    )
     written = {
         posixpath.join("api", group, f"{name}.md"): _page(name, title, parts) + below
         for name, parts in pages.items()

@@ -15,8 +15,11 @@ _FORMULA = re.compile(
     r"(?:[\s,:]|\b(?:and|by|for|from|in|is|of|or|over|to|with)\b)*\\\(.*"
 )  # and what follows it
 _KEYWORD = 1000.0  # what a keyword counts for: as a word of a title does in the theme
-_ASIDE = 0.3  # a page of the reference as a whole, and the records that its functions return: rather the function
-_SHARES = {  # pages that hold a little of everything, or figures, are found after those that explain; first words first
+# a page of the reference as a whole, and the records that its functions return: rather the function
+_ASIDE = 0.3
+# pages that hold a little of everything, or figures, are found after those that explain; first
+# words first
+_SHARES = {
     "api/calculus/hessian/": 2.7,
     "api/calculus/": 2.0,
     "api/cli/": 0.1,
@@ -81,7 +84,8 @@ def keywords(glossary: str, locations: set[str]) -> dict[str, list[str]]:
         )
         if len(places) != 1 or places[0] not in locations:
             raise PluginError(
-                f"the glossary's {entry['words']!r} leads to {address or link['name']!r}, not in the index"
+                f"the glossary's {entry['words']!r} leads to {address or link['name']!r}, "
+                "not in the index"
             )
         found.setdefault(places[0], []).extend(
             word.strip() for word in entry["words"].split(",")

@@ -98,13 +98,16 @@ def source(problem: str) -> str:
     of = stored(problem)
     rates = [run["options"]["lr"] for run in of["runs"] if run["method"] == "Adam"]
     text = (
-        f"Stored results of {of['where']['date']}, on one core of a shared machine ({of['where']['processor']}, "
-        f'PyTorch {of["where"]["torch"]}); `python -m benchmarks.training "{problem}"` makes them anew. '
+        f"Stored results of {of['where']['date']}, on one core of a shared machine "
+        f"({of['where']['processor']}, "
+        f'PyTorch {of["where"]["torch"]}); `python -m benchmarks.training "{problem}"` makes them '
+        "anew. "
         "The clock is the CPU time of the process."
     )
     if rates:
         text += (
-            " L-BFGS: strong Wolfe line searches, a history of 100, 10 iterations a step, no tolerances. "
+            " L-BFGS: strong Wolfe line searches, a history of 100, 10 iterations a step, "
+            "no tolerances. "
             f"Adam: the best of three rates, {rates[0]:g}, lowered to 0 by a cosine over the time."
         )
     return text

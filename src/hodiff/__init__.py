@@ -6,27 +6,31 @@ A map of the library:
 * second derivatives: `hvp`, `hessian`, `value_grad_and_hessian`, `cross_hessian`, `cross_hvp`,
   `hessian_diagonal`
 * any order, elementwise: `nth_derivative`, `derivatives`
-* gradient penalties: `gradient_penalty`, on which `wgan_gp_penalty`, `r1_penalty`, `eikonal_penalty` and the like
-  stand; `jacobian_penalty`, `hessian_penalty`, `curvature_penalty`, `sliced_score_matching_loss`, `PathLengthPenalty`
-* fields, by Taylor mode: `laplacian`, `value_grad_and_laplacian`, `second_order_operator`, `biharmonic`, `divergence`,
-  `value_and_divergence`, `curl`, `partial`, `partials`, `derivatives_of`, `jet`; `hodiff.jets.report`
+* gradient penalties: `gradient_penalty`, on which `wgan_gp_penalty`, `r1_penalty`,
+  `eikonal_penalty` and the like stand; `jacobian_penalty`, `hessian_penalty`, `curvature_penalty`,
+  `sliced_score_matching_loss`, `PathLengthPenalty`
+* fields, by Taylor mode: `laplacian`, `value_grad_and_laplacian`, `second_order_operator`,
+  `biharmonic`, `divergence`, `value_and_divergence`, `curl`, `partial`, `partials`,
+  `derivatives_of`, `jet`; `hodiff.jets.report`
 * where: tensors, containers of them, modules, and `select`ed parameters
 * curvature without the matrix: `HessianOperator`, `GaussNewtonOperator`, `FisherOperator`,
   `JacobianOperator`, `MatrixOperator`, all `LinearOperator`s; `trace`, `diagonal`, `eigsh`,
   `spectral_density`, `logdet`, `solve` take any,
   and `nystrom` is a preconditioner
 * training with curvature: `LevenbergMarquardt`, an optimizer of residuals
-* through solutions: `hodiff.implicit` (`argmin`, `root`, `fixed_point`); through the steps of an optimizer: `unroll`,
-  by the update rules of `hodiff.rules`
+* through solutions: `hodiff.implicit` (`argmin`, `root`, `fixed_point`); through the steps of an
+  optimizer: `unroll`, by the update rules of `hodiff.rules`
 * sparse: `sparse_hessian`, `sparse_jacobian`; patterns, colors and plans in `hodiff.sparse`
-* graphs explained: `hodiff.graph` (`inspect`, `predict`, `watch`, `explain` and more); `multi_grad`, for several losses
+* graphs explained: `hodiff.graph` (`inspect`, `predict`, `watch`, `explain` and more);
+  `multi_grad`, for several losses
 * training steps compiled, derivatives and all: `compile_step`
 * memory: `twice_differentiable`, for loops of your own through attention and cross-entropy
 * verification: `check_derivatives`
 * errors and warnings: `HodiffError` and the like
 
-Every function takes *what* (a function, or a tensor already computed) and *where* (the point). Given a
-function, hodiff builds the graph and frees it; given a tensor, the graph is yours and stays.
+Every function takes *what* (a function, or a tensor already computed) and *where* (the point).
+Given a function, hodiff builds the graph and frees it; given a tensor, the graph is yours and
+stays.
 """
 
 import itertools
@@ -59,7 +63,12 @@ try:
             InputError,
             RandomnessWarning,
         )
-        from hodiff.fields._second_order import biharmonic, laplacian, second_order_operator, value_grad_and_laplacian
+        from hodiff.fields._second_order import (
+            biharmonic,
+            laplacian,
+            second_order_operator,
+            value_grad_and_laplacian,
+        )
 
         from hodiff import graph as graph  # isort: skip  # words the errors of the calculus
 except (AttributeError, ImportError) as error:
@@ -98,7 +107,11 @@ if typing.TYPE_CHECKING:
     from hodiff.penalties._gan import dragan_penalty, r1_penalty, r2_penalty, wgan_gp_penalty
     from hodiff.penalties._gradient import eikonal_penalty, gradient_norm_penalty, gradient_penalty
     from hodiff.penalties._hessian import curvature_penalty, hessian_penalty
-    from hodiff.penalties._jacobian import PathLengthPenalty, jacobian_penalty, sliced_score_matching_loss
+    from hodiff.penalties._jacobian import (
+        PathLengthPenalty,
+        jacobian_penalty,
+        sliced_score_matching_loss,
+    )
     from hodiff.sparse._plan import sparse_hessian, sparse_jacobian
     from hodiff.steps import compile_step
     from hodiff.verify._check import check_derivatives
@@ -206,6 +219,11 @@ _HOMES = {
 }
 __getattr__, __dir__ = _lazy.names(
     globals(),
-    _HOMES | {"curvature": [name for name in __all__ if name not in {*globals(), *itertools.chain(*_HOMES.values())}]},
+    _HOMES
+    | {
+        "curvature": [
+            name for name in __all__ if name not in {*globals(), *itertools.chain(*_HOMES.values())}
+        ]
+    },
     beside=("implicit", "graph", "sparse", "rules", "jets", "plotting"),
 )

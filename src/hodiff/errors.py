@@ -7,7 +7,7 @@ HodiffError
 └── DerivativeError(AssertionError) a checked derivative is wrong
 
 HodiffWarning(UserWarning)
-├── CustomFunctionWarning          a second derivative through a Python autograd.Function is not confirmed
+├── CustomFunctionWarning          a second derivative through a Python Function is not confirmed
 ├── BatchMixingWarning             samples of a batch are not independent
 ├── ConvergenceWarning             an estimate or a solution did not reach its tolerance
 └── RandomnessWarning              an operator is that of one random draw
@@ -36,7 +36,9 @@ __all__ = [
 
 def printable(text: str) -> str:
     """Return a text without what steers a terminal: a user's names may hold control characters."""
-    return "".join(sign if sign.isprintable() or sign in "\n\t" else repr(sign)[1:-1] for sign in text)
+    return "".join(
+        sign if sign.isprintable() or sign in "\n\t" else repr(sign)[1:-1] for sign in text
+    )
 
 
 class _Shown(BaseException):
@@ -64,7 +66,8 @@ class InputError(HodiffError, ValueError):
         >>> hodiff.grad(torch.sum, torch.arange(3))
         Traceback (most recent call last):
             ...
-        hodiff.errors.InputError: x has dtype torch.int64; derivatives need a real floating-point tensor. ...
+        hodiff.errors.InputError: x has dtype torch.int64; derivatives need a real floating-point
+        tensor. ...
     """
 
 
@@ -73,7 +76,8 @@ Kind = Literal["", "freed", "changed", "released"]
 
 
 class Facts(NamedTuple):
-    """What an error about a graph is about, for `hodiff.graph` to find the place: data, which no sentence is asked for.
+    """What an error about a graph is about, for `hodiff.graph` to find the place: data, which no
+    sentence is asked for.
 
     Attributes:
         kind: What the engine met.
@@ -90,7 +94,9 @@ class Facts(NamedTuple):
     functions: frozenset[str] = frozenset()
 
     def blame(self, name: str, is_function: bool) -> bool:
-        """Whether the error is about the nodes of a class, forward or backward, by the class's name."""
+        """Whether the error is about the nodes of a class, forward or backward,
+        by the class's name.
+        """
         if is_function and name.removesuffix("Backward") in self.functions:
             return True
         key = name.lower().replace("_", "")
@@ -120,7 +126,9 @@ class GraphError(HodiffError, RuntimeError):
         operations: Iterable[str] = (),
         functions: Iterable[str] = (),
     ) -> Self:
-        """One that carries what it is about; not by `__init__`, which `torch.compile` could not trace."""
+        """One that carries what it is about; not by `__init__`,
+        which `torch.compile` could not trace.
+        """
         error = cls(f"{message} {advice}" if advice else message)
         error._facts = Facts(kind, message, advice, frozenset(operations), frozenset(functions))
         return error
@@ -151,7 +159,8 @@ class HodiffWarning(_Shown, UserWarning):
 
 
 class CustomFunctionWarning(HodiffWarning):
-    """A second derivative passes through a Python `torch.autograd.Function` that could not be confirmed.
+    """A second derivative passes through a Python `torch.autograd.Function` that could not be
+    confirmed.
 
     The Function's `backward` alone determines its value, which hodiff compares once with central
     differences of the gradient. The warning is given where that cannot be done or tells nothing;
@@ -167,7 +176,8 @@ class CustomFunctionWarning(HodiffWarning):
 
 
 class BatchMixingWarning(HodiffWarning):
-    """An operation in `f` mixes the samples of a batch, although `batch_ndim` says that they are independent.
+    """An operation in `f` mixes the samples of a batch, although `batch_ndim` says that they are
+    independent.
 
     Examples:
         >>> import hodiff
@@ -177,7 +187,8 @@ class BatchMixingWarning(HodiffWarning):
 
 
 class ConvergenceWarning(HodiffWarning):
-    """An eigenpair, an estimate or a solution did not reach its tolerance; the record states its accuracy.
+    """An eigenpair, an estimate or a solution did not reach its tolerance; the record states its
+    accuracy.
 
     Examples:
         >>> import hodiff
@@ -187,7 +198,8 @@ class ConvergenceWarning(HodiffWarning):
 
 
 class RandomnessWarning(HodiffWarning):
-    """The function of an operator draws random numbers (dropout); the operator is that of one fixed draw.
+    """The function of an operator draws random numbers (dropout); the operator is that of one fixed
+    draw.
 
     Examples:
         >>> import hodiff

@@ -1,7 +1,7 @@
 """Pictures of what takes several records; a single one draws itself: `record.plot()`.
 
-Needs matplotlib (`pip install matplotlib`). Colors are those of the style in force, so that a picture is
-light or dark as the page around it (`matplotlib.style.use("dark_background")`).
+Needs matplotlib (`pip install matplotlib`). Colors are those of the style in force, so that a
+picture is light or dark as the page around it (`matplotlib.style.use("dark_background")`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def convergence(records: Sequence[Any], *, axes: Any = None, label: str | None =
     Examples:
         >>> import torch, hodiff, hodiff.plotting
         >>> seen = []
-        >>> found = hodiff.solve(hodiff.MatrixOperator(torch.arange(1.0, 50.0)), torch.ones(49), callback=seen.append)
+        >>> found = hodiff.solve(
+        ...     hodiff.MatrixOperator(torch.arange(1.0, 50.0)), torch.ones(49), callback=seen.append
+        ... )
         >>> hodiff.plotting.convergence(seen).get_ylabel()
         'residual'
     """
@@ -68,7 +70,11 @@ def convergence(records: Sequence[Any], *, axes: Any = None, label: str | None =
         with_band(axes, spent, values, errors, label)
         axes.set_ylabel("estimate" if errors is None else "estimate ± 2 standard errors")
     else:
-        axes.semilogy(spent, [float(torch.as_tensor(record.residual).max()) for record in records], label=label)
+        axes.semilogy(
+            spent,
+            [float(torch.as_tensor(record.residual).max()) for record in records],
+            label=label,
+        )
         axes.set_ylabel("residual")
     axes.set_xlabel("products")
     if label is not None:

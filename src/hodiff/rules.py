@@ -1,8 +1,10 @@
-"""Update rules of optimizers as pure functions, for `hodiff.unroll`: equal to `torch.optim`, differentiable by all.
+"""Update rules of optimizers as pure functions, for `hodiff.unroll`: equal to `torch.optim`,
+differentiable by all.
 
-A rule maps parameters, gradients, its state and the number of the step (from 1) to new parameters and a new
-state: `rule(params, grads, state, step) -> (params, state)`. Parameters are like the point; the state of the
-first step is None. A function of yours with that signature is a rule as well.
+A rule maps parameters, gradients, its state and the number of the step (from 1) to new parameters
+and a new
+state: `rule(params, grads, state, step) -> (params, state)`. Parameters are like the point; the
+state of the first step is None. A function of yours with that signature is a rule as well.
 """
 
 from __future__ import annotations
@@ -21,13 +23,26 @@ from hodiff._core._compiled_callers import uncompiled
 from hodiff._core._versions import is_wrapped
 from hodiff.errors import InputError
 
-__all__ = ["SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rule"]
+__all__ = [
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rule",
+]
 
 State = dict[str, Any]
 """What a rule keeps of one leaf: tensors, and numbers."""
 
 Hyper = Any
-"""A hyperparameter: a number, a tensor that fits each leaf, or a container like the point that holds one for each."""
+"""A hyperparameter: a number, a tensor that fits each leaf, or a container like the point that
+holds one for each.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,9 @@ class Rule(ABC):
             if option.name == "betas":
                 _check_pair(value, name)
             else:
-                _check_kind(value, bool if isinstance(option.default, bool) else (int, float, Tensor), name)
+                _check_kind(
+                    value, bool if isinstance(option.default, bool) else (int, float, Tensor), name
+                )
                 most = 1 if option.name == "rho" else math.inf
                 for item in _items(value) if option.name != "dampening" else ():
                     if isinstance(item, (int, float)) and not 0 <= item <= most:
@@ -61,20 +78,25 @@ class Rule(ABC):
                         raise InputError(f"{name}: got {item!r}, expected a number of {bound}.")
 
     @uncompiled
-    def __call__(self, params: Any, grads: Any, state: Any, step: int) -> tuple[Any, dict[str, dict[str, State]]]:
+    def __call__(
+        self, params: Any, grads: Any, state: Any, step: int
+    ) -> tuple[Any, dict[str, dict[str, State]]]:
         """New parameters, and the state that the next step needs.
 
         Args:
             params: The parameters: a tensor, or a container of tensors.
-            grads: Their gradients, likewise. One that is None leaves its parameter as it is, as in `torch.optim`.
+            grads: Their gradients, likewise. One that is None leaves its parameter as it is, as in
+                `torch.optim`.
             state: What the last step returned; None at the first.
             step: The number of the step, from 1.
 
         Returns:
-            `(params, state)`. The state has the rule's name, and for each parameter what is kept of it.
+            `(params, state)`. The state has the rule's name, and for each parameter what is kept of
+            it.
 
         Raises:
-            InputError: A state of another rule, or of other parameters; or *grads* are not like *params*.
+            InputError: A state of another rule, or of other parameters; or *grads* are not like
+                *params*.
         """
         leaves, _, tree = _tree.flatten(params)
         rules, given = self._by_leaf(tree, len(leaves)), _spread(grads, tree, "grads")
@@ -89,9 +111,16 @@ class Rule(ABC):
         """The rule for each leaf."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}
         pairs = values.pop("betas", None)
-        spread = {name: _spread(value, tree, name) for name, value in values.items() if _tree.is_container(value)}
+        spread = {
+            name: _spread(value, tree, name)
+            for name, value in values.items()
+            if _tree.is_container(value)
+        }
         if pairs is not None and any(map(_tree.is_container, pairs)):
-            both = [_spread(beta, tree, "betas") if _tree.is_container(beta) else [beta] * count for beta in pairs]
+            both = [
+                _spread(beta, tree, "betas") if _tree.is_container(beta) else [beta] * count
+                for beta in pairs
+            ]
             spread["betas"] = list(zip(*both, strict=True))
         if not spread:
             return [self] * count
@@ -99,9 +128,15 @@ class Rule(ABC):
 
 
 def stepped(
-    rules: Sequence[Rule], params: Sequence[Tensor], grads: Sequence[Tensor | None], state: Any, step: int
+    rules: Sequence[Rule],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    state: Any,
+    step: int,
 ) -> tuple[list[Tensor], list[State]]:
-    """A step by one rule for each leaf; a leaf without a gradient stays as it is, and does not count the step."""
+    """A step by one rule for each leaf; a leaf without a gradient stays as it is,
+    and does not count the step.
+    """
     states = [{} for _ in params] if state is None else state
     updates = [
         (p, s | {"missed": s.get("missed", 0) + 1}) if g is None else _leaf(rule, p, g, s, step)
@@ -116,22 +151,36 @@ def _leaf(rule: Rule, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Te
     return p, new | {"missed": missed} if missed else new
 
 
-def kept(states: Sequence[State], rules: Sequence[Rule], tree: _tree.Tree) -> dict[str, dict[str, State]]:
-    """The state as the caller has it: the rule's name, and by the name of each leaf what is kept of it."""
+def kept(
+    states: Sequence[State], rules: Sequence[Rule], tree: _tree.Tree
+) -> dict[str, dict[str, State]]:
+    """The state as the caller has it: the rule's name,
+    and by the name of each leaf what is kept of it.
+    """
     return {type(rules[0]).__name__: dict(zip(_tree.paths(tree, "params"), states, strict=True))}
 
 
-def taken(state: Any, rules: Sequence[Rule], tree: _tree.Tree, params: Sequence[Tensor]) -> list[State] | None:
-    """The state of each leaf, by its name, of what `kept` made; or a list of them, in the order of the leaves."""
+def taken(
+    state: Any, rules: Sequence[Rule], tree: _tree.Tree, params: Sequence[Tensor]
+) -> list[State] | None:
+    """The state of each leaf, by its name, of what `kept` made; or a list of them,
+    in the order of the leaves.
+    """
     names, kind = _tree.paths(tree, "params"), type(rules[0]).__name__
     if state is None:
         return None
     if isinstance(state, dict):
         buffers = state.get(kind)
         if buffers is None or len(state) != 1:
-            raise InputError(f"state belongs to {', '.join(map(str, state))}, expected one of {kind}.")
+            raise InputError(
+                f"state belongs to {', '.join(map(str, state))}, expected one of {kind}."
+            )
     else:
-        buffers = dict(zip(names, state, strict=True)) if isinstance(state, list) and len(state) == len(names) else {}
+        buffers = (
+            dict(zip(names, state, strict=True))
+            if isinstance(state, list) and len(state) == len(names)
+            else {}
+        )
     if set(buffers) != set(names) or len(names) != len(buffers):
         raise InputError(f"state belongs to the parameters {list(buffers)}, expected {names}.")
     for name, leaf in zip(names, params, strict=True):
@@ -146,7 +195,9 @@ def _spread(value: Any, tree: _tree.Tree, name: str) -> list[Any]:
     """What a container like the parameters holds for each leaf, in their order."""
     different = _tree.difference(tree, _tree.flatten(value)[2], name)
     if different:
-        raise InputError(f"{name} must have one entry for each leaf, like the parameters: {different}.")
+        raise InputError(
+            f"{name} must have one entry for each leaf, like the parameters: {different}."
+        )
     return _tree.leaves_like(tree, value)
 
 
@@ -156,7 +207,9 @@ def _check_pair(value: Any, name: str) -> None:
     for beta in value:
         _check_kind(beta, (int, float, Tensor), name)
         if isinstance(beta, (int, float)) and not 0 <= beta < 1:
-            raise InputError(f"{name}: got {value!r}, expected two numbers of at least 0 and below 1.")
+            raise InputError(
+                f"{name}: got {value!r}, expected two numbers of at least 0 and below 1."
+            )
 
 
 def _items(value: Any) -> Sequence[Any]:
@@ -166,11 +219,15 @@ def _items(value: Any) -> Sequence[Any]:
 def _check_kind(value: Any, kinds: Any, name: str) -> None:
     for item in _items(value):
         if not isinstance(item, kinds) or (isinstance(item, bool) and kinds is not bool):
-            expected = "True or False" if kinds is bool else "a number, a tensor, or a container with one for each leaf"
+            expected = (
+                "True or False"
+                if kinds is bool
+                else "a number, a tensor, or a container with one for each leaf"
+            )
             raise InputError(f"{name}: got {item!r}, expected {expected}.")
 
 
-# --- gradient descent with momentum -----------------------------------------------------------------------------------
+# --- gradient descent with momentum ---------------------------------------------------------------
 
 
 @final
@@ -197,8 +254,8 @@ class SGD(Rule):
         (tensor([0.8000]), tensor([0.6200]))
 
     Reference:
-        Sutskever, I., Martens, J., Dahl, G., Hinton, G. (2013). On the importance of initialization and
-        momentum in deep learning. ICML.
+        Sutskever, I., Martens, J., Dahl, G., Hinton, G. (2013). On the importance of initialization
+        and momentum in deep learning. ICML.
     """
 
     lr: Hyper = 1e-3
@@ -222,7 +279,7 @@ class SGD(Rule):
         return plus(p, -self.lr, along), {"momentum": buffer}
 
 
-# --- RMSprop, Adagrad, Adadelta ---------------------------------------------------------------------------------------
+# --- RMSprop, Adagrad, Adadelta -------------------------------------------------------------------
 
 
 @final
@@ -245,7 +302,8 @@ class RMSprop(Rule):
         tensor([-1.0000])
 
     Reference:
-        Tieleman, T., Hinton, G. (2012). Lecture 6.5, RMSprop. Coursera: neural networks for machine learning.
+        Tieleman, T., Hinton, G. (2012). Lecture 6.5, RMSprop. Coursera: neural networks for machine
+        learning.
     """
 
     lr: Hyper = 1e-2
@@ -266,7 +324,9 @@ class RMSprop(Rule):
         denominator = root(spread) + self.eps
         if not present(self.momentum):
             return minus_ratio(p, self.lr, g, denominator), new
-        new["momentum"] = along = minus_ratio(state.get("momentum", zeros) * self.momentum, -1, g, denominator)
+        new["momentum"] = along = minus_ratio(
+            state.get("momentum", zeros) * self.momentum, -1, g, denominator
+        )
         return plus(p, -self.lr, along), new
 
 
@@ -289,8 +349,8 @@ class Adagrad(Rule):
         tensor([-0.1000])
 
     Reference:
-        Duchi, J., Hazan, E., Singer, Y. (2011). Adaptive subgradient methods for online learning and
-        stochastic optimization. JMLR 12.
+        Duchi, J., Hazan, E., Singer, Y. (2011). Adaptive subgradient methods for online learning
+        and stochastic optimization. JMLR 12.
     """
 
     lr: Hyper = 1e-2
@@ -301,7 +361,9 @@ class Adagrad(Rule):
 
     def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
         g = decayed(g, self.weight_decay, p)
-        before = state["sum"] if "sum" in state else torch.zeros_like(g) + self.initial_accumulator_value
+        before = (
+            state["sum"] if "sum" in state else torch.zeros_like(g) + self.initial_accumulator_value
+        )
         total = torch.addcmul(before, g, g)
         p = minus_ratio(p, self.lr / (1 + (step - 1) * self.lr_decay), g, root(total) + self.eps)
         return p, {"sum": total}
@@ -345,7 +407,7 @@ class Adadelta(Rule):
         }
 
 
-# --- updates written once for numbers and for tensors -----------------------------------------------------------------
+# --- updates written once for numbers and for tensors ---------------------------------------------
 
 
 def plus(x: Tensor, a: Any, y: Tensor) -> Tensor:
@@ -371,9 +433,10 @@ def mixed(x: Tensor, y: Tensor, a: Any) -> Tensor:
 def root(v: Tensor) -> Tensor:
     """A zero of F(x, θ) found by any solver, as a function of everything else that `F` depends on.
 
-    `sqrt` has an infinite one there, which times a zero is NaN: one parameter whose gradients were exactly zero
-    (below a layer that begins at zero) would make every derivative through Adam NaN. There v = (1 - b) g², so
-    its own derivative is zero, and with it that of the update's denominator.
+    `sqrt` has an infinite one there, which times a zero is NaN: one parameter whose gradients were
+    exactly zero (below a layer that begins at zero) would make every derivative through Adam NaN.
+    There v = (1 - b) g², so its own derivative is zero, and with it that of the update's
+    denominator.
     """
     if _can_be_read(v) and bool(v.all()):
         return v.sqrt()
@@ -382,7 +445,9 @@ def root(v: Tensor) -> Tensor:
 
 
 def _can_be_read(v: Tensor) -> bool:
-    """Whether values can be looked at without waiting for a device; inside transforms and traces there are none."""
+    """Whether values can be looked at without waiting for a device;
+    inside transforms and traces there are none.
+    """
     plain = v.is_cpu and v.__class__ is Tensor
     return plain and not is_wrapped(v)
 
@@ -393,11 +458,13 @@ def decayed(g: Tensor, a: Any, p: Tensor) -> Tensor:
 
 
 def present(a: Any) -> bool:
-    """Whether a term with the factor `a` is there: a tensor's always is, since it may be differentiated by."""
+    """Whether a term with the factor `a` is there: a tensor's always is,
+    since it may be differentiated by.
+    """
     return isinstance(a, Tensor) or a != 0
 
 
-# --- Adam and the like ------------------------------------------------------------------------------------------------
+# --- Adam and the like ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -432,7 +499,9 @@ class _Adam(_Moments):
         mean, square = self._moments(g, state)
         new, largest = {"mean": mean, "square": square}, square
         if self.amsgrad:
-            new["largest"] = largest = torch.maximum(state["largest"], square) if "largest" in state else square
+            new["largest"] = largest = (
+                torch.maximum(state["largest"], square) if "largest" in state else square
+            )
         denominator = root(largest) / (1 - beta2**step) ** 0.5 + self.eps
         return minus_ratio(p, self.lr / (1 - beta1**step), mean, denominator), new
 
@@ -464,7 +533,8 @@ class Adam(_Adam):
 
     Reference:
         Kingma, D. P., Ba, J. (2015). Adam: a method for stochastic optimization. arXiv:1412.6980.
-        Reddi, S. J., Kale, S., Kumar, S. (2018). On the convergence of Adam and beyond. arXiv:1904.09237.
+        Reddi, S. J., Kale, S., Kumar, S. (2018). On the convergence of Adam and beyond.
+        arXiv:1904.09237.
     """
 
     decoupled_weight_decay: bool = False
@@ -530,7 +600,9 @@ class NAdam(_Moments):
         beta1, beta2 = self.betas
         p, g = self._decayed(p, g)
         mean, square = self._moments(g, state)
-        now, after = (beta1 * (1 - 0.5 * 0.96 ** (t * self.momentum_decay)) for t in (step, step + 1))
+        now, after = (
+            beta1 * (1 - 0.5 * 0.96 ** (t * self.momentum_decay)) for t in (step, step + 1)
+        )
         product = state.get("product", 1.0) * now
         denominator = root(square / (1 - beta2**step)) + self.eps
         p = minus_ratio(p, self.lr * (1 - now) / (1 - product), g, denominator)
@@ -541,7 +613,8 @@ class NAdam(_Moments):
 @final
 @dataclass(frozen=True)
 class RAdam(_Moments):
-    r"""Adam that divides by the mean square only once it is known well enough, as `torch.optim.RAdam`.
+    r"""Adam that divides by the mean square only once it is known well enough, as
+    `torch.optim.RAdam`.
 
     Args:
         lr: The step.
@@ -559,7 +632,8 @@ class RAdam(_Moments):
         tensor([-0.3000])
 
     Reference:
-        Liu, L. et al. (2020). On the variance of the adaptive learning rate and beyond. arXiv:1908.03265.
+        Liu, L. et al. (2020). On the variance of the adaptive learning rate and beyond.
+        arXiv:1908.03265.
     """
 
     decoupled_weight_decay: bool = False
@@ -595,7 +669,8 @@ class Adamax(_Moments):
         tensor([-0.1000])
 
     Reference:
-        Kingma, D. P., Ba, J. (2015). Adam: a method for stochastic optimization. arXiv:1412.6980, section 7.
+        Kingma, D. P., Ba, J. (2015). Adam: a method for stochastic optimization. arXiv:1412.6980,
+        section 7.
     """
 
     lr: Hyper = 2e-3
@@ -606,4 +681,7 @@ class Adamax(_Moments):
         zeros = torch.zeros_like(g)
         mean = mixed(state.get("mean", zeros), g, 1 - beta1)
         largest = torch.maximum(state.get("largest", zeros) * beta2, g.abs() + self.eps)
-        return minus_ratio(p, self.lr / (1 - beta1**step), mean, largest), {"mean": mean, "largest": largest}
+        return minus_ratio(p, self.lr / (1 - beta1**step), mean, largest), {
+            "mean": mean,
+            "largest": largest,
+        }

@@ -33,13 +33,13 @@ MODULES = 135
 # Of strings that stand alone none is counted: a docstring costs nothing.
 # Rows in factors came with 523 more, and least squares took the place of what they did by groups and products.
 # The thin side came with 164: exact determinants, direct solutions and eigenpairs, of sums and several batches too.
-# 38: PyTorch's private names, each as a name of ours in one place.
-STATEMENTS = 23433
+# 38: PyTorch's private names, each as a name of ours in one place. 19: at 100 columns eight functions got longer than
+# 45 lines, and gave parts of themselves a name.
+STATEMENTS = 23452
 # What `grad`, `jacobian`, `hessian`, `hvp` and `laplacian` import.
 MODULES_OF_FIVE_CALLS = 52
 STATEMENTS_OF_FIVE_CALLS = 7804  # 7762 before private names of PyTorch had names of ours
 LONGEST_BODY = 45
-LONG_LINES = 3036
 IMPORTED_ONCE = 8  # 7 before rows in factors, which know nothing of losses or batches
 PRIVATE_NAMES = {
     "_core._hooks": 6,
@@ -111,13 +111,6 @@ def test_the_private_names_of_pytorch() -> None:
 
 def short(module: str) -> str:
     return module.removeprefix("hodiff").lstrip(".")
-
-
-def test_the_number_of_long_lines() -> None:
-    """Of more than a hundred columns."""
-    lines = [line for path in LIBRARY.values() for line in path.read_text("utf-8").splitlines()]
-    number = sum(len(line) > 100 for line in lines)
-    assert number <= LONG_LINES, f"{number} of at most {LONG_LINES}: wrap new lines at 100 columns"
 
 
 def test_the_longest_function() -> None:

@@ -48,7 +48,9 @@ __all__ = [
 ]
 
 Allowed = Sequence[str | type] | str | type
-"""`allow=`: the `autograd.Function` classes, or their names, whose second derivative is accepted as it is."""
+"""`allow=`: the `autograd.Function` classes, or their names,
+whose second derivative is accepted as it is.
+"""
 
 ChunkSize = int | Literal["auto"]
 """How many vectors one pass takes; `"auto"` bounds its memory."""
@@ -81,13 +83,19 @@ def allowed(allow: Any) -> Sequence[str | type]:
     if allow.__class__ is AllowedNames or (allow.__class__ is tuple and not allow):
         return allow
     names = (allow,) if isinstance(allow, (str, type)) else allow
-    if not isinstance(names, (tuple, list, set, frozenset)) or not all(isinstance(n, (str, type)) for n in names):
-        raise InputError(f"allow: got {kind(allow)}, expected names or classes of autograd.Functions.")
+    if not isinstance(names, (tuple, list, set, frozenset)) or not all(
+        isinstance(n, (str, type)) for n in names
+    ):
+        raise InputError(
+            f"allow: got {kind(allow)}, expected names or classes of autograd.Functions."
+        )
     return AllowedNames(names)
 
 
 def is_set(value: Any, name: str) -> bool:
-    """Whether a flag is on; raise for what is neither true nor false, as an array, or a word: "no" would be true."""
+    """Whether a flag is on; raise for what is neither true nor false, as an array, or a word:
+    "no" would be true.
+    """
     if value is True or value is False:  # as nearly always
         return value
     try:
@@ -104,7 +112,9 @@ class NoAttribute(HodiffError, AttributeError):
 
 
 class Unlike(ABC):
-    """What is taken for a tensor or for another library's object: its errors say what to write instead."""
+    """What is taken for a tensor or for another library's object:
+    its errors say what to write instead.
+    """
 
     @abstractmethod
     def _instead(self, name: str) -> str:
@@ -114,14 +124,17 @@ class Unlike(ABC):
 
         def __getattr__(self, name: str) -> Any:
             """Names of other libraries, and slips."""
-            if hasattr(type(self), name):  # a property whose computation met such an error: that is the one to show
+            # a property whose computation met such an error: that is the one to show
+            if hasattr(type(self), name):
                 return object.__getattribute__(self, name)
             raise NoAttribute(f"{kind(self)} has no attribute {name!r}: {self._instead(name)}")
 
         def __format__(self, spec: str) -> str:
             """Refuse the format of a number."""
             if spec:
-                raise InputError(f"{kind(self)} has no format {spec!r}: {self._instead('__format__')}")
+                raise InputError(
+                    f"{kind(self)} has no format {spec!r}: {self._instead('__format__')}"
+                )
             return str(self)
 
         def __len__(self) -> NoReturn:
@@ -167,7 +180,7 @@ class NoNumber(Unlike):
         next(value for value in given if isinstance(value, NoNumber))._refuse()
 
 
-# --- checks, made before anything is computed -------------------------------------------------------------------------
+# --- checks, made before anything is computed -----------------------------------------------------
 
 
 LARGEST = 2**63 - 1
@@ -184,7 +197,10 @@ class Missing:
 Missing.__name__ = "missing argument"
 MISSING: Any = Missing()
 
-ACCEPTED = "a tensor, a container of tensors (tuple, list, dict, nested), an nn.Module, or hodiff.select(module, ...)"
+ACCEPTED = (
+    "a tensor, a container of tensors (tuple, list, dict, nested), an nn.Module, "
+    "or hodiff.select(module, ...)"
+)
 
 
 def check_real_tensor(value: Any, name: str) -> None:
@@ -195,14 +211,18 @@ def check_real_tensor(value: Any, name: str) -> None:
         raise InputError(f"{name} is a DTensor, of which each process holds a shard. {WAY_OUT}")
     if value.dtype.is_floating_point:
         if value.dtype.itemsize == 1:
-            raise InputError(f"{name} has dtype {value.dtype}, a storage-only dtype; convert it (x.half()).")
+            raise InputError(
+                f"{name} has dtype {value.dtype}, a storage-only dtype; convert it (x.half())."
+            )
         if value.is_meta:
             if value.__class__.__module__.startswith("hodiff."):  # a jet, of which no rule runs
                 raise InputError(
-                    "PyTorch's overrides are switched off here (DisableTorchFunctionSubclass); this "
-                    "call needs them. Call it outside."
+                    "PyTorch's overrides are switched off here (DisableTorchFunctionSubclass); "
+                    "this call needs them. Call it outside."
                 )
-            raise InputError(f"{name} is on the meta device, whose tensors hold no numbers; give a real one.")
+            raise InputError(
+                f"{name} is on the meta device, whose tensors hold no numbers; give a real one."
+            )
         if value.layout is not torch.strided or value.is_nested:  # asked here too: it saves a call
             check_dense(value, name, " (x.to_dense(), or its .values())")
         if value.__class__ not in TENSORS:
@@ -245,9 +265,13 @@ def _not_a_tensor(value: Any) -> str:
             f"torch.tensor({float(value)})."
         )
     if isinstance(value, nn.Module):
-        return f": got the module {type(value).__name__}, expected a tensor; the function comes first."
+        return (
+            f": got the module {type(value).__name__}, expected a tensor; the function comes first."
+        )
     if callable(value) and not isinstance(value, type):
-        return f": got a function; the function comes first and the point second. Expected {ACCEPTED}."
+        return (
+            f": got a function; the function comes first and the point second. Expected {ACCEPTED}."
+        )
     if type(value).__module__ == "numpy":
         return f": got {kind(value)}; convert it: torch.from_numpy(array)."
     return f": got {kind(value)}, expected {ACCEPTED}."
@@ -281,7 +305,9 @@ def kind(value: object) -> str:
         return f"a NumPy {name.removeprefix('nd')}"
     spelled = name[:2].isupper() and name[0] in "FHLMNRSX"  # as in "an LSTM"
     article = "an" if spelled or name[0] in "AEIOaeio" else "a"
-    return f"{article} {name}" + (f" of {len(value)}" if isinstance(value, (list, tuple, set)) else "")
+    return f"{article} {name}" + (
+        f" of {len(value)}" if isinstance(value, (list, tuple, set)) else ""
+    )
 
 
 def plural(number: int, noun: str) -> str:
@@ -296,7 +322,9 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
-def check_number(value: Any, name: str, *, least: float = -math.inf, below: float = math.inf) -> None:
+def check_number(
+    value: Any, name: str, *, least: float = -math.inf, below: float = math.inf
+) -> None:
     """Raise unless `value` is a finite number of at least `least`, and below `below`."""
     # As nearly always.
     if value.__class__ in (float, int) and least <= value <= LARGEST and value < below:
@@ -312,7 +340,9 @@ def check_chunk_size(value: int | str) -> int | None:
     if isinstance(value, str) and value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f'chunk_size: got {shown(value)}, expected an integer of at least 1, or "auto".')
+        raise InputError(
+            f'chunk_size: got {shown(value)}, expected an integer of at least 1, or "auto".'
+        )
     return value
 
 
@@ -322,7 +352,10 @@ AUX_HINT = (
 )
 
 
-_HINTS = {"function": " Call what it returns.", "NoneType": " Does it end without a return statement?"}
+_HINTS = {
+    "function": " Call what it returns.",
+    "NoneType": " Does it end without a return statement?",
+}
 
 
 def check_output(value: Any, name: str = "f(x)") -> Tensor:
@@ -332,14 +365,24 @@ def check_output(value: Any, name: str = "f(x)") -> Tensor:
         raise InputError(f"f returned {kind(value)}, expected a tensor.{hint}")
     if value.dtype.is_floating_point:
         if value.layout is not torch.strided or value.is_nested:
-            layout, way_out = ("nested", ".values()") if value.is_nested else (str(value.layout), ".to_dense()")
-            raise InputError(f"f: {name} is a {layout} tensor; return a dense one (its {way_out}), or a sum of it.")
+            layout, way_out = (
+                ("nested", ".values()") if value.is_nested else (str(value.layout), ".to_dense()")
+            )
+            raise InputError(
+                f"f: {name} is a {layout} tensor; return a dense one (its {way_out}), "
+                "or a sum of it."
+            )
         if value.__class__ not in TENSORS:
             check_class(value, f"f: {name}")
         return value
     if value.is_complex():
-        raise InputError(f"f: {name} is complex; return a real quantity (its .real, .abs(), or view_as_real).")
-    raise InputError(f"f: {name} has dtype {value.dtype}, which has no derivative; return a floating-point tensor.")
+        raise InputError(
+            f"f: {name} is complex; return a real quantity (its .real, .abs(), or view_as_real)."
+        )
+    raise InputError(
+        f"f: {name} has dtype {value.dtype}, which has no derivative; "
+        "return a floating-point tensor."
+    )
 
 
 def check_scalars(output: Tensor, batch_ndim: int, batch: torch.Size) -> None:
@@ -354,7 +397,9 @@ def check_scalars(output: Tensor, batch_ndim: int, batch: torch.Size) -> None:
             )
         return
     if tuple(output.shape[:batch_ndim]) != tuple(batch) or output.numel() != batch.numel():
-        averaged = " (a mean over the batch would scale every gradient by 1/N)" if not output.ndim else ""
+        averaged = (
+            " (a mean over the batch would scale every gradient by 1/N)" if not output.ndim else ""
+        )
         more = output.ndim - batch_ndim
         total = "sum(-1)" if more == 1 else f"flatten({batch_ndim}).sum(-1)"
         way_out = (
@@ -378,7 +423,10 @@ def check_batch(tensors: list[Tensor], names: list[str], batch_ndim: int) -> tor
     first = tensors[0].shape[:batch_ndim]
     for tensor, name in zip(tensors, names, strict=True):
         if tensor.ndim < batch_ndim:
-            raise InputError(f"{name} has shape {tuple(tensor.shape)}, too few dimensions for batch_ndim={batch_ndim}.")
+            raise InputError(
+                f"{name} has shape {tuple(tensor.shape)}, "
+                f"too few dimensions for batch_ndim={batch_ndim}."
+            )
         if tensor.shape[:batch_ndim] != first:
             raise InputError(
                 f"{name} has batch shape {tuple(tensor.shape[:batch_ndim])}, but {names[0]} has "
@@ -430,21 +478,27 @@ def outside() -> int:
 def check_arguments(args: Any, kwargs: Any) -> None:
     """Raise unless `args` is a tuple (or list) and `kwargs` a mapping."""
     if not isinstance(args, (tuple, list)):
-        raise InputError(f"args: got {kind(args)}, expected a tuple of arguments for f: args=(data,).")
+        raise InputError(
+            f"args: got {kind(args)}, expected a tuple of arguments for f: args=(data,)."
+        )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InputError(f"kwargs: got {kind(kwargs)}, expected a dict of keyword arguments for f.")
     for name in kwargs or ():
         if not isinstance(name, str):
-            raise InputError(f"kwargs: got {kind(name)} as a key, expected names of arguments of f.")
+            raise InputError(
+                f"kwargs: got {kind(name)} as a key, expected names of arguments of f."
+            )
 
 
 def check_container(tree: _tree.Tree, count: int, name: str) -> None:
     """Raise for an empty container."""
     if not count:
-        raise InputError(f"{name}: got {_tree.describe(tree)}, which holds no tensor; expected {ACCEPTED}.")
+        raise InputError(
+            f"{name}: got {_tree.describe(tree)}, which holds no tensor; expected {ACCEPTED}."
+        )
 
 
-# --- what stands for a tensor where a vector is wanted ----------------------------------------------------------------
+# --- what stands for a tensor where a vector is wanted --------------------------------------------
 
 
 class SupportsArray(Protocol):
@@ -461,7 +515,9 @@ def check_dense(value: Tensor, name: str, advice: str = "") -> None:
 
 
 def as_tensors(value: Any, dtype: torch.dtype, device: torch.device, name: str) -> Any:
-    """NumPy arrays, also in a container, and lists of numbers as tensors; anything else as it is."""
+    """NumPy arrays, also in a container, and lists of numbers as tensors;
+    anything else as it is.
+    """
     if isinstance(value, Tensor):
         if value.is_nested:
             check_dense(value, name)
@@ -471,12 +527,16 @@ def as_tensors(value: Any, dtype: torch.dtype, device: torch.device, name: str) 
     if _is_array(value) or _is_numbers(value):
         return _tensor(value, dtype, device, name)
     if _tree.is_container(value) and any(map(_is_array, _tree.flatten(value, name)[0])):
-        return _tree.tree_map(lambda leaf: _tensor(leaf, dtype, device, name) if _is_array(leaf) else leaf, value)
+        return _tree.tree_map(
+            lambda leaf: _tensor(leaf, dtype, device, name) if _is_array(leaf) else leaf, value
+        )
     return value
 
 
 def tree_of_listed_leaves(value: Any, tree: _tree.Tree, number: int) -> _tree.Tree:
-    """The structure of a list (or tuple) of the leaves in the order of the point, where it is no such point."""
+    """The structure of a list (or tuple) of the leaves in the order of the point,
+    where it is no such point.
+    """
     if not isinstance(value, (list, tuple)) or len(value) != number:
         return None
     if not all(isinstance(part, Tensor) for part in value):
@@ -491,12 +551,16 @@ def _tensor(value: Any, dtype: torch.dtype, device: torch.device, name: str) -> 
         if value.dtype.kind not in "fiu":
             raise InputError(f"{name}: got an array of {value.dtype}, expected real numbers.")
         double = dtype is torch.float64
-        value = torch.from_numpy(value.astype("float64" if double else "float32", order="C", copy=True))
+        value = torch.from_numpy(
+            value.astype("float64" if double else "float32", order="C", copy=True)
+        )
         return value.to(device, dtype)
     try:
         return torch.tensor(value, dtype=dtype, device=device)
     except ValueError as error:
-        raise InputError(f"{name}: got a nested list whose rows differ in length ({error}).") from error
+        raise InputError(
+            f"{name}: got a nested list whose rows differ in length ({error})."
+        ) from error
 
 
 def _is_array(value: Any) -> bool:
@@ -509,21 +573,26 @@ def _is_numbers(value: Any, depth: int = 0) -> bool:
     if not isinstance(value, (list, tuple)) or not value or depth > _tree.DEEPEST:
         return False
     return all(
-        _is_numbers(item, depth + 1) or (isinstance(item, numbers.Real) and type(item) is not bool) for item in value
+        _is_numbers(item, depth + 1) or (isinstance(item, numbers.Real) and type(item) is not bool)
+        for item in value
     )
 
 
-# --- parameters that are sharded over processes: recognized, and refused with what works instead ----------------------
-# A gradient by shards is None in PyTorch, silently, and a model under `fully_shard` frees what a second pass needs.
-# Whoever has such tensors has imported the module that defines them.
+# --- parameters that are sharded over processes: recognized, and refused with what works instead --
+# A gradient by shards is None in PyTorch, silently, and a model under `fully_shard` frees what a
+# second pass needs. Whoever has such tensors has imported the module that defines them.
 
 
 LOADED_BY = "torch.distributed.tensor"
-"""The module without which there are no such tensors: who calls the checks asks for it first, which costs nothing."""
+"""The module without which there are no such tensors: who calls the checks asks for it first,
+which costs nothing.
+"""
 
 
 def may_be_shared() -> bool:
-    """Whether there may be modules that belong to several processes: what makes them has been loaded."""
+    """Whether there may be modules that belong to several processes:
+    what makes them has been loaded.
+    """
     return LOADED_BY in sys.modules or _versions.REPLICATED_BY in sys.modules
 
 
@@ -563,7 +632,10 @@ def check_modules(modules: Iterable[nn.Module], name: str) -> None:
             _check_class(module, name)
         for path, parameter in module._parameters.items():
             if parameter.__class__ not in WHOLE and _is_dtensor(parameter):
-                raise InputError(f"{name}: the parameter {path!r} is a DTensor, sharded over processes. {WAY_OUT}")
+                raise InputError(
+                    f"{name}: the parameter {path!r} is a DTensor, sharded over processes. "
+                    f"{WAY_OUT}"
+                )
 
 
 def _check_class(module: nn.Module, name: str) -> None:
@@ -571,7 +643,10 @@ def _check_class(module: nn.Module, name: str) -> None:
     replicated = any(
         base.__module__ == _versions.REPLICATED_BY for base in kind.__mro__
     )  # each such module has its own class
-    if replicated and not sys.modules[_versions.REPLICATED_BY].replicate.state(module).has_initialized:
+    if (
+        replicated
+        and not sys.modules[_versions.REPLICATED_BY].replicate.state(module).has_initialized
+    ):
         raise InputError(
             f"{name}: a module under torch.distributed's replicate() has not run yet. Its first "
             f"forward pass registers its parameters and buffers, and writes into them, so it may "
@@ -581,7 +656,10 @@ def _check_class(module: nn.Module, name: str) -> None:
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
         if issubclass(kind, (FSDPModule, FullyShardedDataParallel)):
-            plain = next((k.__name__ for k in kind.__mro__ if not k.__name__.startswith(("FSDP", "Fully"))), "")
+            plain = next(
+                (k.__name__ for k in kind.__mro__ if not k.__name__.startswith(("FSDP", "Fully"))),
+                "",
+            )
             raise InputError(
                 f"{name}: {plain} is sharded (fully_shard), and its parameters are freed between "
                 f"passes, so it has no second derivative. {WAY_OUT}"
@@ -590,20 +668,26 @@ def _check_class(module: nn.Module, name: str) -> None:
 
 
 NODE = "RegisterPostBackwardFunction"
-"""The Function by which `fully_shard` notices, in the first pass, that a module's parameters may be freed."""
+"""The Function by which `fully_shard` notices, in the first pass,
+that a module's parameters may be freed.
+"""
 
 
 def freed() -> GraphError:
-    """The error for a second pass over a graph that needs such parameters: PyTorch may end the process there."""
+    """The error for a second pass over a graph that needs such parameters:
+    PyTorch may end the process there.
+    """
     return GraphError.about(
-        "the memory of a tensor that the graph needs is freed between passes, so there is no second "
-        "derivative. A model that is sharded over processes (fully_shard) does that: compute the tensor "
-        "with a plain copy of it (p.full_tensor() for each parameter p); the documentation has more, "
-        "under 'Several processes'. Reversible blocks do it, too: use plain ones."
+        "the memory of a tensor that the graph needs is freed between passes, "
+        "so there is no second derivative. A model that is sharded over processes (fully_shard) "
+        "does that: compute the tensor with a plain copy of it (p.full_tensor() for each parameter "
+        "p); the documentation has more, under 'Several processes'. Reversible blocks do it, too: "
+        "use plain ones."
     )
 
 
 def _is_dtensor(value: Any) -> bool:
-    from torch.distributed.tensor import DTensor  # which waits where another thread has only begun to load it
+    # which waits where another thread has only begun to load it
+    from torch.distributed.tensor import DTensor
 
     return isinstance(value, DTensor)

@@ -1,4 +1,6 @@
-"""A call of a public function: what it was asked, settled once, with the calls that it runs inside."""
+"""A call of a public function: what it was asked, settled once,
+with the calls that it runs inside.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Call(NamedTuple):
     Attributes:
         what: The user's function; or the tensors given in its place, already computed.
         where: The parsed point.
-        builds_graph: Whether `what` is a function, so that the graph is ours and the last pass may free it.
+        builds_graph: Whether `what` is a function, so that the graph is ours and the last pass may
+            free it.
         create_graph: Whether the final result stays differentiable.
         order: The highest derivative that the graph will see, those of an enclosing call included.
         batch_ndim: How many leading dimensions index independent samples.
@@ -55,7 +58,8 @@ class Call(NamedTuple):
         args: Further positional arguments of the function.
         kwargs: Its keyword arguments.
         allow: The Functions whose second derivatives are accepted as they are.
-        strict: Whether each part of the point must matter (True), some part (None), or none (False).
+        strict: Whether each part of the point must matter (True), some part (None), or none
+            (False).
         has_aux: Whether the function returns something beside the loss.
         unpack_point: Whether it receives the items of the point one by one: f(x, y).
         keep: Whether the graph stays for passes after the evaluation.
@@ -106,13 +110,16 @@ def call(
     if args is not _NONE or kwargs is not None:
         _arguments.check_arguments(args, kwargs)
         if not builds_graph and (args or kwargs):
-            raise InputError("args, kwargs: these are passed to a function, but f is a tensor already computed.")
+            raise InputError(
+                "args, kwargs: these are passed to a function, but f is a tensor already computed."
+            )
     has_aux = has_aux is not False and is_set(has_aux, "has_aux")
     if has_aux and not builds_graph:
         raise InputError(COMPUTED)
     if not plain and isinstance(what, (nn.Module, type)):
         what = _module(what)
-    return tuple.__new__(Call, (  # past the function that the class has for it, as in each call of every function
+    # past the function that the class has for it, as in each call of every function
+    return tuple.__new__(Call, (
         what,
         where,
         builds_graph,
@@ -140,7 +147,9 @@ COMPUTED = (
 
 
 def _module(what: Any) -> Any:
-    """A module as it is called: behind a `torch.compile` wrapper, since compiled code has no second derivative."""
+    """A module as it is called: behind a `torch.compile` wrapper,
+    since compiled code has no second derivative.
+    """
     if isinstance(what, nn.Module):
         return plain(what)
     if issubclass(what, nn.Module):
@@ -157,13 +166,16 @@ def in_place_of(f: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
     return ours
 
 
-# --- calls inside the functions of other calls: which evaluations this thread has open, and what follows from it ------
+# --- calls inside the functions of other calls: which evaluations this thread has open, and what
+# follows from it
 
 
 class _OpenEvaluations(threading.local):
-    """What this thread is evaluating, innermost last: proxies of `EvaluationContext`s, which stand on this module.
+    """What this thread is evaluating, innermost last: proxies of `EvaluationContext`s, which stand
+    on this module.
 
-    Weak ones, so that a context whose end an interrupt prevented is closed when nobody holds it any more.
+    Weak ones, so that a context whose end an interrupt prevented is closed when nobody holds it any
+    more.
     """
 
     def __init__(self) -> None:
@@ -207,7 +219,8 @@ def nested() -> bool:
 
 
 def refuse_transforms(*, batched: bool = False) -> None:
-    """Raise inside a transform of `torch.func` that differentiates: a detached result would count as a constant.
+    """Raise inside a transform of `torch.func` that differentiates: a detached result would count
+    as a constant.
 
     Args:
         batched: Whether values are looked at, so that it raises inside `vmap` as well.
@@ -229,7 +242,9 @@ def refuse_stand_ins() -> None:
 
 
 def inside_vmap() -> bool:
-    """Whether this code runs inside `torch.vmap`, which `torch.func.jacrev` and the like call as well."""
+    """Whether this code runs inside `torch.vmap`,
+    which `torch.func.jacrev` and the like call as well.
+    """
     return any(level.key().name == "Vmap" for level in _versions.transforms() or ())
 
 
@@ -241,7 +256,9 @@ INSIDE_A_TRANSFORM = (
 
 
 def outer_order() -> int:
-    """The derivatives that the innermost enclosing call takes of what is made here; one, where there is none."""
+    """The derivatives that the innermost enclosing call takes of what is made here; one,
+    where there is none.
+    """
     return max(1, state.open[-1].call.order) if state.open else 1
 
 
@@ -251,7 +268,9 @@ def tangents() -> bool:
 
 
 def is_followed() -> bool:
-    """Whether something besides reverse mode follows what runs: forward mode, `torch.func`, a tracer."""
+    """Whether something besides reverse mode follows what runs: forward mode, `torch.func`,
+    a tracer.
+    """
     return tangents() or _settings.tracing() or bool(_versions.levels_entered())
 
 
@@ -261,7 +280,9 @@ def is_hidden(value: Tensor) -> bool:
 
 
 def carries_tangent(x: Any) -> bool:
-    """Whether something is a tensor that carries one; what `torch.func` has wrapped counts as such, of any level."""
+    """Whether something is a tensor that carries one; what `torch.func` has wrapped counts as such,
+    of any level.
+    """
     if not isinstance(x, Tensor):
         return False
     return _versions.is_wrapped(x) or forward_ad.unpack_dual(x).tangent is not None
@@ -274,9 +295,12 @@ def note_forward_mode() -> None:
 
 
 def refuse_tangent(x: Tensor, name: str = "x") -> None:
-    """Raise for a point that carries a tangent of PyTorch's forward mode: a detached result would lose it."""
+    """Raise for a point that carries a tangent of PyTorch's forward mode:
+    a detached result would lose it.
+    """
     if _versions.forward[_versions.LEVEL] >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        refuse_transforms()  # which keep their tangents in the same place, and have an error of their own
+        # which keep their tangents in the same place, and have an error of their own
+        refuse_transforms()
         raise InputError(
             f"{name} carries a tangent of PyTorch's forward mode (forward_ad.make_dual), which a "
             f"detached result would lose. Give its primal, and take the outer derivative with "
@@ -285,22 +309,36 @@ def refuse_tangent(x: Tensor, name: str = "x") -> None:
 
 
 def cut(tensor: Tensor) -> Tensor:
-    """A result without its graph: as `detach`, which drops tangents of forward mode too, but with those."""
+    """A result without its graph: as `detach`, which drops tangents of forward mode too,
+    but with those.
+    """
     if _versions.forward[_versions.LEVEL] < 0:
         return tensor.detach()
     tangent = forward_ad.unpack_dual(tensor).tangent
-    return tensor.detach() if tangent is None else forward_ad.make_dual(tensor.detach(), tangent.detach())
+    return (
+        tensor.detach()
+        if tangent is None
+        else forward_ad.make_dual(tensor.detach(), tangent.detach())
+    )
 
 
 def recorded(create_graph: bool | None) -> bool:
-    """Whether a result of the calculus keeps its graph: by default, inside the `f` of another call."""
+    """Whether a result of the calculus keeps its graph: by default,
+    inside the `f` of another call.
+    """
     if create_graph is None:
         return bool(state.open) and torch.is_grad_enabled()
-    return create_graph if create_graph is True or create_graph is False else is_set(create_graph, "create_graph")
+    return (
+        create_graph
+        if create_graph is True or create_graph is False
+        else is_set(create_graph, "create_graph")
+    )
 
 
 def loss_recorded(create_graph: bool | None) -> bool:
-    """Whether a loss (a penalty, a field) keeps its graph: by default, where the caller's grad mode is on."""
+    """Whether a loss (a penalty, a field) keeps its graph: by default,
+    where the caller's grad mode is on.
+    """
     if create_graph is True or create_graph is False:
         return create_graph
     return torch.is_grad_enabled() if create_graph is None else is_set(create_graph, "create_graph")

@@ -1,10 +1,13 @@
-"""Inside `torch.compile`: which functions the tracer may follow, and which run as they are, between two graphs.
+"""Inside `torch.compile`: which functions the tracer may follow, and which run as they are, between
+two graphs.
 
-hodiff reads graphs, lends modules, switches settings and warns; none of that can be held by a traced region. So what
-needs it is marked when it is imported, at no cost for any call: the tracer (Dynamo) ends its graph before a marked
-function, calls it as plain Python together with everything below it, and begins a new graph behind it. Where no break
-is allowed (`fullgraph=True`) it raises, and says `REASON`. That is what `torch.compiler.disable` does, but that
-imports Dynamo (seconds), and puts a wrapper around each function.
+hodiff reads graphs, lends modules, switches settings and warns; none of that can be held by a
+traced region. So what
+needs it is marked when it is imported, at no cost for any call: the tracer (Dynamo) ends its graph
+before a marked function, calls it as plain Python together with everything below it, and begins a
+new graph behind it. Where no break is allowed (`fullgraph=True`) it raises, and says `REASON`. That
+is what `torch.compiler.disable` does, but that imports Dynamo (seconds), and puts a wrapper around
+each function.
 """
 
 from __future__ import annotations
@@ -20,14 +23,17 @@ __all__ = ["REASON", "break_graphs", "mark", "uncompiled"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 REASON = (
-    "hodiff: this call needs PyTorch's own graphs, which a traced region does not have. Leave out fullgraph=True: the "
-    "graph then breaks around the call, which runs uncompiled; or call it outside of the compiled function. A training "
-    "step is compiled as a whole by hodiff.compile_step"
+    "hodiff: this call needs PyTorch's own graphs, which a traced region does not have. "
+    "Leave out fullgraph=True: the graph then breaks around the call, which runs uncompiled; "
+    "or call it outside of the compiled function. A training step is compiled as a whole by "
+    "hodiff.compile_step"
 )
 
 
 def uncompiled(function: F, reason: str = REASON) -> F:
-    """`function` itself, marked: the tracer breaks its graph there and leaves everything below alone."""
+    """`function` itself, marked: the tracer breaks its graph there and leaves
+    everything below alone.
+    """
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = reason
@@ -36,7 +42,9 @@ def uncompiled(function: F, reason: str = REASON) -> F:
 
 
 def break_graphs(namespace: dict[str, Any]) -> None:
-    """Mark what a module makes public, by its `__all__`; what is loaded when it is asked for is marked then."""
+    """Mark what a module makes public, by its `__all__`;
+    what is loaded when it is asked for is marked then.
+    """
     for name in namespace.keys() & namespace["__all__"]:
         mark(namespace[name])
 
@@ -52,13 +60,20 @@ def mark(function: Any) -> None:
 
 
 def _methods(cls: type) -> list[Any]:
-    """The functions behind the methods and properties of a class that are ours: a namedtuple brings along others.
+    """The functions behind the methods and properties of a class that are ours: a namedtuple brings
+    along others.
 
     But not the handler that the tracer goes through.
     """
     behind = [
-        getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", value)
+        getattr(value, "fget", None)
+        or getattr(value, "func", None)
+        or getattr(value, "__func__", value)
         for name, value in vars(cls).items()
         if name != "__torch_function__"
     ]
-    return [each for each in behind if inspect.isfunction(each) and each.__globals__["__name__"].startswith("hodiff")]
+    return [
+        each
+        for each in behind
+        if inspect.isfunction(each) and each.__globals__["__name__"].startswith("hodiff")
+    ]

@@ -1,8 +1,8 @@
 """Which exceptions a fallback may take for the failure of what it tried.
 
-An exception may be no failure. What the handler of a signal raises (a time limit, Ctrl-C) comes at whatever line is
-being run; and an exception of a class of its own means something to its makers. A call that went on by another route
-would have lost them.
+An exception may be no failure. What the handler of a signal raises (a time limit, Ctrl-C) comes at
+whatever line is being run; and an exception of a class of its own means something to its makers. A
+call that went on by another route would have lost them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,26 @@ from hodiff.errors import HodiffError
 __all__ = ["interrupt_behind", "interrupts", "is_fault"]
 
 _FAULTS = frozenset({
-    ArithmeticError, AssertionError, AttributeError, FileNotFoundError, FloatingPointError, IndexError, KeyError,
-    LookupError, NotImplementedError, OSError, OverflowError, PermissionError, RuntimeError, TypeError, ValueError,
-    ZeroDivisionError,
+    ArithmeticError, AssertionError, AttributeError, FileNotFoundError, FloatingPointError,
+    IndexError, KeyError, LookupError, NotImplementedError, OSError, OverflowError, PermissionError,
+    RuntimeError, TypeError, ValueError, ZeroDivisionError,
 })  # fmt: skip
-"""What Python and PyTorch raise where code fails. Not TimeoutError, MemoryError, nor any derived class."""
+"""What Python and PyTorch raise where code fails.
+
+Not TimeoutError, MemoryError, nor any derived class.
+"""
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether code failed: an exception of a common class or of ours, raised by no handler of a signal.
+    """Whether code failed: an exception of a common class or of ours, raised by no handler of a
+    signal.
 
-    A warning too, where the filters make exceptions of them: PyTorch warns of what it batches slowly.
+    A warning too, where the filters make exceptions of them: PyTorch warns of what it batches
+    slowly.
     """
-    return (type(error) in _FAULTS or isinstance(error, (HodiffError, Warning))) and not interrupts(error)
+    return (type(error) in _FAULTS or isinstance(error, (HodiffError, Warning))) and not interrupts(
+        error
+    )
 
 
 def interrupts(error: BaseException) -> bool:
@@ -41,7 +48,8 @@ def interrupts(error: BaseException) -> bool:
 def interrupt_behind(error: BaseException | None) -> BaseException | None:
     """What the handler of a signal raised, where an exception is that, or took its place.
 
-    PyTorch's own contexts fail while an interrupt passes them: `vmap` takes down a level that it had not put up.
+    PyTorch's own contexts fail while an interrupt passes them: `vmap` takes down a level that it
+    had not put up.
     """
     codes = _handlers()
     while error is not None:
@@ -57,7 +65,9 @@ def interrupt_behind(error: BaseException | None) -> BaseException | None:
 
 
 def interrupted() -> bool:
-    """Whether this is called by a signal's handler, or by a callback of the collector, that came inside of a call."""
+    """Whether this is called by a signal's handler, or by a callback of the collector, that came
+    inside of a call.
+    """
     codes = _handlers() | {_code(callback) for callback in gc.callbacks}
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code not in codes:
@@ -72,7 +82,13 @@ def _handlers() -> set[CodeType | None]:
 
 
 def _code(handler: Any) -> CodeType | None:
-    """What runs where a handler is called: a function, a method, a partial, an object with `__call__`."""
+    """What runs where a handler is called: a function, a method, a partial,
+    an object with `__call__`.
+    """
     handler = getattr(handler, "func", handler)
-    function = handler if hasattr(handler, "__code__") else getattr(handler, "__func__", type(handler).__call__)
+    function = (
+        handler
+        if hasattr(handler, "__code__")
+        else getattr(handler, "__func__", type(handler).__call__)
+    )
     return getattr(function, "__code__", None)

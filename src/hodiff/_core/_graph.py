@@ -1,7 +1,9 @@
-"""What reverse mode works on: the outputs of a call, its leaves, and who owns the graph between them.
+"""What reverse mode works on: the outputs of a call, its leaves, and who owns the graph between
+them.
 
-An `OutputGraph` is a context: the modules of the point stay lent and the switches set (see `_lending`) until the
-last pass inside it has run. What operators keep of it afterwards is the graph alone.
+An `OutputGraph` is a context: the modules of the point stay lent and the switches set (see
+`_lending`) until the last pass inside it has run. What operators keep of it afterwards is the graph
+alone.
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _hooks, _messages, _nodes, _refusals, _settings, _tree, _versions
+from hodiff._core import (
+    _arguments,
+    _hooks,
+    _messages,
+    _nodes,
+    _refusals,
+    _settings,
+    _tree,
+    _versions,
+)
 from hodiff._core._call import Call, cut
 from hodiff._core._kernels import plain_attention
 from hodiff._core._lending import EvaluationContext
@@ -37,7 +48,8 @@ class OutputGraph:
         outputs: What `f` returned, or the tensors given in its place.
         aux: What it returned beside them.
         kinds: The classes of the nodes in the outputs' graph.
-        higher: Whether results are derivatives of an order above the first, those that `f` takes itself counted.
+        higher: Whether results are derivatives of an order above the first, those that `f` takes
+            itself counted.
         recorded: Whether passes must be recorded to be right, though their results are detached.
         surrogates: Whether a second derivative that is none may be meant, as of a loss.
         last: What else is done when the evaluation is over and has succeeded.
@@ -52,7 +64,9 @@ class OutputGraph:
     _starts: Collection[_nodes.Node] = ()  # of leaves that stand for the caller's own
 
     def __init__(self, call: Call, leaves: Sequence[Tensor] | None = None) -> None:
-        """With `leaves`, `f` is evaluated at those, of other values than the point's: a step on, a solution."""
+        """With `leaves`, `f` is evaluated at those, of other values than the point's: a step on,
+        a solution.
+        """
         self.call = call
         self.create_graph = call.create_graph
         self._at = leaves
@@ -82,7 +96,9 @@ class OutputGraph:
         return self
 
     def move(self, leaves: Sequence[Tensor], args: Sequence[Any]) -> None:
-        """Evaluate `f` once more, at other leaves and with other arguments; what it was before is forgotten here."""
+        """Evaluate `f` once more, at other leaves and with other arguments;
+        what it was before is forgotten here.
+        """
         self.call = self.context.call = self.call._replace(args=args)
         self._first = self._first or self.leaves
         self._judge(self._evaluate(leaves))
@@ -105,8 +121,9 @@ class OutputGraph:
             last(self)
         if self.create_graph and self.call.builds_graph:
             for leaf in self.leaves:
-                # A leaf of ours stays in the result's graph. It must not collect a `.grad` nobody can see; but it
-                # must go on requiring grad, for an activation checkpoint records as much again as at first.
+                # A leaf of ours stays in the result's graph. It must not collect a `.grad` nobody
+                # can see; but it must go on requiring grad, for an activation checkpoint records as
+                # much again as at first.
                 if leaf.is_leaf:
                     leaf.register_post_accumulate_grad_hook(_forget)
 
@@ -115,22 +132,28 @@ class OutputGraph:
             _messages.note_memory(error)
 
     def beside(self, leaves: Sequence[Tensor]) -> OutputGraph:
-        """The function at other leaves, in an evaluation of its own, for numbers that nobody is given."""
-        call = self.call._replace(create_graph=False, keep=False, batch_ndim=0, batch=torch.Size(), strict=False)
+        """The function at other leaves, in an evaluation of its own,
+        for numbers that nobody is given.
+        """
+        call = self.call._replace(
+            create_graph=False, keep=False, batch_ndim=0, batch=torch.Size(), strict=False
+        )
         return OutputGraph(call, leaves)
 
     def kept(self) -> OutputGraph:
         """A copy of this graph for passes whose results are detached and that leave it as it is."""
         other = copy.copy(self)
-        other.call = self.call._replace(keep=True)  # what is lent to a pass that calls back is lent as to `f`
+        # what is lent to a pass that calls back is lent as to `f`
+        other.call = self.call._replace(keep=True)
         other.create_graph = False
         return other
 
     def resumed(self) -> EvaluationContext:
-        """The state of the evaluation once more, for a pass over a kept graph that calls back into Python.
+        """The state of the evaluation once more, for a pass over a kept graph that calls back into
+        Python.
 
-        An activation checkpoint runs `f`'s blocks again inside the pass: parameters and buffers must
-        be lent then, and the switches set, as they were in the forward pass.
+        An activation checkpoint runs `f`'s blocks again inside the pass: parameters and buffers
+        must be lent then, and the switches set, as they were in the forward pass.
         """
         return self.context.resumed(self.leaves if self.call.builds_graph else ())
 
@@ -161,7 +184,9 @@ class OutputGraph:
                 raise error
 
     def _evaluate(self, given: Sequence[Tensor] | None) -> _nodes.Survey:
-        """Run `f`; once more, as the first time, where operations stand in the way of a right derivative."""
+        """Run `f`; once more, as the first time,
+        where operations stand in the way of a right derivative.
+        """
         context, order = self.context, self.call.order
         self.leaves = context.leaves(given)
         if self.call.create_graph or given is not None:
@@ -172,13 +197,16 @@ class OutputGraph:
         compiles = _versions.DYNAMO not in sys.modules
         try:
             survey = self._run(exact=order if exact else 0)
-        except RuntimeError as error:  # of a second pass by hand, where there is no second derivative
+        except RuntimeError as error:
+            # of a second pass by hand, where there is no second derivative
             compiles = compiles and _versions.DYNAMO in sys.modules  # too late to switch it
             if context.by_hand is None and not compiles:
                 raise
             failure = error
         rare = _refusals.WRONG_AT_ONCE if order < 2 else _refusals.WRITTEN
-        self._common = not (survey is None or context.by_hand or context.forward_mode or rare.among(survey))
+        self._common = not (
+            survey is None or context.by_hand or context.forward_mode or rare.among(survey)
+        )
         if survey is not None and self._common:
             return survey  # as nearly always
         return self._evaluate_otherwise(survey, failure, exact=exact, compiles=compiles)
@@ -198,7 +226,11 @@ class OutputGraph:
         if by_hand is not None:
             names = names | by_hand.names
         order = self.call.order + (by_hand.count if by_hand is not None else 0)
-        at_once = _refusals.WRONG_AT_ONCE.among(survey) if survey is not None and self.call.order < 2 else ()
+        at_once = (
+            _refusals.WRONG_AT_ONCE.among(survey)
+            if survey is not None and self.call.order < 2
+            else ()
+        )
         wrong = {type(node).__name__ for node in at_once}
         inexact = context.forward_mode or names & _messages.WRITTEN_OUT or _messages.DIGITS in names
         inexact = inexact or (wrong and wrong & _versions.PRODUCTS.keys())
@@ -224,7 +256,9 @@ class OutputGraph:
         return self._run(exact=max(order, 2) if exact or inexact or failure else 0)
 
     def _run(self, *, exact: int) -> _nodes.Survey:
-        """Evaluate `f`, where `exact` is an order of derivatives by definitions that are right up to it."""
+        """Evaluate `f`, where `exact` is an order of derivatives by definitions
+        that are right up to it.
+        """
         if exact:
             with _settings.on(ExactNorms(exact)) as norms:
                 outputs = self.context.run(self.leaves)
@@ -232,7 +266,9 @@ class OutputGraph:
         else:
             outputs = self.context.run(self.leaves)
         self.outputs, self.aux = split(outputs) if self.call.has_aux else (outputs, None)
-        return self._survey([self.outputs] if self.outputs.__class__ is Tensor else _tensors(self.outputs))
+        return self._survey(
+            [self.outputs] if self.outputs.__class__ is Tensor else _tensors(self.outputs)
+        )
 
     # --- what came out
 
@@ -244,18 +280,28 @@ class OutputGraph:
     def tensors(self) -> list[Tensor]:
         """The outputs as a flat list, each checked to be a real tensor."""
         if self.outputs.__class__ is Tensor or isinstance(self.outputs, Tensor):
-            return [_arguments.check_output(self.outputs, "f(x)" if self.call.builds_graph else "f")]
+            return [
+                _arguments.check_output(self.outputs, "f(x)" if self.call.builds_graph else "f")
+            ]
         leaves, names, _ = _tree.flatten(self.outputs, "f(x)" if self.call.builds_graph else "f")
-        return [_arguments.check_output(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
+        return [
+            _arguments.check_output(leaf, name) for leaf, name in zip(leaves, names, strict=True)
+        ]
 
     def scalars(self) -> Tensor:
         """The single output, checked to be one element, or one per sample."""
-        output = self.outputs if self.outputs.__class__ is Tensor else _arguments.check_output(self.outputs)
+        output = (
+            self.outputs
+            if self.outputs.__class__ is Tensor
+            else _arguments.check_output(self.outputs)
+        )
         _arguments.check_scalars(output, self.call.batch_ndim, self.call.batch)
         return output
 
     def value(self) -> Any:
-        """What the caller gets to see of the outputs: detached, unless the result is differentiable."""
+        """What the caller gets to see of the outputs: detached,
+        unless the result is differentiable.
+        """
         return self._given(self.outputs)
 
     def extra(self) -> Any:
@@ -267,7 +313,10 @@ class OutputGraph:
             _nodes.mark_results(_tensors(value))
             return value
         # Copied where it is the caller's tensor or a view of it, as where f returns its argument.
-        theirs = [*self.call.where.tensors, *([] if self.call.builds_graph else _tensors(self.call.what))]
+        theirs = [
+            *self.call.where.tensors,
+            *([] if self.call.builds_graph else _tensors(self.call.what)),
+        ]
         return detached(value, {memory_of(tensor) for tensor in theirs})
 
     # --- what one look at the graph tells
@@ -292,11 +341,14 @@ class OutputGraph:
                     has_graph = any(output.requires_grad for output in outputs)
                     raise _refusals.independent(call.builds_graph, missing, has_graph)
                 if call.strict:
-                    raise GraphError(f"strict=True: the result does not depend on {_refusals.listed(missing)}.")
+                    raise GraphError(
+                        f"strict=True: the result does not depend on {_refusals.listed(missing)}."
+                    )
             if call.order >= 2:
                 if _refusals.BIASED.among(survey):
                     _refusals.refuse_biased(survey, self.leaves)
-                known = survey.kinds <= _nodes.UNREMARKABLE[call.order]  # of which nothing need be said
+                # of which nothing need be said
+                known = survey.kinds <= _nodes.UNREMARKABLE[call.order]
                 self.recorded = not known and _refusals.judge(
                     survey, self.leaves, call.order, call.allow, context.unheld
                 )
@@ -309,7 +361,9 @@ class OutputGraph:
             _refusals.warn_of_mixing(call.batch_ndim)
 
     def unreached(self, outputs: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> list[str]:
-        """The names of the leaves that do not matter to some outputs. Raise where tensors matter that must not.
+        """The names of the leaves that do not matter to some outputs.
+
+        Raise where tensors matter that must not.
 
         Args:
             outputs: What a pass begins at.
@@ -323,18 +377,31 @@ class OutputGraph:
     def _unreached(self, survey: _nodes.Survey) -> list[str]:
         names = self.call.where.names
         if not self.call.builds_graph:
-            return [name for leaf, name in zip(self.leaves, names, strict=True) if not survey.contains(leaf)]
+            pairs = zip(self.leaves, names, strict=True)
+            return [name for leaf, name in pairs if not survey.contains(leaf)]
         variables = survey.variables()
-        if not self._first and not self._starts and {*map(id, variables)} == {*map(id, self.leaves)}:
+        if (
+            not self._first
+            and not self._starts
+            and {*map(id, variables)} == {*map(id, self.leaves)}
+        ):
             return []  # as nearly always: these, and no others
         mine, reached = self.context.leaf_tag, set[int]()
         theirs, own = list[Tensor](), 0
         if self._first:  # it has been moved
-            past = [leaf for leaf in self._first if leaf.grad_fn and not any(leaf is now for now in self.leaves)]
+            past = [
+                leaf
+                for leaf in self._first
+                if leaf.grad_fn and not any(leaf is now for now in self.leaves)
+            ]
             if any(leaf.grad_fn in survey.visited for leaf in past):
                 raise _refusals.leftover(self._kept_by(mine))
         if self._starts:
-            reached |= {n for n, leaf in enumerate(self.leaves) if leaf.grad_fn and leaf.grad_fn in survey.visited}
+            reached |= {
+                n
+                for n, leaf in enumerate(self.leaves)
+                if leaf.grad_fn and leaf.grad_fn in survey.visited
+            }
         for variable in variables:
             if LEAF_TAG not in variable.__dict__:
                 theirs += [variable]
@@ -343,7 +410,9 @@ class OutputGraph:
             if tag is mine and variable is self.leaves[number]:
                 reached |= {number}
                 own += 1
-            elif tag is mine or (not tag.open and (tag.detached or _nodes.leads_past_results(survey, variable))):
+            elif tag is mine or (
+                not tag.open and (tag.detached or _nodes.leads_past_results(survey, variable))
+            ):
                 raise _refusals.leftover(self._kept_by(tag))
         if own < len(variables):
             self._refuse_bypass(survey, {*map(id, theirs)})
@@ -358,7 +427,9 @@ class OutputGraph:
                 raise _refusals.bypass(name)
 
     def _by_copies(self, survey: _nodes.Survey) -> bool:
-        """Whether the outputs depend on tensors over the point's own memory: `f` used those, in place of the point."""
+        """Whether the outputs depend on tensors over the point's own memory: `f` used those, in
+        place of the point.
+        """
         own = {memory_of(tensor) for tensor in self.call.where.tensors if tensor.numel()}
         return not own.isdisjoint(map(memory_of, survey.variables()))
 
@@ -367,16 +438,24 @@ class OutputGraph:
         for module_slice in self.call.where.module_slices:
             for path, module in module_slice.module.named_modules():
                 for name, value in module.__dict__.items():
-                    kept = [item for item in _tree.flatten(value)[0] if isinstance(item, Tensor) and item.requires_grad]
+                    kept = [
+                        item
+                        for item in _tree.flatten(value)[0]
+                        if isinstance(item, Tensor) and item.requires_grad
+                    ]
                     marks = map(tag_of, _nodes.survey(kept).variables())
                     if any(mark is not None and mark[0] is tag for mark in marks):
-                        return f" (attribute {'.'.join(filter(None, (path, name)))!r} of the module)"
+                        return (
+                            f" (attribute {'.'.join(filter(None, (path, name)))!r} of the module)"
+                        )
         return ""
 
     # --- errors
 
     def _explain(self, error: GraphError) -> None:
-        """Let the message say which line and which variable it is about, where that can be told (see `_messages`)."""
+        """Let the message say which line and which variable it is about,
+        where that can be told (see `_messages`).
+        """
         _messages.complete(
             _messages.Failure(
                 error,
@@ -392,7 +471,9 @@ class OutputGraph:
 
     @property
     def repeatable(self) -> bool:
-        """Whether there is a function that may be called again: it may wait for other processes, which would not."""
+        """Whether there is a function that may be called again: it may wait for other processes,
+        which would not.
+        """
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         return self.call.builds_graph and not distributed
 
@@ -403,7 +484,10 @@ class OutputGraph:
 
 
 class Watched(OutputGraph):
-    """An evaluation under a mode. No generator runs `f`: it would turn a StopIteration of `f` into a RuntimeError."""
+    """An evaluation under a mode.
+
+    No generator runs `f`: it would turn a StopIteration of `f` into a RuntimeError.
+    """
 
     def __init__(self, call: Call, mode: Callable[[], Any]) -> None:
         super().__init__(call)
@@ -421,7 +505,9 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 
 def detached(value: Any, theirs: Container[int] = ()) -> Any:
-    """`value` with its tensors cut from any graph, copied from memory that is `theirs`; other leaves as they are."""
+    """`value` with its tensors cut from any graph, copied from memory that is `theirs`; other
+    leaves as they are.
+    """
 
     def apart(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -439,4 +525,7 @@ def split(outputs: Any) -> tuple[Any, Any]:
     """What `f` returned under `has_aux=True`, checked to be a pair."""
     if isinstance(outputs, tuple) and len(outputs) == 2:
         return outputs
-    raise InputError(f"f returned {_tree.describe(_tree.flatten(outputs)[2])}; has_aux=True expects (loss, extra).")
+    raise InputError(
+        f"f returned {_tree.describe(_tree.flatten(outputs)[2])}; has_aux=True expects (loss, "
+        "extra)."
+    )

@@ -1,8 +1,8 @@
 """What happens behind a user's function: modules it calls, passes, checkpoints, hooks on gradients.
 
 Every module that `f` calls is lent (see `_loans`), however `f` reaches it. A hook that replaces a
-gradient acts in each pass through its place: the second derivative is then that of no function, as in
-plain PyTorch. So hooks that `f` registers, or that its modules have, are watched.
+gradient acts in each pass through its place: the second derivative is then that of no function, as
+in plain PyTorch. So hooks that `f` registers, or that its modules have, are watched.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from hodiff.errors import GraphError
 
 __all__ = ["lend_module", "met", "watch_checkpoints"]
 
-# --- derivatives that `f` takes itself, by `torch.autograd.grad` or `torch.func.grad` ---------------------------------
-# Each is seen where it begins, with the graph that it goes over: afterwards that may be out of reach, for what PyTorch
-# takes for a constant leaves no trace. What was seen is judged when `f` has returned, by the rules of the total order.
+# --- derivatives that `f` takes itself, by `torch.autograd.grad` or `torch.func.grad` -------------
+# Each is seen where it begins, with the graph that it goes over: afterwards that may be out of
+# reach, for what PyTorch takes for a constant leaves no trace. What was seen is judged when `f` has
+# returned, by the rules of the total order.
 
 
 class ByHand:
@@ -37,7 +38,8 @@ class ByHand:
         count: How many; none is nested deeper.
         names: The class names of the nodes that they went over.
         batched: Whether one ran inside `torch.vmap`, as in `torch.func.jacrev`.
-        refused: What is to be said of the first through which a derivative of the total order is not right.
+        refused: What is to be said of the first through which a derivative of the total order is
+            not right.
     """
 
     __slots__ = ("batched", "count", "names", "refused")
@@ -50,7 +52,9 @@ class ByHand:
 
 
 def note(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Let the innermost evaluation know that its `f` begins a pass whose result is differentiable."""
+    """Let the innermost evaluation know that its `f` begins a pass whose result
+    is differentiable.
+    """
     if not _call.state.running or _versions.passing.ours:
         return
     context = _call.state.running[-1]
@@ -75,10 +79,12 @@ def note(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
 
 
 def _node(output: Any) -> Any:
-    return _nodes.node_of(_versions.unwrapped(output)) if isinstance(output, Tensor) else output.node
+    return (
+        _nodes.node_of(_versions.unwrapped(output)) if isinstance(output, Tensor) else output.node
+    )
 
 
-# --- modules, passes and hooks ----------------------------------------------------------------------------------------
+# --- modules, passes and hooks --------------------------------------------------------------------
 
 
 Hook = Callable[..., Any]
@@ -98,7 +104,9 @@ class Hooks:
     before = 0
 
     def registered(self) -> bool:
-        """Whether a hook was registered since `before`, on whatever: each gets a handle with a number."""
+        """Whether a hook was registered since `before`, on whatever:
+        each gets a handle with a number.
+        """
         return RemovableHandle.next_id != self.before
 
     def watched(self, hook: Hook) -> Hook:
@@ -123,7 +131,9 @@ modules: Any = nn.modules.module
 
 @functools.lru_cache(1)
 def _watchers(theirs: Hook, swap: Hook) -> tuple[Hook, Hook, Callable[[], None]]:
-    """What stands for PyTorch's entry of passes and for its swap of parameters, and what puts those back."""
+    """What stands for PyTorch's entry of passes and for its swap of parameters,
+    and what puts those back.
+    """
 
     def passes(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _, _, create_graph, inputs, *_ = args
@@ -132,7 +142,8 @@ def _watchers(theirs: Hook, swap: Hook) -> tuple[Hook, Hook, Callable[[], None]]
         return theirs(outputs, *args, **kwargs)
 
     def swapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        for part in module.modules():  # before it has what `torch.func.functional_call` puts into it
+        # before it has what `torch.func.functional_call` puts into it
+        for part in module.modules():
             lend_module(part, ())
         return swap(module, *args, **kwargs)
 
@@ -160,14 +171,18 @@ def _watchers(theirs: Hook, swap: Hook) -> tuple[Hook, Hook, Callable[[], None]]
 
 
 def _watch_modules(undo: Undo) -> None:
-    """Let the innermost evaluation know of each module that is called or swapped, and of each differentiable pass.
+    """Let the innermost evaluation know of each module that is called or swapped, and of each
+    differentiable pass.
 
-    `torch.autograd.grad`, `backward` and the transforms of `torch.func` look their way to the engine up under a name of
-    `torch.autograd`; passes of ours enter the engine past it, and pay nothing.
+    `torch.autograd.grad`, `backward` and the transforms of `torch.func` look their way to the
+    engine up under a name of `torch.autograd`; passes of ours enter the engine past it, and pay
+    nothing.
     """
-    passes, swapped, restore = _watchers(autograd._engine_run_backward, stateless._reparametrize_module)
-    # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its subclasses forgets
-    # what it had looked up, and slows what comes after.
+    passes, swapped, restore = _watchers(
+        autograd._engine_run_backward, stateless._reparametrize_module
+    )
+    # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its
+    # subclasses forgets what it had looked up, and slows what comes after.
     undo += [restore]
     if met.threads is not None:
         met.threads[_locks.here.thread] = None
@@ -200,7 +215,9 @@ met = _Beginners()
 
 
 WHILE_CALLS: list[tuple[dict[str, Any], str, Any, Any]] = []
-"""What else stands in PyTorch's place while calls run: in a namespace, under a name, ours for theirs (or a class's)."""
+"""What else stands in PyTorch's place while calls run: in a namespace, under a name, ours for
+theirs (or a class's).
+"""
 
 
 _frames = [checkpoint._CheckpointFrame]
@@ -225,14 +242,20 @@ _within: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def set_aside(undo: Undo, evaluations: Sequence[Any] = ()) -> None:
-    """Let what runs be inside of these evaluations alone, and not of the call whose pass runs it."""
+    """Let what runs be inside of these evaluations alone,
+    and not of the call whose pass runs it.
+    """
     stacks = {"running": _call.state.running, "open": _call.state.open}
-    kept = {name: [each for each in stack if each._evaluation in evaluations] for name, stack in stacks.items()}
+    kept = {
+        name: [each for each in stack if each._evaluation in evaluations]
+        for name, stack in stacks.items()
+    }
     _settings.assign(undo, _call.state, kept)
 
 
 def _again(reference: Callable[[], Any], task: Any) -> Any:
-    """Let a block that a pass of ours runs again run as it did: not on stacked vectors, nor inside of the call.
+    """Let a block that a pass of ours runs again run as it did: not on stacked vectors, nor inside
+    of the call.
 
     One of a checkpoint within `f` is inside of those calls that it ran in (see `repeatable`).
     """
@@ -248,10 +271,11 @@ def _again(reference: Callable[[], Any], task: Any) -> Any:
     return _settings.Scope(enter)
 
 
-# A checkpoint of the caller's keeps nothing that its block saves, and runs the block again where a pass needs some of
-# it. A pass of ours would run it in the middle of the call: with the modules lent, and the call once more inside of
-# itself, for a higher order and so by other operations; what is saved then is not what was counted. So a call keeps
-# what it saves. The checkpoint counts along what a differentiable result needs, and has it alone when the call ends.
+# A checkpoint of the caller's keeps nothing that its block saves, and runs the block again where a
+# pass needs some of it. A pass of ours would run it in the middle of the call: with the modules
+# lent, and the call once more inside of itself, for a higher order and so by other operations; what
+# is saved then is not what was counted. So a call keeps what it saves. The checkpoint counts along
+# what a differentiable result needs, and has it alone when the call ends.
 
 
 def keep(theirs: tuple[Hook, Hook], undo: Undo, *, shared: bool) -> None:
@@ -322,7 +346,9 @@ def lend_module(module: nn.Module, args: Any) -> None:
 
 @functools.lru_cache(1)
 def _hooked(register: Hook, full: Hook, other: Hook) -> tuple[Hook, Hook, Hook, Callable[[], None]]:
-    """What stands for PyTorch's way to give a tensor a hook, and its two for those of modules; what puts them back."""
+    """What stands for PyTorch's way to give a tensor a hook, and its two for those of modules;
+    what puts them back.
+    """
 
     def watched(hook: Hook) -> Hook:
         running = _call.state.running
@@ -350,7 +376,9 @@ def _watch_hooks(undo: Undo) -> None:
     A module has gathered its hooks before anybody is told that it is called; then it looks up, by
     name, what runs them.
     """
-    register, full, other, restore = _hooked(Tensor.register_hook, modules.BackwardHook, modules._WrappedHook)
+    register, full, other, restore = _hooked(
+        Tensor.register_hook, modules.BackwardHook, modules._WrappedHook
+    )
     undo += [restore]
     Tensor.register_hook = register
     modules.BackwardHook, modules._WrappedHook = full, other

@@ -1,4 +1,6 @@
-"""Whether samples are independent, as `batch_ndim` supposes: a test of it, for one more evaluation."""
+"""Whether samples are independent, as `batch_ndim` supposes: a test of it,
+for one more evaluation.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,15 @@ def check(
 ) -> None:
     """Warn, and say by how much, where the outputs of one sample depend on the points of another.
 
-    The gradient of a sum of outputs is compared with that of a weighted sum, which multiplies each sample's
-    own gradient by its weight, and nothing else. That is done beside the point, since at a special one (zeros, equal
-    samples) what mixes may have no derivative; a tensor already computed is taken where it is. Draws of `f` in this
-    evaluation leave no trace in the default generators.
+    The gradient of a sum of outputs is compared with that of a weighted sum, which multiplies each
+    sample's own gradient by its weight, and nothing else. That is done beside the point, since at a
+    special one (zeros, equal samples) what mixes may have no derivative; a tensor already computed
+    is taken where it is. Draws of `f` in this evaluation leave no trace in the default generators.
     """
     if not batch_ndim:
-        raise InputError("check_independence: with batch_ndim=0 there are no samples; pass batch_ndim=1 as well.")
+        raise InputError(
+            "check_independence: with batch_ndim=0 there are no samples; pass batch_ndim=1 as well."
+        )
     where = where if isinstance(where, Where) else Where(where)
     batch = _arguments.check_batch(where.tensors, where.names, batch_ndim)
     count = batch.numel()
@@ -46,12 +50,15 @@ def check(
         return
     ours = torch.Generator().manual_seed(0)
     random = RandomState(where.tensors[0].device)
-    if callable(f) and not isinstance(f, Tensor) and not where.module_slices:  # whose parameters are what they are
+    # whose parameters are what they are
+    if callable(f) and not isinstance(f, Tensor) and not where.module_slices:
         where = copy.copy(where)
         where.tensors = _beside(where.tensors, ours)
     # Without batch_ndim: what is measured says more than the warning about BatchNorm.
     with OutputGraph(
-        call(f, where, 1, False, args=args, kwargs=kwargs, has_aux=has_aux, unpack_point=unpack_point)
+        call(
+            f, where, 1, False, args=args, kwargs=kwargs, has_aux=has_aux, unpack_point=unpack_point
+        )
     ) as graph:
         random.restore()
         outputs = graph.tensors()
@@ -82,7 +89,9 @@ def _beside(tensors: Sequence[Tensor], ours: torch.Generator) -> list[Tensor]:
 
 
 def _cotangents(output: Tensor, weights: Tensor, batch_ndim: int, ours: torch.Generator) -> Tensor:
-    """Random numbers for the entries of one output, the same for each sample; those by its weight, and by one."""
+    """Random numbers for the entries of one output, the same for each sample; those by its weight,
+    and by one.
+    """
     event = output.shape[batch_ndim:]
     # Ones would not do: the sum of a softmax has no derivative.
     entries = (
@@ -111,7 +120,8 @@ def _judge(products: list[Tensor], weights: Tensor) -> None:
         errors = errors.maximum(off.abs().amax(2))
         sizes = sizes.maximum(plain.nan_to_num(0, 0, 0).abs().amax(1))
         eps = max(eps, torch.finfo(three.dtype).eps)
-    # Each by its own size, and no smaller than the usual one: one that is much larger hides nothing of the others.
+    # Each by its own size, and no smaller than the usual one: one that is much larger hides nothing
+    # of the others.
     usual = sizes[sizes > 0].median() if sizes.any() else 0.0
     shares = (errors / sizes.clamp(min=usual)).nan_to_num(0, float("inf"), 0)
     share, rounding = map(float, shares.amax(1))

@@ -28,7 +28,10 @@ __all__ = ["OURS", "include", "plain_attention", "repeatable", "without"]
 # --- the key --------------------------------------------------------------------------------------
 
 OURS: dict[str, Callable[..., Tensor]] = {}
-"""The operations of `aten` that we have a kernel for, and the kernel. `hodiff.memory` puts them here."""
+"""The operations of `aten` that we have a kernel for, and the kernel.
+
+`hodiff.memory` puts them here.
+"""
 
 registered: list[Any] = []  # held here, for what a library registers goes with it
 
@@ -46,15 +49,17 @@ def available() -> bool:
                 _register()
         if not registered:
             why = _needed.lacks(_needed.KERNELS) or "No dispatch key is free for kernels of hodiff"
-            _messages.warn_once(f"{why}; attention and cross-entropy take PyTorch's memory. All is right.")
+            _messages.warn_once(
+                f"{why}; attention and cross-entropy take PyTorch's memory. All is right."
+            )
     return bool(registered)
 
 
 def _register() -> None:
     """Every other operation passes the key by, at no cost.
 
-    Not by `torch.library.Library`: Python's `atexit` takes that away while threads, and functions that were registered
-    there before PyTorch was loaded, still compute.
+    Not by `torch.library.Library`: Python's `atexit` takes that away while threads, and functions
+    that were registered there before PyTorch was loaded, still compute.
     """
     name = _versions.KERNEL_KEY_NAME
     others, ours, collectives = (_versions.library(of, __file__) for of in ("_", "aten", "c10d"))
@@ -68,8 +73,14 @@ def _register() -> None:
 
 
 def _collective(operation: str, tensors: list[Tensor], *args: Any) -> Any:
-    """A collective that writes into its tensors, unseen by autograd: refused where a call differentiates them."""
-    if _call.state.running and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    """A collective that writes into its tensors, unseen by autograd:
+    refused where a call differentiates them.
+    """
+    if (
+        _call.state.running
+        and torch.is_grad_enabled()
+        and any(tensor.requires_grad for tensor in tensors)
+    ):
         raise _messages.collective(operation.strip("_").replace("allreduce", "all_reduce"))
     with without():
         return getattr(torch.ops.c10d, operation)(tensors, *args)

@@ -14,7 +14,9 @@ __all__ = ["names", "uncollected"]
 
 
 def uncollected() -> Scope:
-    """No collection meanwhile: modules make objects that stay, and a full one goes through all of PyTorch's."""
+    """No collection meanwhile: modules make objects that stay,
+    and a full one goes through all of PyTorch's.
+    """
     return Scope(_without_collections)
 
 
@@ -41,8 +43,13 @@ def names(
         if name in homes:
             return import_module(f"{package}.{name}")
         if name not in home:
-            public = () if name[0] == "_" else beside  # doctest and inspect ask whether there is a `__wrapped__`
-            places = (f"{package}.{at}" for at in public if name in import_module(f"{package}.{at}").__all__)
+            # doctest and inspect ask whether there is a `__wrapped__`
+            public = () if name[0] == "_" else beside
+            places = (
+                f"{package}.{at}"
+                for at in public
+                if name in import_module(f"{package}.{at}").__all__
+            )
             way = next((f"; write {at}.{name}" for at in places), "")
             raise AttributeError(f"module {package!r} has no attribute {name!r}{way}")
         for room in f"{package}.{home[name]}".split("."):

@@ -1,9 +1,10 @@
 """The one place where a user's function is called, with all that it is lent.
 
-An `EvaluationContext` is the state in which it runs: grad mode on, kernels that have second derivatives, the modules
-of the point lent (see `StateLoan`), so that `f` sees leaves of ours and nothing of the user's is changed.
-It stays until the last derivative pass has run. What comes out of it is a `Graph` (reverse mode) or a
-series (Taylor mode); both go through `run`, and so through the same checks.
+An `EvaluationContext` is the state in which it runs: grad mode on, kernels that have second
+derivatives, the modules of the point lent (see `StateLoan`), so that `f` sees leaves of ours and
+nothing of the user's is changed. It stays until the last derivative pass has run. What comes out of
+it is a `Graph` (reverse mode) or a series (Taylor mode); both go through `run`, and so through the
+same checks.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ _version, _is_cuda = attrgetter("_version"), attrgetter("is_cuda")
 
 
 class Evaluation:
-    """One run of `f`, of which passes that come later may run parts again: activation checkpoints do.
+    """One run of `f`, of which passes that come later may run parts again: activation checkpoints
+    do.
 
     Attributes:
         over: Whether the modules have something else by now; before, nothing is to be done.
@@ -98,7 +100,9 @@ class Evaluation:
         context._evaluation, context._whole = self, whole
         return context
 
-    def put(self, context: EvaluationContext, undo: list[Callable[[], object]], *, whole: bool) -> None:
+    def put(
+        self, context: EvaluationContext, undo: list[Callable[[], object]], *, whole: bool
+    ) -> None:
         """Let the modules have it, once they are borrowed."""
         context.loan.take([module for module in self._kept if module not in context.borrowed])
         put(self._kept, undo)
@@ -118,12 +122,15 @@ class EvaluationContext(_settings.Scope[Any]):
         call: What was asked.
         leaf_tag: The mark of its leaves.
         borrowed: Those modules, the point's and those that `f` called.
-        by_hand: The derivatives that `f` took itself, when it was called last; None where it took none.
+        by_hand: The derivatives that `f` took itself, when it was called last; None where it took
+            none.
         forward_mode: Whether PyTorch's forward mode was on as `f` began, or `f` used it.
         nests: Whether `f` makes calls of hodiff itself.
-        unheld: The Python Functions in its graph whose second derivatives nobody has verified yet, and their use.
+        unheld: The Python Functions in its graph whose second derivatives nobody has verified yet,
+            and their use.
         packs_blocks: Whether hooks, as an outer block's, pack what a block in `f` saves.
-        hooks: Whether a tensor hook that `f` registered, or one of its modules', changed a gradient.
+        hooks: Whether a tensor hook that `f` registered, or one of its modules', changed a
+            gradient.
         undo: What undoes all that was switched.
     """
 
@@ -172,7 +179,8 @@ class EvaluationContext(_settings.Scope[Any]):
             elif call.order >= 2 or _kernels.available():
                 _kernels.include(undo)
         _settings.enter(_SWITCHES[call.order >= 2], undo)
-        if WATCH not in _settings.stance.holders and _versions.DYNAMO in sys.modules:  # loaded since
+        # loaded since
+        if WATCH not in _settings.stance.holders and _versions.DYNAMO in sys.modules:
             _settings.eager.enter(undo)
         _call.enter(self, undo, differentiated=call.order > 0)
         if _versions.parametrizations["_cache_enabled"]:
@@ -188,7 +196,8 @@ class EvaluationContext(_settings.Scope[Any]):
     def close(self, last: bool = True) -> None:
         """Undo everything, in reverse order; what fails does not keep the rest from being undone.
 
-        An interrupt may keep a step from its beginning, this one too: whoever calls it does so twice then.
+        An interrupt may keep a step from its beginning, this one too: whoever calls it does so
+        twice then.
         """
         try:
             undos = _settings.opened.undos
@@ -200,7 +209,9 @@ class EvaluationContext(_settings.Scope[Any]):
             raise
 
     def _set_aside_cache(self) -> None:
-        """Let `parametrize.cached()` fill a cache of this evaluation's own; there is one for all threads."""
+        """Let `parametrize.cached()` fill a cache of this evaluation's own;
+        there is one for all threads.
+        """
         theirs: list[Any] = []
 
         def restore() -> None:
@@ -225,11 +236,15 @@ class EvaluationContext(_settings.Scope[Any]):
     def _borrow_point(self) -> None:
         loan = self.loan
         for module_slice in self.call.where.module_slices:
-            modules = [module for module in module_slice.assembly.modules if module not in self.borrowed]
+            modules = [
+                module for module in module_slice.assembly.modules if module not in self.borrowed
+            ]
             loan.take(modules, module_slice.module)
 
     def _afresh(self) -> None:
-        """What `f` left in buffers and attributes goes, so that another run begins as the first one did."""
+        """What `f` left in buffers and attributes goes,
+        so that another run begins as the first one did.
+        """
         if self._evaluation is not None:
             self._evaluation.end(self.loan)
             self._evaluation = None
@@ -254,28 +269,46 @@ class EvaluationContext(_settings.Scope[Any]):
         if given is None:
             leaves = aliases(call, renormed, tangents=self.forward_mode)
         else:
-            leaves = [leaf.clone() if index in renormed else leaf for index, leaf in enumerate(given)]
+            leaves = [
+                leaf.clone() if index in renormed else leaf for index, leaf in enumerate(given)
+            ]
         for index, tensor in enumerate(call.where.tensors):
             attributes: Any = leaves[index].__dict__
             attributes[LEAF_TAG] = tag, index
-            if tensor.__class__ is nn.Parameter or "_is_param" in tensor.__dict__:  # as `mark_as_parameter`
+            # as `mark_as_parameter`
+            if tensor.__class__ is nn.Parameter or "_is_param" in tensor.__dict__:
                 attributes["_is_param"] = True
-        self._watched = [leaf for index, leaf in enumerate(leaves) if index not in renormed] if renormed else leaves
+        self._watched = (
+            [leaf for index, leaf in enumerate(leaves) if index not in renormed]
+            if renormed
+            else leaves
+        )
         if renormed:
-            self._tables = [(leaves[i], call.where.tensors[i], call.where.names[i]) for i in renormed]
+            self._tables = [
+                (leaves[i], call.where.tensors[i], call.where.names[i]) for i in renormed
+            ]
         return leaves
 
     def _renormed(self) -> Collection[int]:
-        """The numbers of leaves that `f` changes in place by itself: tables of `Embedding(max_norm=...)`."""
+        """The numbers of leaves that `f` changes in place by itself:
+        tables of `Embedding(max_norm=...)`.
+        """
         tables: list[Any] = []
         for module in self._parameters.modules:
             if "max_norm" in module.__dict__ and module.max_norm is not None:
                 tables += [module.weight]
         tensors = self.call.where.tensors
-        return {index for table in tables for index, tensor in enumerate(tensors) if tensor is table} if tables else ()
+        return (
+            {index for table in tables for index, tensor in enumerate(tensors) if tensor is table}
+            if tables
+            else ()
+        )
 
     def at(self, arguments: Sequence[Any]) -> Any:
-        """What `f` returns when `arguments` stand in place of the point's tensors. Nothing is checked."""
+        """What `f` returns when `arguments` stand in place of the point's tensors.
+
+        Nothing is checked.
+        """
         if self._ran:
             self._afresh()
             self.by_hand = None
@@ -291,13 +324,19 @@ class EvaluationContext(_settings.Scope[Any]):
         return call.what(*points, *call.args, **call.kwargs)
 
     def resumed(self, leaves: Sequence[Tensor]) -> EvaluationContext:
-        """The state of the last run once more; with the leaves in their place, where there is no more to it."""
+        """The state of the last run once more; with the leaves in their place,
+        where there is no more to it.
+        """
         return (
-            EvaluationContext(self.call, leaves) if self._evaluation is None else self._evaluation.resumed(whole=True)
+            EvaluationContext(self.call, leaves)
+            if self._evaluation is None
+            else self._evaluation.resumed(whole=True)
         )
 
     def repeatable(self, recompute: Callable[..., object]) -> Callable[..., object]:
-        """What runs a checkpointed block again: by the same definitions, and while the modules have what they had."""
+        """What runs a checkpointed block again: by the same definitions,
+        and while the modules have what they had.
+        """
         evaluations, swapped = [context.evaluation() for context in _call.state.running], _swapped()
         modes, begun = _settings.those_on(_substitutes.ExactNorms), self.loan.at_hand()
         tags = [context.leaf_tag for context in _call.state.running]
@@ -335,7 +374,9 @@ class EvaluationContext(_settings.Scope[Any]):
 
     def stand_ins(self) -> list[Tensor]:
         """What a part of `f` may read that it is not given: leaves, and parameters of modules."""
-        parameters = (p for module in self.borrowed for p in module._parameters.values() if p is not None)
+        parameters = (
+            p for module in self.borrowed for p in module._parameters.values() if p is not None
+        )
         return [*self._watched, *parameters]
 
     def evaluation(self) -> Evaluation:
@@ -346,7 +387,9 @@ class EvaluationContext(_settings.Scope[Any]):
         return self._evaluation
 
     def run(self, arguments: Sequence[Any], watched: Sequence[Tensor] | None = None) -> Any:
-        """What `f` returns at `arguments`, once it is known that it changed none of the tensors `watched` in place."""
+        """What `f` returns at `arguments`, once it is known that it changed none
+        of the tensors `watched` in place.
+        """
         watched = self._watched if watched is None else watched
         versions = [*map(_version, watched)]
         try:
@@ -354,7 +397,8 @@ class EvaluationContext(_settings.Scope[Any]):
         except RuntimeError as error:
             kind = _messages.kind_of(error)
             if not self._normal and kind.startswith("inference"):
-                self._normal = True  # tensors of inference mode that f brings along are copied, in another run of it
+                # tensors of inference mode that f brings along are copied, in another run of it
+                self._normal = True
                 self.random.restore()
                 return self.run(arguments, watched)
             if kind in _messages.ADVICE_FOR_F:
@@ -370,16 +414,24 @@ class EvaluationContext(_settings.Scope[Any]):
                 plain = single and isinstance(argument, Tensor) and "not callable" not in str(error)
                 known = call.unpack_point or plain or hasattr(error, "__notes__")
                 if not known and _is_of(error, call.what, argument):
-                    given = _arguments.kind(argument) if single else _tree.describe(call.where.given_tree)
+                    given = (
+                        _arguments.kind(argument)
+                        if single
+                        else _tree.describe(call.where.given_tree)
+                    )
                     error.add_note(f"hodiff: f receives x as one argument: {given}.")
                 raise
             raise ours from error
         if [*map(_version, watched)] != versions:
-            changed = next(i for i, version in enumerate(versions) if watched[i]._version != version)
+            changed = next(
+                i for i, version in enumerate(versions) if watched[i]._version != version
+            )
             mark = tag_of(watched[changed])
             raise _refusals.changed_in_place(self.call.where.names[mark[1] if mark else 0])
         for leaf, table, name in self._tables:
-            if not _versions.is_batched(leaf) and not torch.equal(leaf.detach(), table.detach().to(leaf.dtype)):
+            if not _versions.is_batched(leaf) and not torch.equal(
+                leaf.detach(), table.detach().to(leaf.dtype)
+            ):
                 _refusals.warn_of_renormalization(name)
         return value
 
@@ -393,13 +445,17 @@ class EvaluationContext(_settings.Scope[Any]):
         self.random = RandomState(first.device)
 
     def again(self, leaves: Sequence[Tensor]) -> Any:
-        """What `f` returns when it is called once more, with the same random numbers; they are not drawn twice."""
+        """What `f` returns when it is called once more, with the same random numbers;
+        they are not drawn twice.
+        """
         with self.random.replayed():
             return self.at(leaves)
 
 
 def _swapped() -> Kept:
-    """What `torch.func.functional_call` has put into the modules for which it runs at this moment."""
+    """What `torch.func.functional_call` has put into the modules for which it
+    runs at this moment.
+    """
     frame, result = sys._getframe(), list[nn.Module]()
     while frame is not None:
         if frame.f_code is _versions.FUNCTIONAL_CALL:
@@ -408,7 +464,8 @@ def _swapped() -> Kept:
     return {module: (module._parameters.copy(), module._buffers.copy(), {}) for module in result}
 
 
-# --- why a function cannot be called as it was: Python's own words name neither the point nor the way out -------------
+# --- why a function cannot be called as it was: Python's own words name neither the point nor the
+# way out
 
 
 def signature_error(
@@ -438,13 +495,17 @@ def signature_error(
 
 
 def _is_of(error: BaseException, f: Any, argument: Any) -> bool:
-    """Whether an error is of the point, by its words, or of a line of `f` itself, and not of what that calls."""
+    """Whether an error is of the point, by its words, or of a line of `f` itself,
+    and not of what that calls.
+    """
     if f"{type(argument).__name__}'" in str(error):
         return True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code is getattr(inspect.unwrap(f), "__code__", None)
+    return trace is not None and trace.tb_frame.f_code is getattr(
+        inspect.unwrap(f), "__code__", None
+    )
 
 
 def _way_out(signature: inspect.Signature, points: Sequence[Any], args: Sequence[Any]) -> str:
@@ -453,7 +514,10 @@ def _way_out(signature: inspect.Signature, points: Sequence[Any], args: Sequence
         for p in signature.parameters.values()
     )
     if len(points) > 1 and wanted < len(points):
-        return f"It receives the {len(points)} points one by one: f(x, y), as in lambda x, y: (x * y).sum()."
+        return (
+            f"It receives the {len(points)} points one by one: f(x, y), as in lambda x, y: "
+            "(x * y).sum()."
+        )
     if len(points) == 1 and wanted > 1 and not args:
         point = points[0]
         if not isinstance(point, (Tensor, nn.Module)) and _tree.is_container(point):
@@ -466,25 +530,34 @@ def _way_out(signature: inspect.Signature, points: Sequence[Any], args: Sequence
     return "f receives the point first, then args= and kwargs=."
 
 
-# --- tensors made in inference mode, which cannot be saved for a backward pass ----------------------------------------
+# --- tensors made in inference mode, which cannot be saved for a backward pass --------------------
 
 
 class NormalTensors(TorchFunctionMode):
-    """Inside it, every operation gets ordinary copies of tensors made in inference mode (outside of that mode)."""
+    """Inside it, every operation gets ordinary copies of tensors made in
+    inference mode (outside of that mode).
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Replace the arguments, and call the operation."""
-        return func(*_tree.tree_map(self._normal, args), **_tree.tree_map(self._normal, kwargs or {}))
+        return func(
+            *_tree.tree_map(self._normal, args), **_tree.tree_map(self._normal, kwargs or {})
+        )
 
     def _normal(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_inference():
             return value
         if id(value) not in self._copies:
-            self._copies[id(value)] = value, value.clone()  # the original is held, so that its id stays its own
+            # the original is held, so that its id stays its own
+            self._copies[id(value)] = value, value.clone()
         return self._copies[id(value)][1]

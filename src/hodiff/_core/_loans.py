@@ -1,10 +1,11 @@
-"""What stands in for the user's own while `f` runs: leaves for tensors, clones for buffers; attributes are put back.
+"""What stands in for the user's own while `f` runs: leaves for tensors, clones for buffers;
+attributes are put back.
 
-Nothing of the user's may change, and no hook on a parameter may fire, so `f` sees aliases instead of
-the real parameters and clones instead of the real buffers, until the last derivative pass has run
-(an activation checkpoint runs `f`'s blocks again inside the passes). And nothing of ours may stay: a
-tensor that `f` leaves in an attribute of a module (a hidden state, a lazy cache) would hold our graph
-there, to be met by the next call as a constant.
+Nothing of the user's may change, and no hook on a parameter may fire, so `f` sees aliases instead
+of the real parameters and clones instead of the real buffers, until the last derivative pass has
+run (an activation checkpoint runs `f`'s blocks again inside the passes). And nothing of ours may
+stay: a tensor that `f` leaves in an attribute of a module (a hidden state, a lazy cache) would hold
+our graph there, to be met by the next call as a constant.
 
 Evaluations nested in one thread share a module's loan; the outermost one puts the originals back.
 """
@@ -26,14 +27,15 @@ from hodiff.errors import InputError
 
 __all__ = ["memory_of", "tag_of"]
 
-# --- leaves in place of tensors -----------------------------------------------------------------------------------
+# --- leaves in place of tensors -------------------------------------------------------------------
 
 LEAF_TAG = "_leaf_of_hodiff"
 """The attribute of a leaf of ours that says whose it is."""
 
 
 class LeafTag:
-    """Whose leaf a tensor is: it is met again, in the graph of a later call, where `f` kept something.
+    """Whose leaf a tensor is: it is met again, in the graph of a later call, where `f` kept
+    something.
 
     Attributes:
         open: Whether the evaluation still runs.
@@ -50,11 +52,15 @@ def tag_of(leaf: Tensor) -> tuple[LeafTag, int] | None:
 
 
 def aliases(call: Call, copied: Collection[int], *, tangents: bool) -> list[Tensor]:
-    """A leaf for each tensor. Inside a `torch.func` transform, where PyTorch forbids leaves of our own, raise."""
+    """A leaf for each tensor.
+
+    Inside a `torch.func` transform, where PyTorch forbids leaves of our own, raise.
+    """
     leaves, tensors = list[Tensor](), call.where.tensors
     try:
         if call.create_graph:
-            torch.empty(0, device="cpu").requires_grad_()  # refused there, as the leaves of a detached result are
+            # refused there, as the leaves of a detached result are
+            torch.empty(0, device="cpu").requires_grad_()
         elif not (tangents or copied or call.cast or any(map(Tensor.is_inference, tensors))):
             return [*map(Tensor.requires_grad_, map(Tensor.detach, tensors))]  # as nearly always
         for index, tensor in enumerate(tensors):
@@ -74,7 +80,9 @@ def aliases(call: Call, copied: Collection[int], *, tangents: bool) -> list[Tens
 
 
 def _connected(tensor: Tensor, copied: bool) -> Tensor:
-    """A leaf that stands for the caller's tensor and is connected to it, where the result is differentiable."""
+    """A leaf that stands for the caller's tensor and is connected to it,
+    where the result is differentiable.
+    """
     if copied or tensor.is_inference():
         return tensor.clone()
     if tensor.is_leaf:
@@ -85,7 +93,9 @@ def _connected(tensor: Tensor, copied: bool) -> Tensor:
 
 
 def mark_as_parameter(stand_in: Tensor, theirs: Tensor) -> None:
-    """Let `isinstance(p, nn.Parameter)` say of a stand-in what it says of the user's tensor: `f` may ask."""
+    """Let `isinstance(p, nn.Parameter)` say of a stand-in what it says of the user's tensor:
+    `f` may ask.
+    """
     if theirs.__class__ is nn.Parameter or "_is_param" in theirs.__dict__:
         stand_in.__dict__["_is_param"] = True  # pyright: ignore[reportIndexIssue]
 
@@ -104,7 +114,7 @@ def memory_of(tensor: Tensor) -> int:
         return id(tensor)
 
 
-# --- modules: their parameters, their buffers, their attributes -------------------------------------------------------
+# --- modules: their parameters, their buffers, their attributes -----------------------------------
 
 
 class _Clones:
@@ -118,7 +128,8 @@ class _Clones:
         self.originals = {
             name: buffer
             for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.requires_grad  # one that requires grad is an input of f
+            # one that requires grad is an input of f
+            if buffer is not None and not buffer.requires_grad
         }
 
     def begun_with(self, module: nn.Module) -> dict[str, Any]:
@@ -126,26 +137,35 @@ class _Clones:
         now, begun = module._buffers.copy(), {}
         for name, clone in self.lent.items():
             if now.get(name) is clone:  # changed in place since, or not
-                begun[name] = self.originals[name].to(clone.dtype, copy=True) if clone._version else clone
+                begun[name] = (
+                    self.originals[name].to(clone.dtype, copy=True) if clone._version else clone
+                )
         return now | begun
 
 
 _KEEP_NOTHING = frozenset(
-    kind for kind in vars(nn).values() if isinstance(kind, type) and kind.__module__.startswith("torch.nn.modules.")
+    kind
+    for kind in vars(nn).values()
+    if isinstance(kind, type) and kind.__module__.startswith("torch.nn.modules.")
 )
-"""PyTorch's own modules: what they compute they put into no attribute (hooks on them may, and `f` on its point)."""
+"""PyTorch's own modules: what they compute they put into no attribute (hooks on them may,
+and `f` on its point).
+"""
 
 _lent: dict[nn.Module, _Clones] = {}
 
 Kept = dict[nn.Module, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
-"""What modules had at another time: parameters, buffers, and attributes of which tensors with a graph are a part."""
+"""What modules had at another time: parameters, buffers, and attributes of which tensors with a
+graph are a part.
+"""
 
 
 class StateLoan:
     """The modules whose buffers and attributes one evaluation has borrowed.
 
     Attributes:
-        attributes: What the attributes of each were, when it was borrowed; None of one that keeps nothing.
+        attributes: What the attributes of each were, when it was borrowed; None of one that keeps
+            nothing.
         put_back: What else is done when they are given back.
     """
 
@@ -161,7 +181,9 @@ class StateLoan:
     def take_called(self, module: nn.Module) -> None:
         """Borrow a module that `f` calls; of a `Sequential` all that it will call, at once."""
         below = module._modules.values() if module.__class__ is nn.Sequential else ()
-        self.take([each for each in (module, *below) if each is not None and each not in self.attributes])
+        self.take(
+            [each for each in (module, *below) if each is not None and each not in self.attributes]
+        )
 
     def take(self, modules: Collection[nn.Module], root: nn.Module | None = None) -> None:
         """Borrow modules that `f` calls, below a point's `root` or others, from all other threads.
@@ -172,7 +194,9 @@ class StateLoan:
         if root is None and self._call.order >= 2 and _arguments.may_be_shared():
             _arguments.check_modules(modules, "f")
         held = [module for module in modules if module._parameters or module._buffers]
-        if held:  # also those below a root, claimed with its parameters: a forked child closes what is claimed
+        # also those below a root, claimed with its parameters: a forked child closes what is
+        # claimed
+        if held:
             self._claimed += held
             _locks.claim(held, self, first=root is None)
         for module in modules:
@@ -192,7 +216,9 @@ class StateLoan:
         clones = _Clones(module)
         clones.users[self] = None
         _lent[module] = clones
-        clones.lent = {name: cast(buffer, self._call.cast).clone() for name, buffer in clones.originals.items()}
+        clones.lent = {
+            name: cast(buffer, self._call.cast).clone() for name, buffer in clones.originals.items()
+        }
         module._buffers.update(clones.lent)
 
     def _copy_table(self, module: nn.Module) -> None:
@@ -208,7 +234,9 @@ class StateLoan:
         module._parameters["weight"] = copy
 
     def tidy(self) -> dict[nn.Module, dict[str, Any]]:
-        """Put back attributes in which `f` has left tensors with a graph: that is ours, and ends with the call."""
+        """Put back attributes in which `f` has left tensors with a graph: that is ours,
+        and ends with the call.
+        """
         result: dict[nn.Module, dict[str, Any]] = {}
         for module, before in self.attributes.items():
             if before is None:
@@ -216,7 +244,9 @@ class StateLoan:
             now = module.__dict__
             same = [*now] == [*before] and [*map(id, now.values())] == [*map(id, before.values())]
             names = () if same else now
-            left = [n for n in names if not (n in before and now[n] is before[n]) and _holds(now[n])]
+            left = [
+                n for n in names if not (n in before and now[n] is before[n]) and _holds(now[n])
+            ]
             for name in left:
                 result.setdefault(module, {})[name] = now[name]
                 if name in before:
@@ -253,16 +283,23 @@ class StateLoan:
         return result
 
     def kept(self) -> Kept:
-        """What its modules have, for `put`; what was left in attributes without its graph, which may lead here."""
+        """What its modules have, for `put`; what was left in attributes without its graph,
+        which may lead here.
+        """
         left, result = self.tidy(), Kept()
         for module in self._claimed:
-            buffers = _lent[module].begun_with(module) if module in _lent else module._buffers.copy()
+            buffers = (
+                _lent[module].begun_with(module) if module in _lent else module._buffers.copy()
+            )
             attributes = _tree.tree_map(_still, left[module]) if module in left else {}
             result[module] = module._parameters.copy(), buffers, attributes
         return result
 
     def close(self) -> None:
-        """Return everything; the last borrower puts the original buffers back. It may be run again."""
+        """Return everything; the last borrower puts the original buffers back.
+
+        It may be run again.
+        """
         if self.attributes:
             self.tidy()
             self.attributes.clear()
@@ -285,11 +322,15 @@ class StateLoan:
 
 def _plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes that a module has set itself; none with a graph, which may be its holder's."""
-    return {name: value for name, value in attributes.items() if name[0] != "_" and not _holds(value)}
+    return {
+        name: value for name, value in attributes.items() if name[0] != "_" and not _holds(value)
+    }
 
 
 def put(kept: Kept, undo: list[Callable[[], object]]) -> None:
-    """Let modules on loan have what they had; `undo` is given what puts parameters and buffers back."""
+    """Let modules on loan have what they had;
+    `undo` is given what puts parameters and buffers back.
+    """
     for module, (parameters, buffers, attributes) in kept.items():
         for now, before in ((module._parameters, parameters), (module._buffers, buffers)):
             if before:
@@ -299,15 +340,21 @@ def put(kept: Kept, undo: list[Callable[[], object]]) -> None:
             if value is not None:  # a block may change it in place, each time
                 module._buffers[name] = value.clone()
         now = module.__dict__
-        other = {name: value for name, value in attributes.items() if now.get(name, now) is not value}
+        other = {
+            name: value for name, value in attributes.items() if now.get(name, now) is not value
+        }
         if other:
             undo += [partial(now.update, {name: now[name] for name in other if name in now})]
             now.update(other)  # a new one the loan takes away
 
 
 def _still(value: Any) -> Any:
-    """A tensor cut from its graph that requires grad as before, so that as much is recorded with it."""
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    """A tensor cut from its graph that requires grad as before,
+    so that as much is recorded with it.
+    """
+    return (
+        value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    )
 
 
 def _holds(value: Any) -> bool:
@@ -320,7 +367,9 @@ def _holds(value: Any) -> bool:
 
 
 class ParameterLoan:
-    """The parameters of the modules of a point, to be replaced wherever they occur, once taken and until closed."""
+    """The parameters of the modules of a point, to be replaced wherever they occur,
+    once taken and until closed.
+    """
 
     __slots__ = ("_places", "_rest", "_where", "modules")
 
@@ -359,17 +408,24 @@ class ParameterLoan:
             module._parameters[name] = leaves[number]  # type: ignore[assignment]
 
     def close(self) -> None:
-        """Put the real parameters back, and let other threads have the modules. It may be run again."""
+        """Put the real parameters back, and let other threads have the modules.
+
+        It may be run again.
+        """
         for module, name, before, _ in [*self._places, *self._rest]:
             module._parameters[name] = before  # type: ignore[assignment]
         for module in self.modules:
-            if "_flat_weights" in module.__dict__:  # the list that RNNs keep is refreshed by setting
+            # the list that RNNs keep is refreshed by setting
+            if "_flat_weights" in module.__dict__:
                 for name, parameter in [*module._parameters.items()]:
-                    if isinstance(parameter, nn.Parameter) and parameter.is_leaf:  # others are refreshed by `forward`
+                    # others are refreshed by `forward`
+                    if isinstance(parameter, nn.Parameter) and parameter.is_leaf:
                         setattr(module, name, parameter)
                 # By these it tells whether the list is of its parameters: a block that runs again
                 # has those of the loan once more, and would take the list for theirs.
                 held: Any = module
-                held._flat_weight_refs = [x if x is None else weakref.ref(x) for x in held._flat_weights]
+                held._flat_weight_refs = [
+                    x if x is None else weakref.ref(x) for x in held._flat_weights
+                ]
         _locks.release(self.modules, self)
         self._places, self._rest = [], []

@@ -1,15 +1,16 @@
-"""What threads share: one lock, claims to what one thread has for longer, what a forked child puts right.
+"""What threads share: one lock, claims to what one thread has for longer, what a forked child puts
+right.
 
-What can change belongs to one thread (`threading.local`), is changed under `lock`, for moments in which no code of the
-user's runs, or is claimed: the others wait, and a circle of waiting threads raises. All else is built before anyone
-else can see it, and not changed then.
+What can change belongs to one thread (`threading.local`), is changed under `lock`, for moments in
+which no code of the user's runs, or is claimed: the others wait, and a circle of waiting threads
+raises. All else is built before anyone else can see it, and not changed then.
 
-A module on loan is claimed, so each evaluation has leaves of its own, and starts from the user's buffers (the power
-iteration of spectral norm moves them). Claims of one thread nest: each is known by the loan that makes it, which may
-release it twice, or before it is made.
+A module on loan is claimed, so each evaluation has leaves of its own, and starts from the user's
+buffers (the power iteration of spectral norm moves them). Claims of one thread nest: each is known
+by the loan that makes it, which may release it twice, or before it is made.
 
-What runs in a reverse pass counts as the thread's that began the pass: on a GPU the engine has threads of its own, and
-their nodes may evaluate `f` once more while that one waits.
+What runs in a reverse pass counts as the thread's that began the pass: on a GPU the engine has
+threads of its own, and their nodes may evaluate `f` once more while that one waits.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from hodiff.errors import GraphError
 
 __all__ = ["ThreadClaim", "claimed", "here", "lock"]
 
-lock = threading.RLock()  # the only one: the collector may close what was lost at any moment, so two could cross
+# the only one: the collector may close what was lost at any moment, so two could cross
+lock = threading.RLock()
 _changed = threading.Condition(lock)  # notified when a claim is released
-_claims: dict[Any, tuple[int, dict[Any, None]]] = {}  # a module, or what else -> (owning thread, the loans that claim)
+# a module, or what else -> (owning thread, the loans that claim)
+_claims: dict[Any, tuple[int, dict[Any, None]]] = {}
 _waiting: dict[int, Iterable[Any]] = {}  # thread -> what it waits for
 
 
@@ -47,24 +50,26 @@ _known = partial(_versions.remembered, _KEY)
 
 
 def _me() -> int:
-    """This thread; in one of the engine's, the one that began the pass, whose PyTorch-local values it has."""
+    """This thread; in one of the engine's, the one that began the pass,
+    whose PyTorch-local values it has.
+    """
     if not _versions.is_remembered(_KEY):
         _versions.remember_in_thread(_KEY, threading.get_ident())
     return _known()
 
 
 INTERRUPTED = (
-    "this call was made by the handler of a signal, or by a callback of the garbage collector, in the middle of a "
-    "hodiff call that has the same module on loan. Let the handler set a flag, and look at it between two calls; or "
-    "give it a copy of the module."
+    "this call was made by the handler of a signal, or by a callback of the garbage collector, "
+    "in the middle of a hodiff call that has the same module on loan. Let the handler set a flag, "
+    "and look at it between two calls; or give it a copy of the module."
 )
 
 
 def claim(modules: Iterable[Any], loan: Any, first: bool = False) -> None:
     """Make `modules` this thread's, for a loan, waiting until no other has any of them.
 
-    Where this evaluation claims them `first`, the other claims of this thread are of calls that are not ended: its `f`
-    is inside of theirs, or a handler has interrupted them.
+    Where this evaluation claims them `first`, the other claims of this thread are of calls that are
+    not ended: its `f` is inside of theirs, or a handler has interrupted them.
     """
     with lock:
         try:
@@ -100,7 +105,10 @@ def release(modules: Iterable[Any], loan: Any) -> None:
 
 
 class ThreadClaim:
-    """`with Held(something):` it is this thread's. What an interrupt keeps from its end goes with the object."""
+    """`with Held(something):` it is this thread's.
+
+    What an interrupt keeps from its end goes with the object.
+    """
 
     __slots__ = ("_loan", "_what")
 
@@ -119,7 +127,9 @@ class ThreadClaim:
 
 
 def wait_for(root: nn.Module) -> None:
-    """Wait until no other thread has the module, or one below it; the lock is held, and keeps it so."""
+    """Wait until no other thread has the module, or one below it; the lock is held,
+    and keeps it so.
+    """
     if _claims:
         modules = list(root.modules())
         _wait(modules)
@@ -133,12 +143,16 @@ def claimed(modules: Iterable[nn.Module]) -> bool:
 
 
 def _wait(modules: Iterable[Any]) -> None:
-    """Wait until no other thread has any of `modules`; the lock is held. A circle of waiting threads raises."""
+    """Wait until no other thread has any of `modules`; the lock is held.
+
+    A circle of waiting threads raises.
+    """
     me = _me()
     while _owners(modules, me):
         _waiting[me] = modules
         try:
-            if me != here.thread:  # on a device all passes go through one thread: the other's would wait for this one
+            # on a device all passes go through one thread: the other's would wait for this one
+            if me != here.thread:
                 raise GraphError(
                     "a reverse pass on a device needs a module that a hodiff call in another "
                     "thread is using now (to run f, or a checkpointed block again). Use one lock "
@@ -161,7 +175,10 @@ def _owners(modules: Iterable[Any], me: int) -> set[int]:
 
 
 def _in_circle(start: int) -> bool:
-    """Whether a thread waits for itself. One that was woken, and has not run since, waits only for what is claimed."""
+    """Whether a thread waits for itself.
+
+    One that was woken, and has not run since, waits only for what is claimed.
+    """
     seen, threads = {start}, [start]
     for thread in threads:
         owners = _owners(_waiting.get(thread, ()), thread)
@@ -183,7 +200,9 @@ def in_child(restore: Callable[[int], object]) -> None:
 
 
 def _forked() -> None:
-    """The thread that forked is the only one left; what the others had is given back, where they stood."""
+    """The thread that forked is the only one left; what the others had is given back,
+    where they stood.
+    """
     _waiting.clear()
     try:
         for restore in _restored:
@@ -202,5 +221,6 @@ def _close_loans(me: int) -> None:
 
 
 in_child(_close_loans)
-if hasattr(os, "register_at_fork"):  # the lock is held meanwhile, so that nothing under it is halfway
+# the lock is held meanwhile, so that nothing under it is halfway
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=_forked)

@@ -1,4 +1,6 @@
-"""Errors of PyTorch, translated: which operation, why, what to write instead; which line, which variable."""
+"""Errors of PyTorch, translated: which operation, why, what to write instead; which line,
+which variable.
+"""
 
 from __future__ import annotations
 
@@ -63,26 +65,33 @@ _WAYS_OUT = {
     ),
     "cudnnrnn": WayOut(
         "a cuDNN RNN",
-        "compute it under torch.backends.cudnn.flags(enabled=False), or give hodiff the function, which does that",
+        "compute it under torch.backends.cudnn.flags(enabled=False), or give hodiff the function, "
+        "which does that",
     ),
     "cdist": WayOut(
-        "cdist", 'use compute_mode="use_mm_for_euclid_dist", or write (a[:, None] - b).square().sum(-1).sqrt()'
+        "cdist",
+        'use compute_mode="use_mm_for_euclid_dist", or write (a[:, '
+        "None] - b).square().sum(-1).sqrt()",
     ),
     "pdist": WayOut("pdist", "index the pairs and write their differences"),
-    "embeddingbag": WayOut("embedding_bag", "use nn.Embedding and reduce with .sum(-2) or .mean(-2)"),
+    "embeddingbag": WayOut(
+        "embedding_bag", "use nn.Embedding and reduce with .sum(-2) or .mean(-2)"
+    ),
     "ctcloss": WayOut("ctc_loss", "there is no differentiable substitute in PyTorch"),
     "segmentreduce": WayOut("segment_reduce", "use index_add"),
     "multimargin": WayOut("multi_margin_loss", "write it with gather and clamp"),
     "multilabelmargin": WayOut("multilabel_margin_loss", "write it with gather and clamp"),
     "hardsigmoid": WayOut("hardsigmoid", "write (x / 6 + 0.5).clamp(0, 1)"),
     "compiledfunction": WayOut(
-        "a compiled function", "compute it uncompiled, or give hodiff the function, which runs it eagerly"
+        "a compiled function",
+        "compute it uncompiled, or give hodiff the function, which runs it eagerly",
     ),
     "condautogradop": CONTROL_FLOW["cond"],
     "whileloopautogradop": CONTROL_FLOW["while_loop"],
     "scanautogradop": CONTROL_FLOW["scan"],
     "flexattentionautogradop": WayOut(
-        "flex_attention", "give hodiff the function, which writes it out, or use scaled_dot_product_attention"
+        "flex_attention",
+        "give hodiff the function, which writes it out, or use scaled_dot_product_attention",
     ),
     "checkpointfunction": WayOut(
         "a re-entrant checkpoint", "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
@@ -122,7 +131,9 @@ WRITTEN_OUT = {
 
 def at_third(names: Iterable[str]) -> bool:
     """Whether nodes are among those that are written out at third order, and not before."""
-    return any(piece in name for name in names for piece in ("LayerNorm", "BatchNorm", *WRITTEN_AT_SOME))
+    return any(
+        piece in name for name in names for piece in ("LayerNorm", "BatchNorm", *WRITTEN_AT_SOME)
+    )
 
 
 def fused(names: Iterable[str]) -> bool:
@@ -135,7 +146,12 @@ NORM_GRADIENTS = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBa
 
 _POLYNOMIALS = (
     *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
-    *("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"),
+    *(
+        "hermite_polynomial_h",
+        "hermite_polynomial_he",
+        "laguerre_polynomial_l",
+        "legendre_polynomial_p",
+    ),
 )
 _FUNCTION = "write an autograd.Function whose backward multiplies by its derivative, "
 _BESSEL = {
@@ -150,8 +166,10 @@ _BESSEL = {
 }
 _SPECIAL = {
     **(_BESSEL if _versions.BESSEL_IS_CONSTANT else {}),
-    "scaled_modified_bessel_k0": _FUNCTION + "scaled_modified_bessel_k0(x) - scaled_modified_bessel_k1(x)",
-    "scaled_modified_bessel_k1": _FUNCTION + "(1 - 1 / x) scaled_modified_bessel_k1(x) - scaled_modified_bessel_k0(x)",
+    "scaled_modified_bessel_k0": _FUNCTION
+    + "scaled_modified_bessel_k0(x) - scaled_modified_bessel_k1(x)",
+    "scaled_modified_bessel_k1": _FUNCTION
+    + "(1 - 1 / x) scaled_modified_bessel_k1(x) - scaled_modified_bessel_k0(x)",
     "spherical_bessel_j0": "use torch.sinc(x / math.pi)",
     "airy_ai": _FUNCTION + "Ai', which PyTorch lacks",
     **dict.fromkeys(_POLYNOMIALS, "write its recurrence in n"),
@@ -161,10 +179,11 @@ CONSTANTS = {
     "linspace": "write start + (end - start) * torch.linspace(0, 1, steps)",
     "logspace": "write base ** (start + (end - start) * torch.linspace(0, 1, steps))",
 }
-"""Smooth functions of which PyTorch says that they have no derivative, so that they give constants, and what to do.
+"""Smooth functions of which PyTorch says that they have no derivative, so that they give constants,
+and what to do.
 
-By `__name__`. Nothing in a graph shows them: the road sees them where it sees each call, at third order and above and
-in Taylor mode; `check_derivatives` and the explanations know their names.
+By `__name__`. Nothing in a graph shows them: the road sees them where it sees each call, at third
+order and above and in Taylor mode; `check_derivatives` and the explanations know their names.
 """
 
 
@@ -184,15 +203,22 @@ _BY_LU = {
 }
 WRONG_TANGENTS = {
     **dict.fromkeys(("layer_norm", "native_layer_norm"), "torch.nn.functional.layer_norm"),
-    **dict.fromkeys(("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), _BATCH_NORM),
-    **dict.fromkeys(("_native_batch_norm_legit", "_batch_norm_with_update", "_batch_norm_impl_index"), _BATCH_NORM),
+    **dict.fromkeys(
+        ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), _BATCH_NORM
+    ),
+    **dict.fromkeys(
+        ("_native_batch_norm_legit", "_batch_norm_with_update", "_batch_norm_impl_index"),
+        _BATCH_NORM,
+    ),
     "instance_norm": "torch.nn.functional.instance_norm",
     **dict.fromkeys(("householder_product", "orgqr"), "products of I - tau v v'"),
     **(_BY_LU if _versions.LU_IS_CONSTANT else {}),
 }
-"""Operations whose tangent in forward mode has a wrong derivative, under the names that no definition serves.
+"""Operations whose tangent in forward mode has a wrong derivative, under the names that no
+definition serves.
 
-Their rules read what the operation keeps beside its result, and reverse mode takes that for a constant.
+Their rules read what the operation keeps beside its result, and reverse mode takes that for a
+constant.
 """
 
 
@@ -222,12 +248,15 @@ def _key(name: str) -> str:
 
 
 def missing(names: list[str], *, product: bool = False) -> GraphError:
-    """The error for a graph through operations that have no second derivative; `product`: for J v, which takes one."""
+    """The error for a graph through operations that have no second derivative; `product`: for J v,
+    which takes one.
+    """
     pieces = list(dict.fromkeys(piece for name in names if (piece := _piece(name)) is not None))
     if pieces:
         ways_out = "; nor of ".join("; ".join(_WAYS_OUT[piece]) for piece in pieces)
         return GraphError.about(
-            f"PyTorch has no second derivative of {ways_out}.{' (A product J v needs one.)' if product else ''}",
+            "PyTorch has no second derivative of "
+            f"{ways_out}.{' (A product J v needs one.)' if product else ''}",
             operations=pieces,
         )
     return GraphError(
@@ -238,7 +267,9 @@ def missing(names: list[str], *, product: bool = False) -> GraphError:
 
 
 def collective(name: str) -> GraphError:
-    """The error for a collective of `torch.distributed` that writes into a tensor which is differentiated."""
+    """The error for a collective of `torch.distributed` that writes into a tensor
+    which is differentiated.
+    """
     return GraphError(
         f"f calls torch.distributed.{name} on a tensor that is differentiated. It writes into that "
         f"tensor unseen by autograd: the value would be that of all ranks, and the derivative that "
@@ -253,15 +284,16 @@ _FREED_WAY_OUT = (
     "instead of its value: f, not f(x)."
 )
 _FREED = (
-    "the graph has already been freed: a backward() or autograd.grad() without retain_graph ran through part of it."
+    "the graph has already been freed: a backward() or autograd.grad() without retain_graph ran "
+    "through part of it."
 )
 _CHANGED = (
     "a tensor that the graph needs was changed in place after it was used. Compute the result "
     "again after the change, or replace the in-place operation (x += 1) with x = x + 1."
 )
 _COMPILED = (
-    "a compiled function has no second derivative. Compute the tensor uncompiled, or give hodiff the function, which "
-    "runs it eagerly."
+    "a compiled function has no second derivative. Compute the tensor uncompiled, "
+    "or give hodiff the function, which runs it eagerly."
 )
 _REENTRANT = (
     "a re-entrant activation checkpoint cannot be differentiated with respect to inputs. "
@@ -293,8 +325,8 @@ _SPARSE_ROWS = (
     "computed its table does not accept. Use sparse=False."
 )
 _OUTPUT_PADDING = (
-    "PyTorch has no further derivative of a transposed convolution (conv_transpose) with output_padding. Leave it "
-    "out, and pad the result (F.pad)."
+    "PyTorch has no further derivative of a transposed convolution (conv_transpose) with "
+    "output_padding. Leave it out, and pad the result (F.pad)."
 )
 _ODD_PLACE = (
     "PyTorch views a gradient as complex numbers, which must begin at an even offset in memory, "
@@ -309,7 +341,8 @@ _UNUSED_RESULT = (
 )
 
 
-# PyTorch's own words are all that it gives: here alone they are read. Of several that are in one text the first counts.
+# PyTorch's own words are all that it gives: here alone they are read. Of several that are in one
+# text the first counts.
 _KINDS = {
     "through the graph a second time": "freed",
     "already been freed": "freed",
@@ -363,7 +396,10 @@ _OURS: dict[str, Callable[[], GraphError]] = {
     "compiled": lambda: GraphError.about(_COMPILED, operations=["compiledfunction"]),
     "reentrant": lambda: GraphError.about(_REENTRANT, operations=["checkpointfunction"]),
     "selective": lambda: GraphError.about(_SELECTIVE),
-    **dict.fromkeys(("recomputed", "recomputed in number", "unpacked twice"), lambda: GraphError.about(_RECOMPUTED)),
+    **dict.fromkeys(
+        ("recomputed", "recomputed in number", "unpacked twice"),
+        lambda: GraphError.about(_RECOMPUTED),
+    ),
     "once": lambda: GraphError.about(_ONCE),
     "storage freed": _arguments.freed,
     "singular": lambda: GraphError.about(_SINGULAR, operations=["linalgslogdet"]),
@@ -382,13 +418,17 @@ def kind_of(error: BaseException) -> str:
 
 
 def without_derivative(error: BaseException) -> str:
-    """The operation of which an error says that its derivative is not implemented; empty if it says no such thing."""
+    """The operation of which an error says that its derivative is not implemented;
+    empty if it says no such thing.
+    """
     match = _NOT_IMPLEMENTED.search(str(error))
     return match.group(1) if match else ""
 
 
 def engine_error(error: Exception) -> GraphError | None:
-    """Our words for an error of PyTorch's autograd engine; None for one that we do not recognize, or that is ours."""
+    """Our words for an error of PyTorch's autograd engine; None for one that we do not recognize,
+    or that is ours.
+    """
     if isinstance(error, GraphError):
         return None
     name = without_derivative(error)
@@ -418,23 +458,30 @@ LESS_MEMORY = (
 ADVICE_FOR_F = {
     **dict.fromkeys(
         ("leaf changed", "leaf's view changed", "hooked view changed", "view changed"),
-        "hodiff: f changes its argument in place; begin it with x = x.clone(), or pass lambda x: f(x.clone()).",
+        "hodiff: f changes its argument in place; begin it with x = x.clone(), or pass lambda x: "
+        "f(x.clone()).",
     ),
-    "inference saved": "hodiff: f closes over a tensor created in inference_mode; clone it outside that mode first.",
-    "hooked transform": "hodiff: inside of an activation checkpoint (torch.utils.checkpoint), PyTorch has no "
-    "derivatives by torch.func. Use hodiff.grad or torch.autograd.grad in f, or leave out the checkpoint.",
-    "flex on a CPU": "hodiff: on a GPU flex_attention has derivatives of every order inside of f. On a "
-    "CPU give the scores as attn_mask= to F.scaled_dot_product_attention, or write "
-    "scores.softmax(-1) @ value.",
-    "array": "hodiff: NumPy has no derivatives; use PyTorch's functions in f. After detach() x would be a constant.",
+    "inference saved": "hodiff: f closes over a tensor created in inference_mode; "
+    "clone it outside that mode first.",
+    "hooked transform": "hodiff: inside of an activation checkpoint (torch.utils.checkpoint), "
+    "PyTorch has no derivatives by torch.func. Use hodiff.grad or torch.autograd.grad in f, "
+    "or leave out the checkpoint.",
+    "flex on a CPU": "hodiff: on a GPU flex_attention has derivatives of every order inside of f. "
+    "On a CPU give the scores as attn_mask= to F.scaled_dot_product_attention, "
+    "or write scores.softmax(-1) @ value.",
+    "array": "hodiff: NumPy has no derivatives; use PyTorch's functions in f. "
+    "After detach() x would be a constant.",
 }
-"""Notes for exceptions from the user's function that our leaves provoked, by the kind of PyTorch's error."""
+"""Notes for exceptions from the user's function that our leaves provoked,
+by the kind of PyTorch's error.
+"""
 
 
-# --- which line, which variable: asked of whoever can say -------------------------------------------------------------
-# `hodiff.graph` can. It stands beside the calculus, which imports nothing of it; it puts its `explainer` here
-# instead, and is asked with plain facts. What it answers is added to the message. Where it knows nothing,
-# is not loaded, or fails itself, the message stays as it is. Nothing here runs unless an error is raised.
+# --- which line, which variable: asked of whoever can say -----------------------------------------
+# `hodiff.graph` can. It stands beside the calculus, which imports nothing of it; it puts its
+# `explainer` here instead, and is asked with plain facts. What it answers is added to the message.
+# Where it knows nothing, is not loaded, or fails itself, the message stays as it is. Nothing here
+# runs unless an error is raised.
 
 
 class Failure(NamedTuple):
@@ -443,7 +490,8 @@ class Failure(NamedTuple):
     Attributes:
         error: The error that is about to be raised; `__cause__` is the engine's, if it was one.
         function: The user's function; None in the tensor form.
-        again: Calls it once more, as the first time; None in the tensor form, and where it cannot be called alone.
+        again: Calls it once more, as the first time; None in the tensor form, and where it cannot
+            be called alone.
         outputs: The tensors given, in the tensor form.
         leaves: The tensors that derivatives are taken by: in the function form aliases of `theirs`.
         theirs: The caller's own tensors.
@@ -475,13 +523,16 @@ _state = _ExplainingState()
 
 
 def complete(failure: Failure) -> None:
-    """Add to the message of an error what can be said of this very case; general advice gives way to that."""
+    """Add to the message of an error what can be said of this very case;
+    general advice gives way to that.
+    """
     last, _state.last = _state.last, weakref.ref(failure.error)
     if last is not None and last() is failure.error:  # on its way out of another context
         return
     answer = _asked(failure)
     facts = failure.error._facts
-    if facts.kind == "freed":  # what is advised then is for a graph of the caller's, and holds whatever was found
+    # what is advised then is for a graph of the caller's, and holds whatever was found
+    if facts.kind == "freed":
         advice = facts.advice if failure.function is None else ""
     else:
         advice = "" if answer else facts.advice
@@ -504,7 +555,7 @@ def _asked(failure: Failure) -> str:
         _state.explaining = False
 
 
-# --- what notebooks show --------------------------------------------------------
+# --- what notebooks show --------------------------------------------------------------------------
 
 
 class Reported:

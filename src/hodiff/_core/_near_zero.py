@@ -1,7 +1,9 @@
-"""Functions whose derivatives PyTorch gets wrong at or near 0, written without what goes wrong there.
+"""Functions whose derivatives PyTorch gets wrong at or near 0, written without what goes wrong
+there.
 
-PyTorch differentiates `sinc` and the Bessel functions J and I by formulas that divide by x: their second, third or
-fourth derivatives lose all digits near 0 (the second of sinc at 1e-7 is 176882 where it should be 6e-7) and are NaN or
+PyTorch differentiates `sinc` and the Bessel functions J and I by formulas that divide by x: their
+second, third or fourth derivatives lose all digits near 0 (the second of sinc at 1e-7 is 176882
+where it should be 6e-7) and are NaN or
 a wrong constant at 0, silently: here they are their series there.
 Determinants are differentiated by dividing by pivots, or by differences of singular values.
 Products are differentiated by dividing the result by each entry, so that the derivative of order n
@@ -30,8 +32,9 @@ __all__ = ["BESSEL", "is_even", "is_near", "warn_of_near"]
 def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
     """Whether a norm or a root has entries so small that few digits of such a derivative are left.
 
-    A derivative of what is smooth there, as its square is: it is made of parts that are as large as the
-    root's power 2 - order, and cancel. With `at_zero`, entries that are 0 count: PyTorch has zeros there.
+    A derivative of what is smooth there, as its square is: it is made of parts that are as large as
+    the root's power 2 - order, and cancel. With `at_zero`, entries that are 0 count: PyTorch has
+    zeros there.
     """
     if _versions.levels_entered() or _settings.tracing() or not _versions.has_numbers(size):
         return False
@@ -42,10 +45,11 @@ def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
 def warn_of_near(order: int) -> None:
     """Say that a derivative of that order is lost there."""
     warnings.warn(
-        f"f contains a norm, a standard deviation or a square root that is near 0. A derivative of "
-        f"order {order} has few correct digits, or none, if f itself is smooth there, as norm(x) ** 2 "
-        f"is: large terms cancel. Write x.square().sum(), or x.var() for std(x) ** 2. (If f has a "
-        f"kink or a cusp there, ignore this warning.)",
+        "f contains a norm, a standard deviation or a square root that is near 0. "
+        f"A derivative of order {order} has few correct digits, or none, "
+        "if f itself is smooth there, as norm(x) ** 2 is: large terms cancel. "
+        "Write x.square().sum(), or x.var() for std(x) ** 2. (If f has a kink or a cusp there, "
+        "ignore this warning.)",
         HodiffWarning,
         stacklevel=outside(),
     )
@@ -62,10 +66,15 @@ def sinc(input: Tensor) -> Tensor:
 
 
 def _bessel(
-    function: Callable[..., Tensor], n: int, sign: int, decay: Callable[[Tensor], Tensor] | None = None
+    function: Callable[..., Tensor],
+    n: int,
+    sign: int,
+    decay: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[..., Tensor]:
-    """J_n (sign -1) or I_n (sign 1), times `decay`, n being 0 or 1: by its series for entries below 1."""
-    series = [sign**k / (2 ** (2 * k + n) * math.factorial(k) * math.factorial(k + n)) for k in range(16)]
+    """J_n (sign -1) or I_n (sign 1), n being 0 or 1, times `decay`: by its series below 1."""
+    series = [
+        sign**k / (2 ** (2 * k + n) * math.factorial(k) * math.factorial(k + n)) for k in range(16)
+    ]
 
     def written(input: Tensor, far: Callable[[Tensor], Tensor] = function) -> Tensor:
         small = input.detach().abs() < 1
@@ -105,7 +114,7 @@ NODES = {
     "SpecialModifiedBesselI1Backward0": ("special.modified_bessel_i1", 2),
     "I0Backward0": ("special.i0", 3),
 }
-"""The nodes of PyTorch's own, what they are called, and the order of derivative that is wrong near 0."""
+"""PyTorch's own nodes, what they are called, and the order that is wrong near 0."""
 
 
 def _even(x: Tensor, coefficients: list[float]) -> Tensor:
@@ -116,14 +125,24 @@ def _even(x: Tensor, coefficients: list[float]) -> Tensor:
     return total
 
 
-def prod(input: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def prod(
+    input: Tensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """`torch.prod` by multiplying pairs of neighbors."""
     if dim is not None and not isinstance(dim, int):
         return torch.prod(input, dim, keepdim, dtype=dtype)
     x = input if dtype is None else input.to(dtype)
     x = x.reshape(-1) if dim is None or not x.ndim else x.movedim(dim, 0)
     if not (x.is_floating_point() or x.is_complex()):
-        return torch.prod(input, dtype=dtype) if dim is None else torch.prod(input, dim, keepdim, dtype=dtype)
+        return (
+            torch.prod(input, dtype=dtype)
+            if dim is None
+            else torch.prod(input, dim, keepdim, dtype=dtype)
+        )
     while len(x) > 1:
         pairs, rest = x[: len(x) // 2 * 2], x[len(x) // 2 * 2 :]
         pairs = pairs[0::2] * pairs[1::2]
@@ -145,8 +164,15 @@ def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Ten
 def scatter_product(
     input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
-    """`torch.scatter_reduce` of products: the factors of each entry, one after another, are multiplied in pairs."""
-    if reduce != "prod" or not index.numel() or not index.ndim or not (src.is_floating_point() or src.is_complex()):
+    """`torch.scatter_reduce` of products: the factors of each entry, one after another,
+    are multiplied in pairs.
+    """
+    if (
+        reduce != "prod"
+        or not index.numel()
+        or not index.ndim
+        or not (src.is_floating_point() or src.is_complex())
+    ):
         return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
     places, order = index.sort(dim=dim, stable=True)
     x = src.gather(dim, order)  # of a `src` that is larger than the index the rest is not used
@@ -168,7 +194,13 @@ def scatter_product(
 
 
 def index_product(
-    input: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
 ) -> Tensor:
     """`torch.index_reduce` of products, as one of `scatter_product`."""
     if reduce != "prod" or not input.ndim:
@@ -203,21 +235,37 @@ def is_even(p: Any) -> bool:
 
 
 def norm(function: Callable[..., Tensor], first: str) -> Callable[..., Tensor]:
-    """A norm whose power is called `first`: of even powers from 4 on, the root of a sum of those."""
+    """A norm whose power is called `first`: of even powers from 4 on,
+    the root of a sum of those.
+    """
 
     def written(*args: Any, order: int = 1, **kwargs: Any) -> Tensor:
         given = dict(zip(("input", first, "dim", "keepdim"), args, strict=False)) | kwargs
-        x, p, dim = given.pop("input", given.pop("x", None)), given.pop(first, None), given.pop("dim", None)
+        x, p, dim = (
+            given.pop("input", given.pop("x", None)),
+            given.pop(first, None),
+            given.pop("dim", None),
+        )
         keep = given.pop("keepdim", False)
         given = {name: value for name, value in given.items() if value is not None}
-        if not is_even(p) or given or len(args) > 4 or not isinstance(x, Tensor) or not x.is_floating_point():
+        if (
+            not is_even(p)
+            or given
+            or len(args) > 4
+            or not isinstance(x, Tensor)
+            or not x.is_floating_point()
+        ):
             return function(*args, **kwargs)
         dims, still = tuple(range(x.ndim)) if dim is None else dim, x.detach()
         wide, size = still.abs().amax(dims, keepdim=True), still.abs().amax(dims, keepdim=keep)
         plain = (size == 0) | ~size.isfinite()
         if x.requires_grad and is_near(order, size, at_zero=order > 1):
             warn_of_near(order)
-        total = ((x / torch.where((wide == 0) | ~wide.isfinite(), 1.0, wide)) ** p).sum(dims, keepdim=keep)
-        return torch.where(plain, function(still, p, dims, keep), torch.where(plain, 1.0, total) ** (1 / p) * size)
+        total = ((x / torch.where((wide == 0) | ~wide.isfinite(), 1.0, wide)) ** p).sum(
+            dims, keepdim=keep
+        )
+        return torch.where(
+            plain, function(still, p, dims, keep), torch.where(plain, 1.0, total) ** (1 / p) * size
+        )
 
     return written

@@ -1,8 +1,8 @@
 """The names of PyTorch that hodiff needs and PyTorch does not promise, tried before they are used.
 
-What every call needs is tried at import, in a millisecond; what one part needs, before its first use.
-So a release that has renamed something gets one sentence, which says what is missing and what works.
-What a name does is proved elsewhere (`_versions.prove`, `graph._saved.answers`).
+What every call needs is tried at import, in a millisecond; what one part needs, before its first
+use. So a release that has renamed something gets one sentence, which says what is missing and what
+works. What a name does is proved elsewhere (`_versions.prove`, `graph._saved.answers`).
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ _owner = cache(pkgutil.resolve_name)
 
 @cache
 def lacks(part: str) -> str:
-    """The names that a part needs and this PyTorch lacks, in one sentence; empty where it has all."""
+    """The names that a part needs and this PyTorch lacks, in one sentence;
+    empty where it has all.
+    """
     rows = [row.split(": ") for row in NEEDED.get(part, ())]
     needed = [(home, name) for home, names in rows for name in names.split()]
     missing = ", ".join(f"{home}.{name}" for home, name in needed if not _is_there(home, name))
@@ -165,14 +167,18 @@ def newer() -> str:
     """What is said of a release that is newer than all that were tested; empty where it is not."""
     if RELEASE <= NEWEST:
         return ""
-    return f"newer than {'.'.join(map(str, NEWEST))}, the newest release of PyTorch that hodiff was tested with"
+    return (
+        f"newer than {'.'.join(map(str, NEWEST))}, the newest release of PyTorch that hodiff was "
+        "tested with"
+    )
 
 
 def check_release() -> None:
     """Refuse a release that is too old or lacks what every call needs; warn of one not known."""
     if RELEASE < OLDEST:
         raise ImportError(
-            f"hodiff needs PyTorch {'.'.join(map(str, OLDEST))} or newer, and this is {torch.__version__}: "
+            f"hodiff needs PyTorch {'.'.join(map(str, OLDEST))} or newer, "
+            f"and this is {torch.__version__}: "
             f'pip install "torch>={".".join(map(str, OLDEST))}".'
         )
     if said := lacks(EVERY_CALL):

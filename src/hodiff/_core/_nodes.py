@@ -45,7 +45,10 @@ __all__ = [
 ]
 
 Node = Any
-"""An autograd node. (`torch.autograd.graph.Node` is abstract and has no attributes to type-check.)"""
+"""An autograd node.
+
+(`torch.autograd.graph.Node` is abstract and has no attributes to type-check.)
+"""
 
 
 def node_of(tensor: Tensor) -> Node | None:
@@ -65,8 +68,8 @@ def _leaf_node(leaf: Tensor) -> Node | None:
     strided = leaf.is_nested and leaf.layout is torch.strided  # which has no shape to be viewed as
     with _settings.grad_mode(True):
         node = (torch.ops.aten.alias.default(leaf) if strided else leaf.view_as(leaf)).grad_fn
-    # A transform records what leads to its own arguments alone. And no graph leads to a view that was made of a
-    # result without grad mode, which says that it requires grad.
+    # A transform records what leads to its own arguments alone. And no graph leads to a view that
+    # was made of a result without grad mode, which says that it requires grad.
     return None if node is None else node.next_functions[0][0]
 
 
@@ -78,7 +81,9 @@ MANY = 10_000
 """So many nodes may hang on each other and be freed one from within the other."""
 
 _STRIDE = 4_999
-"""Every so manyth node holds all older ones; a prime, so that of chains beside each other none is passed over."""
+"""Every so manyth node holds all older ones; a prime,
+so that of chains beside each other none is passed over.
+"""
 
 _age, _grad_fn = methodcaller("_sequence_nr"), attrgetter("grad_fn")
 _name = attrgetter("__name__")
@@ -88,13 +93,15 @@ _HELD = "hodiff: older nodes, in the order in which they are freed"
 
 
 def free_one_by_one(roots: Collection[Node], nodes: Collection[Node]) -> None:
-    """See that a large graph whose nodes Python has seen can be freed; `nodes` are all those below the roots.
+    """See that a large graph whose nodes Python has seen can be freed; `nodes` are all those below
+    the roots.
 
-    PyTorch frees graphs without recursion, but for nodes that have a Python object: that one goes with its node, and
-    frees the next from within, until after some 40,000 the stack is full and the process ends. So the roots, and some
-    nodes below, in case that a tensor in the middle lives longest, hold the objects of all older nodes, in blocks that
-    they share. A list lets go of its last entry first, here the newest: each node is freed while all that it leads to
-    is still held, alone.
+    PyTorch frees graphs without recursion, but for nodes that have a Python object: that one goes
+    with its node, and frees the next from within, until after some 40,000 the stack is full and the
+    process ends. So the roots, and some nodes below, in case that a tensor in the middle lives
+    longest, hold the objects of all older nodes, in blocks that
+    they share. A list lets go of its last entry first, here the newest: each node is freed while
+    all that it leads to is still held, alone.
     """
     whole = max((root.metadata.get(_HELD, (0,))[0] for root in roots), default=0)
     ordered = [node for node in nodes if node.__class__ is not ACCUMULATE]
@@ -130,7 +137,8 @@ class Survey:
 
     def __init__(self, roots: Iterable[Node | None], stop: Collection[Node] = ()) -> None:
         # Every call pays for this loop once or twice: it calls nothing.
-        visited: dict[Node, bool] = {None: True}  # edges that lead nowhere are None: visited from the start
+        # edges that lead nowhere are None: visited from the start
+        visited: dict[Node, bool] = {None: True}
         nodes: list[Node] = []
         ends: list[Node] = []
         for root in roots:
@@ -158,7 +166,9 @@ class Survey:
         return [node for node in self.nodes if node.__class__ is kind]
 
     def named(self, *names: str) -> Iterator[Node]:
-        """The nodes whose class has one of `names` (`MulBackward0`, `NotImplemented`, `AccumulateGrad`)."""
+        """The nodes whose class has one of `names` (`MulBackward0`, `NotImplemented`,
+        `AccumulateGrad`).
+        """
         for kind in self.kinds:
             if kind.__name__ in names:
                 yield from self.of(kind)
@@ -190,7 +200,11 @@ class Survey:
 
     def contains(self, tensor: Tensor) -> bool:
         """Whether `tensor`, a leaf or not, is in the graph."""
-        return tensor.grad_fn in self.visited if tensor.grad_fn is not None else id(tensor) in self.leaf_ids()
+        return (
+            tensor.grad_fn in self.visited
+            if tensor.grad_fn is not None
+            else id(tensor) in self.leaf_ids()
+        )
 
     def users(self) -> dict[Node, list[Use]]:
         """For each node that is no root, the arguments that its first result is, outputs first."""
@@ -202,7 +216,9 @@ class Survey:
         return users
 
     def uses(self, tensor: Tensor) -> bool:
-        """Whether `tensor`, no leaf, is used: of the outputs of one operation (`chunk`, `unbind`) it may be another."""
+        """Whether `tensor`, no leaf, is used: of the outputs of one operation (`chunk`, `unbind`)
+        it may be another.
+        """
         node, number = tensor.grad_fn, tensor.output_nr
         if node not in self.visited:
             return False
@@ -268,7 +284,9 @@ def age() -> int:
         return _age(torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn)
 
 
-def made_since(begun: int, outputs: Sequence[Tensor], known: Iterable[Tensor]) -> tuple[Survey, list[Tensor] | None]:
+def made_since(
+    begun: int, outputs: Sequence[Tensor], known: Iterable[Tensor]
+) -> tuple[Survey, list[Tensor] | None]:
     """The graph that was made since (see `age`), and the tensors that it begins at.
 
     None where it begins at one that is neither a leaf nor known.
@@ -291,7 +309,9 @@ def made_since(begun: int, outputs: Sequence[Tensor], known: Iterable[Tensor]) -
 
 
 def leaves_below(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The leaf tensors in the graphs of `tensors`, as they are met: for who needs no more than the first of a kind."""
+    """The leaf tensors in the graphs of `tensors`, as they are met: for who needs no more than the
+    first of a kind.
+    """
     roots: list[Any] = [tensor.grad_fn or node_of(tensor) for tensor in tensors]
     stack, met = [*roots], 0
     visited: dict[Node, bool] = {None: True}
@@ -330,7 +350,10 @@ def leads_past_results(graph: Survey, leaf: Tensor) -> bool:
     """Whether a graph reaches a leaf otherwise than through results that the caller was given."""
     below = {child for node in graph.nodes for child, _ in node.next_functions}
     roots = [node for node in graph.nodes if node not in below]
-    return any(variable is leaf for variable in Survey(roots, {*filter(is_result, graph.nodes)}).variables())
+    return any(
+        variable is leaf
+        for variable in Survey(roots, {*filter(is_result, graph.nodes)}).variables()
+    )
 
 
 function_of, is_once_differentiable = _versions.function_of, _versions.is_once_differentiable
@@ -338,7 +361,9 @@ saved = _versions.look
 
 
 def see_kept() -> None:
-    """Read what calls keep inside of checkpoints as if it were saved without: from the first such call on."""
+    """Read what calls keep inside of checkpoints as if it were saved without:
+    from the first such call on.
+    """
     global saved  # noqa: PLW0603
     saved = _versions.saved
 
@@ -349,7 +374,9 @@ def is_function(kind: type) -> bool:
 
 
 class Rare:
-    """Nodes of classes that few graphs have, of which something holds; to see that there is none compares two sets."""
+    """Nodes of classes that few graphs have, of which something holds;
+    to see that there is none compares two sets.
+    """
 
     def __init__(self, *names: str, of_which: Callable[[Node], object]) -> None:
         self._names, self._holds = names, of_which
@@ -373,7 +400,10 @@ def hides(node: Node) -> bool:
 def has_backward(function: type) -> bool:
     """Whether an `autograd.Function` says how it is differentiated."""
     plain = torch.autograd.Function
-    return getattr(function, "backward", None) is not plain.backward or getattr(function, "vjp", None) is not plain.vjp
+    return (
+        getattr(function, "backward", None) is not plain.backward
+        or getattr(function, "vjp", None) is not plain.vjp
+    )
 
 
 def varying(nodes: Iterable[Node]) -> frozenset[object]:
@@ -394,25 +424,38 @@ def largest_output(graph: Survey) -> int:
     largest = 1
     for node in graph.nodes:
         for shape, _ in _versions.received(node):
-            largest = max(largest, math.prod([length for length in shape if isinstance(length, int)]))
+            largest = max(
+                largest, math.prod([length for length in shape if isinstance(length, int)])
+            )
     return largest
 
 
 def coarsest(graph: Survey, like: torch.dtype) -> torch.dtype:
-    """The dtype with the fewest digits that a pass over the graph computes in, or `like` where none has fewer."""
+    """The dtype with the fewest digits that a pass over the graph computes in,
+    or `like` where none has fewer.
+    """
     dtypes = {like}
     for node in graph.nodes:
         dtypes |= {dtype for _, dtype in _versions.received(node)}
-    return max((d for d in dtypes if d.is_floating_point or d.is_complex), key=lambda dtype: torch.finfo(dtype).eps)
+    return max(
+        (d for d in dtypes if d.is_floating_point or d.is_complex),
+        key=lambda dtype: torch.finfo(dtype).eps,
+    )
 
 
 def runs_hooks(graph: Survey) -> bool:
-    """Whether a pass over the graph calls hooks of saved tensors: activation checkpoints, offloading. Runs none."""
+    """Whether a pass over the graph calls hooks of saved tensors: activation checkpoints,
+    offloading.
+
+    Runs none.
+    """
     return not graph.kinds.isdisjoint(HIDING) or any(map(_versions.is_packed, graph.nodes))
 
 
 def walk(roots: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, list[Node]]:
-    """The nodes below `roots`, each once, outputs first, with the nodes that each leads to; none below `stop`."""
+    """The nodes below `roots`, each once, outputs first, with the nodes that each leads to;
+    none below `stop`.
+    """
     roots = [root for root in roots if root is not None]
     met: dict[Node, list[Node]] = {root: [] for root in roots}
     reached = [*met]

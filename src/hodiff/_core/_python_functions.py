@@ -1,6 +1,7 @@
 """Python `autograd.Function`s, whose backward alone says what a second derivative through them is.
 
-PyTorch cannot verify that. So a product with the derivative is held, once, against central differences of the order
+PyTorch cannot verify that. So a product with the derivative is held, once, against central
+differences of the order
 below, along the same direction: equal, nothing need be said; settled and another, both numbers are.
 """
 
@@ -27,24 +28,35 @@ from hodiff.errors import CustomFunctionWarning, GraphError
 
 Leaves = Sequence[Tensor]
 Chain = Callable[[Any, Leaves, Leaves, int], list[list[Tensor]]]
-"""Of an evaluation, cotangents, a direction and a number: so many derivatives, from the gradient on."""
+"""Of an evaluation, cotangents, a direction and a number: so many derivatives,
+from the gradient on.
+"""
 
 Finding = str | None
-"""What differences have shown: nothing to say (""), what contradicts, or (None) that nothing can be told."""
+"""What differences have shown: nothing to say (""), what contradicts, or (None)
+that nothing can be told.
+"""
 
 STEPS = 4.0, 1.0, 0.25
-"""Of the differences, in units of the cube root of the precision: there their errors are smallest."""
+"""Of the differences, in units of the cube root of the precision:
+there their errors are smallest.
+"""
 
 EQUAL = 0.02
-"""How close differences must be to a product that they confirm, whatever the precision, in its own size."""
+"""How close differences must be to a product that they confirm, whatever the precision,
+in its own size.
+"""
 
 SETTLED, ALL = 30, 10
-"""How many times closer two differences must be to each other than to a product that they contradict; all three."""
+"""How many times closer two differences must be to each other than to a product
+that they contradict; all three.
+"""
 
 CHANCE = 10
 """The same for kinks, of which right Functions have nothing in their product.
 
-A sum over N of them within a step settles to a part of 1 / sqrt(N), and by chance to a tenth of that.
+A sum over N of them within a step settles to a part of 1 / sqrt(N), and by chance to a tenth of
+that.
 """
 
 FEW, UNLIKELY = 3, 30
@@ -69,8 +81,8 @@ def is_allowed(function: type, allow: Collection[str | type]) -> bool:
 def hold(graph: Any, chain: Chain) -> None:
     """Hold the Functions of an evaluation that a derivative of higher order goes through.
 
-    The differences are taken when the evaluation is over: `f` then begins as it began, with the same random numbers,
-    and nothing of the call is changed by it.
+    The differences are taken when the evaluation is over: `f` then begins as it began, with the
+    same random numbers, and nothing of the call is changed by it.
     """
     functions, graph.context.unheld = graph.context.unheld, {}
     if not functions or _thread.compares:
@@ -89,7 +101,8 @@ def hold(graph: Any, chain: Chain) -> None:
     unknown = [function for function in functions if key not in _findings.setdefault(function, {})]
     comparison = _Comparison(graph, chain) if unknown else None
 
-    def finish(graph: Any) -> None:  # not ours: the graph must go with its last reference, which an interrupt drops
+    # not ours: the graph must go with its last reference, which an interrupt drops
+    def finish(graph: Any) -> None:
         if comparison is not None:
             finding = comparison.finding(graph)
             for function in unknown:
@@ -108,7 +121,8 @@ def _can_compare(graph: Any) -> bool:
     functions = [_versions.function_of(kind) for kind in graph.kinds if _nodes.is_function(kind)]
     return (
         graph.repeatable
-        and all(leaf.__class__ is Tensor for leaf in graph.leaves)  # not sharded, nor of another library
+        # not sharded, nor of another library
+        and all(leaf.__class__ is Tensor for leaf in graph.leaves)
         and not _call.is_followed()
         and not any(is_allowed(function, graph.call.allow) for function in functions)
     )
@@ -117,7 +131,9 @@ def _can_compare(graph: Any) -> bool:
 def _code(f: Any) -> Any:
     """The code of the user's function; None where there is none, or it is ours."""
     inner = "__wrapped__", "__func__", _call.USER
-    while names := [name for name in inner if hasattr(f, name)] or ["func"] * isinstance(f, partial):
+    while names := [name for name in inner if hasattr(f, name)] or ["func"] * isinstance(
+        f, partial
+    ):
         f = getattr(f, names[0])
     if not hasattr(f, "__code__"):
         f = type(f).forward if isinstance(f, nn.Module) else type(f).__call__
@@ -135,7 +151,9 @@ class _Comparison:
         self._largest = _nodes.largest_output(survey)
         self._scales = [_size(leaf) / max(1, leaf.numel()) ** 0.5 or 1.0 for leaf in graph.leaves]
         self._weights = [_generic(output) for output in graph.tensors()]
-        self._direction = [s * _signed(leaf) for leaf, s in zip(graph.leaves, self._scales, strict=True)]
+        self._direction = [
+            s * _signed(leaf) for leaf, s in zip(graph.leaves, self._scales, strict=True)
+        ]
         self._products = chain(graph, self._weights, self._direction, self._order)[1:]
 
     def finding(self, graph: Any) -> Finding:
@@ -150,7 +168,10 @@ class _Comparison:
         findings = [
             self._compared(
                 product,
-                [[(r - l) / h for r, l in zip(right[n], left[n], strict=True)] for right, left, h in sides],
+                [
+                    [(r - l) / h for r, l in zip(right[n], left[n], strict=True)]
+                    for right, left, h in sides
+                ],
             )
             for n, product in enumerate(self._products)
         ]
@@ -159,19 +180,27 @@ class _Comparison:
     def _at(self, graph: Any, step: float) -> list[list[Tensor]]:
         """The derivatives below the last, a step on."""
         with _settings.Scope(_comparing), _settings.recording(), graph.context.random.replayed():
-            moved = [x.detach() + step * v for x, v in zip(graph.leaves, self._direction, strict=True)]
+            moved = [
+                x.detach() + step * v for x, v in zip(graph.leaves, self._direction, strict=True)
+            ]
             with graph.beside([*map(Tensor.requires_grad_, moved)]) as other:
                 return self._chain(other, self._weights, self._direction, self._order - 1)
 
     def _compared(self, product: Leaves, differences: Sequence[Leaves]) -> Finding:
-        """Where two neighbouring differences are closest, whether the product is what they settle at."""
+        """Where two neighbouring differences are closest,
+        whether the product is what they settle at.
+        """
         pairs = [[*map(_apart, product, *pair, self._scales)] for pair in pairwise(differences)]
-        spreads, wholes = ([math.hypot(*(row[n] for row in rows)) for rows in pairs] for n in (0, 2))
+        spreads, wholes = (
+            [math.hypot(*(row[n] for row in rows)) for rows in pairs] for n in (0, 2)
+        )
         best = spreads.index(min(spreads))
         # A smooth function's are 16 times closer at the smaller steps.
         bound = max(self._settled(product) * spreads[best], ALL * spreads[0] / 16, ALL * spreads[1])
         agree, tolerance = True, self._eps ** (1 / 3)
-        for (spread, gap, size), ours, theirs in zip(pairs[best], product, differences[best + 1], strict=True):
+        for (spread, gap, size), ours, theirs in zip(
+            pairs[best], product, differences[best + 1], strict=True
+        ):
             size = max(size, 0.01 * wholes[best])
             agree = agree and gap + spread <= min(tolerance, EQUAL) * size
             if gap > max(bound, 3 * tolerance * size):
@@ -191,15 +220,22 @@ def _comparing(undo: _settings.Undo) -> None:
     _thread.compares = True
 
 
-def _apart(product: Tensor, coarse: Tensor, fine: Tensor, scale: float) -> tuple[float, float, float]:
-    """How far two differences are apart, the product from the finer one; the size of them. In units of the leaf's."""
+def _apart(
+    product: Tensor, coarse: Tensor, fine: Tensor, scale: float
+) -> tuple[float, float, float]:
+    """How far two differences are apart, the product from the finer one; the size of them.
+
+    In units of the leaf's.
+    """
     parts = (coarse - fine, product - fine, product, coarse, fine)
     spread, gap, *sizes = (scale * _size(part) for part in parts)
     return spread, gap, max(sizes)
 
 
 def _size(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x.detach(), dtype=torch.promote_types(x.dtype, torch.float32)))
+    return float(
+        torch.linalg.vector_norm(x.detach(), dtype=torch.promote_types(x.dtype, torch.float32))
+    )
 
 
 def _generic(like: Tensor) -> Tensor:
@@ -212,7 +248,7 @@ def _signed(like: Tensor) -> Tensor:
     return numbers - (numbers < 0.5).to(numbers)
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- what is said ---------------------------------------------------------------------------------
 
 
 def _say(findings: dict[type, Finding], key: tuple[Any, ...], *, loss: bool) -> None:
@@ -224,12 +260,13 @@ def _say(findings: dict[type, Finding], key: tuple[Any, ...], *, loss: bool) -> 
     names = sorted(function.__name__ for function in wrong)
     text = (
         f"a second derivative through autograd.Function {', '.join(names)} is not the derivative "
-        f"of the gradient: {next(iter(wrong.values()))}, the product and the central differences of the "
-        f"gradient along the same vector, which agree with each other, in the entry where they were "
-        f"furthest apart when f was first compared. Its backward is cut off from its arguments (a "
-        f"detach, NumPy, a kernel of its own), or it is wrong: write it in "
-        f"differentiable operations. If it is meant, as of a straight-through, surrogate or "
-        f"reversed gradient, accept it with allow={names[0]!r}"
+        f"of the gradient: {next(iter(wrong.values()))}, the product and the central differences "
+        "of the gradient along the same vector, which agree with each other, "
+        "in the entry where they were furthest apart when f was first compared. "
+        "Its backward is cut off from its arguments (a detach, NumPy, a kernel of its own), "
+        "or it is wrong: write it in differentiable operations. If it is meant, "
+        "as of a straight-through, surrogate or reversed gradient, "
+        f"accept it with allow={names[0]!r}"
         + ("." if len(names) == 1 else f", or all of them: allow={names!r}.")
     )
     if not loss:
@@ -245,7 +282,10 @@ _COMMUNICATES = (
 
 
 def _communicates(function: type) -> bool:
-    return function.__module__ == "torch.distributed.nn.functional" or "_c10d_functional" in function.__name__
+    return (
+        function.__module__ == "torch.distributed.nn.functional"
+        or "_c10d_functional" in function.__name__
+    )
 
 
 def warn_of(functions: Iterable[type], code: Any = None, *key: Any) -> None:
@@ -253,11 +293,11 @@ def warn_of(functions: Iterable[type], code: Any = None, *key: Any) -> None:
     for function in functions if not _thread.compares else ():
         text = (
             f"{function.__name__} is a Python autograd.Function: its backward alone determines a "
-            f"second derivative through it, which PyTorch cannot verify, and which differences of "
+            "second derivative through it, which PyTorch cannot verify, and which differences of "
             f"the gradient could not confirm here{f' ({code.co_qualname})' if code else ''}. "
-            f"Check it once: hodiff.check_derivatives(f, x). "
-            f"{_COMMUNICATES if _communicates(function) else ''}"
-            f"(This warning appears once for each place that calls, and each f.)"
+            "Check it once: hodiff.check_derivatives(f, x). "
+            f"{_COMMUNICATES if _communicates(function) else ''}(This warning appears once for "
+            "each place that calls, and each f.)"
         )
         _warn([function], text, (code, *key))
 

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _messages, _near_zero, _nodes, _python_functions, _versions
+from hodiff._core import (
+    _arguments,
+    _call,
+    _messages,
+    _near_zero,
+    _nodes,
+    _python_functions,
+    _versions,
+)
 from hodiff._core._arguments import outside
 from hodiff.errors import BatchMixingWarning, GraphError, HodiffWarning
 
@@ -39,14 +47,17 @@ def independent(module_slice: bool, unused: list[str], has_graph: bool) -> Graph
         return GraphError(
             f"the result does not depend on {names}; it was computed from other tensors. "
             + (
-                "Use the argument that f is given; .data and .item() of it cut the path, and leave no trace."
+                "Use the argument that f is given; .data and .item() of it cut the path, "
+                "and leave no trace."
                 if module_slice
-                else "Give the tensors it was computed from, not copies, views or detached versions of them."
+                else "Give the tensors it was computed from, not copies, "
+                "views or detached versions of them."
             )
         )
     source = "the output of f" if module_slice else "f"
     return GraphError.about(
-        f"{source} carries no graph: every path from {names} to the result is cut.", advice=USUAL_CAUSES
+        f"{source} carries no graph: every path from {names} to the result is cut.",
+        advice=USUAL_CAUSES,
     )
 
 
@@ -93,7 +104,10 @@ def judge(
     for kind in graph.kinds:
         if kind in unremarkable:
             continue
-        remark = next((remark for name, least, remark in REMARKS if order >= least and name in kind.__name__), None)
+        remark = next(
+            (remark for name, least, remark in REMARKS if order >= least and name in kind.__name__),
+            None,
+        )
         if remark is not None:
             recorded |= _said(remark, graph.of(kind), leaves)
         elif _nodes.is_function(kind):
@@ -105,12 +119,16 @@ def judge(
     if unheld is None:
         _python_functions.warn_of(functions)
     else:
-        unheld.update({each: way | unheld.get(each, frozenset()) for each, way in functions.items()})
+        unheld.update(
+            {each: way | unheld.get(each, frozenset()) for each, way in functions.items()}
+        )
     return recorded
 
 
 def _said(remark: Remark, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
-    """Make a remark, for which what nodes have saved may be read: of a graph that is there no more, say that."""
+    """Make a remark, for which what nodes have saved may be read: of a graph that is there no more,
+    say that.
+    """
     try:
         with _versions.without_modes():  # it is we who look, not `f`
             return remark(nodes, leaves) is True
@@ -122,14 +140,20 @@ def _said(remark: Remark, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
 
 
 def refuse_third_order(graph: _nodes.Survey) -> None:
-    """Raise where a differentiable pass would form what PyTorch gets wrong: the third derivative of a norm."""
+    """Raise where a differentiable pass would form what PyTorch gets wrong:
+    the third derivative of a norm.
+    """
     nodes = [*graph.named(*_messages.NORM_GRADIENTS)]
     if nodes:
         _refuse_norm(nodes, ())
 
 
-def _is_unknown(function: type, nodes: list[Any], leaves: Sequence[Tensor], allow: Collection[str | type]) -> bool:
-    """Raise for a Python `autograd.Function` without a second derivative; whether that of another may be wrong."""
+def _is_unknown(
+    function: type, nodes: list[Any], leaves: Sequence[Tensor], allow: Collection[str | type]
+) -> bool:
+    """Raise for a Python `autograd.Function` without a second derivative;
+    whether that of another may be wrong.
+    """
     mended = function.__module__.startswith(_arguments.LOADED_BY) and _versions.mend_from_local()
     if mended or _python_functions.is_allowed(function, allow) or not _nodes.reaches(nodes, leaves):
         return False
@@ -137,7 +161,8 @@ def _is_unknown(function: type, nodes: list[Any], leaves: Sequence[Tensor], allo
         raise _messages.missing([function.__name__])
     if function.__name__ == _arguments.NODE:
         raise _arguments.freed()
-    if function.__name__ == "BackwardHookFunction":  # PyTorch's own, an identity; what hooks do is watched
+    # PyTorch's own, an identity; what hooks do is watched
+    if function.__name__ == "BackwardHookFunction":
         return False
     if function.__module__.startswith("hodiff."):  # right, or it says so itself
         for node in nodes if nodes[0].__class__ in _nodes.HIDING else ():
@@ -163,7 +188,9 @@ _WITHOUT_SECOND = frozenset({
     "ScanAutogradOp",
     "WhileLoopAutogradOp",
 })  # fmt: skip
-"""PyTorch's own Functions whose backward is cut off from their arguments: its derivative would be zero, silently."""
+"""PyTorch's own Functions whose backward is cut off from their arguments:
+its derivative would be zero, silently.
+"""
 
 
 def refuse_without_backward(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> None:
@@ -184,8 +211,13 @@ def _refuse_without_backward(function: type) -> None:
 
 def _refuse_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     names = {type(node).__name__ for node in nodes}
-    layer = "layer_norm" if "NativeLayerNormBackwardBackward0" in names else "batch_norm or instance_norm"
-    if layer != "layer_norm" and not any(map(_versions.was_training, nodes)):  # by fixed statistics it is right
+    layer = (
+        "layer_norm"
+        if "NativeLayerNormBackwardBackward0" in names
+        else "batch_norm or instance_norm"
+    )
+    # by fixed statistics it is right
+    if layer != "layer_norm" and not any(map(_versions.was_training, nodes)):
         return
     raise GraphError.about(
         f"a third derivative through PyTorch's {layer} is silently wrong (by 3-81 %), and this "
@@ -222,7 +254,11 @@ def _refuse_sparse(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
 
 def _refuse_near_zero(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     points = {node: _versions.argument(node).detach() for node in nodes}
-    near = [node for node, x in points.items() if bool((x.abs() < torch.finfo(x.dtype).eps ** (1 / 6)).any())]
+    near = [
+        node
+        for node, x in points.items()
+        if bool((x.abs() < torch.finfo(x.dtype).eps ** (1 / 6)).any())
+    ]
     if _nodes.reaches(near, leaves):
         name = _near_zero.NODES[type(near[0]).__name__][0]
         raise GraphError.about(
@@ -242,23 +278,29 @@ _STATISTICS = _nodes.Rare(
     "NativeBatchNormLegitBackward0",
     "NativeBatchNormLegitBackward1",
     "BatchNormWithUpdateBackward0",
-    of_which=lambda node: "NativeBatchNorm" not in node.__class__.__name__ or _versions.is_training(node),
+    of_which=lambda node: (
+        "NativeBatchNorm" not in node.__class__.__name__ or _versions.is_training(node)
+    ),
 )
-"""Norms by the statistics of what they are given: layer norm, instance norm, batch norm in training mode."""
+"""Norms by the statistics of what they are given: layer norm, instance norm,
+batch norm in training mode.
+"""
 
 
 def has_norm_weights(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> bool:
     """Whether weights of such norms are among the leaves, or depend on them.
 
-    The batching rule of the norms' backward writes the gradient by a weight with the statistics as constants: the
-    graph of a batched pass is wrong there, silently.
+    The batching rule of the norms' backward writes the gradient by a weight with the statistics as
+    constants: the graph of a batched pass is wrong there, silently.
     """
     weights = map(_versions.weight, _STATISTICS.among(graph))
     return _nodes.reaches([weight for weight in weights if weight is not None], leaves)
 
 
 def batched_norm() -> GraphError:
-    """The error for a batched pass of `f`'s own through such a norm, where that is not written out."""
+    """The error for a batched pass of `f`'s own through such a norm,
+    where that is not written out.
+    """
     return GraphError.about(
         "f takes derivatives in a batched pass (torch.vmap, torch.func.jacrev) through PyTorch's "
         "kernel of a norm, with respect to its weights among others. Their derivative is silently "
@@ -301,7 +343,9 @@ def loses_digits(graph: _nodes.Survey) -> bool:
                 return True
         return (
             any(_versions.argument(node) == 0 for node in graph.named(_messages.ZERO_POWER))
-            or any(_divides(node, 2) or _meets_zeros(node) for node in graph.named(*_versions.PRODUCTS))
+            or any(
+                _divides(node, 2) or _meets_zeros(node) for node in graph.named(*_versions.PRODUCTS)
+            )
             or any(_inverts(node, 2) for node in graph.named(_messages.DET))
             or any(map(_nodes.hides, graph.named(_messages.VIEW)))
             or any(map(_versions.lacks_weight, graph.named(*_messages.NORMS)))
@@ -309,19 +353,29 @@ def loses_digits(graph: _nodes.Survey) -> bool:
 
 
 def _divides(node: Any, order: int) -> bool:
-    """Whether a product has entries, not 0 and so small that few digits are left of a derivative of that order."""
+    """Whether a product has entries, not 0 and so small that few digits are left
+    of a derivative of that order.
+    """
     sizes = [x.detach().abs() for x in _versions.factors(node)]
-    return any(bool(((x != 0) & (x < torch.finfo(x.dtype).eps ** (1 / (2 * order - 2)))).any()) for x in sizes)
+    return any(
+        bool(((x != 0) & (x < torch.finfo(x.dtype).eps ** (1 / (2 * order - 2)))).any())
+        for x in sizes
+    )
 
 
 def _meets_zeros(node: Any) -> bool:
-    """Whether a scattered product has zeros: PyTorch has no second derivative where two are in one place."""
+    """Whether a scattered product has zeros:
+    PyTorch has no second derivative where two are in one place.
+    """
     factors = _versions.factors(node)
     return len(factors) > 1 and any(bool((x == 0).any()) for x in factors)
 
 
 def _refuse_product(
-    order: int, nodes: list[Any], leaves: Sequence[Tensor], wrong: Callable[[Any, int], bool] = _divides
+    order: int,
+    nodes: list[Any],
+    leaves: Sequence[Tensor],
+    wrong: Callable[[Any, int], bool] = _divides,
 ) -> None:
     small = [node for node in nodes if wrong(node, order)]
     if _nodes.reaches(small, leaves):
@@ -376,17 +430,20 @@ SPECTRA = {
 class _Spectrum:
     """Values of a matrix that are so close that the next pass is looked at.
 
-    PyTorch divides by their differences: a derivative of order n has lost as many digits as the power
-    n - 1 of those has, or n - 2 where only values that are apart are used, and no vectors. So it is with
-    singular values near 0 of a matrix that is not square.
+    PyTorch divides by their differences: a derivative of order n has lost as many digits as the
+    power n - 1 of those has, or n - 2 where only values that are apart are used, and no vectors. So
+    it is with singular values near 0 of a matrix that is not square.
     """
 
     def __init__(self, node: Any, order: int) -> None:
         values, divides, self.place = _versions.spectrum(node)
         eps, tiny = torch.finfo(values.dtype).eps, torch.finfo(values.dtype).tiny
         self.name, size = type(node).__name__, values.abs().amax(-1, True).clamp(tiny)
-        gaps = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs().sort(-1).values  # to itself, to the next
-        self.gaps = gaps[..., 1] / size if values.shape[-1] > 1 else torch.full_like(size, torch.inf)
+        # to itself, to the next
+        gaps = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs().sort(-1).values
+        self.gaps = (
+            gaps[..., 1] / size if values.shape[-1] > 1 else torch.full_like(size, torch.inf)
+        )
         self.least = self.gaps.minimum(values / size) if divides else self.gaps
         self.wide = eps ** (0.75 / (order - 1))
         self.tight = eps ** (0.75 / (order - 2)) if order > 2 else -1.0
@@ -394,7 +451,11 @@ class _Spectrum:
 
     def used(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether digits are lost of what has these gradients; where they cannot be seen, too."""
-        given, *vectors = gradients[self.place], *gradients[: self.place], *gradients[self.place + 1 :]
+        given, *vectors = (
+            gradients[self.place],
+            *gradients[: self.place],
+            *gradients[self.place + 1 :],
+        )
         if _versions.levels_entered() or any(part is not None for part in vectors):
             return True
         if given is None or self.name == "LinalgEigBackward0":
@@ -438,8 +499,14 @@ def _watch_spectrum(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> N
 
 
 def _refuse_even_norm(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    norms = [(node, *_versions.norm_of(node)) for node in nodes if type(node).__name__ in _versions.NORMS]
-    lost = [node for node, p, x in norms if _near_zero.is_even(p) and p <= order and bool((x == 0).any())]
+    norms = [
+        (node, *_versions.norm_of(node)) for node in nodes if type(node).__name__ in _versions.NORMS
+    ]
+    lost = [
+        node
+        for node, p, x in norms
+        if _near_zero.is_even(p) and p <= order and bool((x == 0).any())
+    ]
     if _nodes.reaches(lost, leaves):
         p = _versions.norm_of(lost[0])[0]
         raise GraphError.about(
@@ -466,10 +533,11 @@ def _warn_of_small_roots(order: int, nodes: list[Any], leaves: Sequence[Tensor])
 
 
 def _loses_part(node: Any, most: int, least: int = 0) -> bool:
-    """Whether a power has entries with a positive base whose exponent, which varies, is `least`, ... or `most`.
+    """Whether a power has entries with a positive base whose varying exponent is `least`, ...,
+    `most`.
 
-    PyTorch's rule for the base is 0 where the exponent is, as if that were constant; the rule of the gradient's power
-    is so at 1, and so on.
+    PyTorch's rule for the base is 0 where the exponent is, as if that were constant; the rule of
+    the gradient's power is so at 1, and so on.
     """
     kept = _versions.power(node)
     if kept is None or not kept[2]:
@@ -506,9 +574,14 @@ def refuse_hidden(
     unary = given and any(map(_nodes.hides, graph.named(_messages.VIEW)))
     for remark, names in (
         (partial(_refuse_power, order - 3, least=-1), [_messages.POWER]),
-        (partial(_warn_of_hidden, order), [*_versions.PRODUCTS, *(["DivBackward0"] if unary else [])]),
+        (
+            partial(_warn_of_hidden, order),
+            [*_versions.PRODUCTS, *(["DivBackward0"] if unary else [])],
+        ),
     ):
-        _said(remark, [node for node in gradient.named(*names) if node not in graph.visited], leaves)
+        _said(
+            remark, [node for node in gradient.named(*names) if node not in graph.visited], leaves
+        )
 
 
 def _warn_of_hidden(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
@@ -541,15 +614,16 @@ def _refusing(operation: str, text: str, matters: Callable[[Any], object] = bool
 
 _refuse_strided_scatter = _refusing(
     "asstridedscatter",
-    "the gradient of PyTorch's as_strided_scatter is silently wrong: it goes to the entries that are "
-    "overwritten, and not to those that stay. Write y = x.clone() and then "
-    "y.as_strided(size, stride, offset).copy_(source), or use slice_scatter, select_scatter, "
+    "the gradient of PyTorch's as_strided_scatter is silently wrong: it goes to the entries that "
+    "are overwritten, and not to those that stay. Write y = x.clone() and then y.as_strided(size, "
+    "stride, offset).copy_(source), or use slice_scatter, select_scatter, "
     "diagonal_scatter or index_put.",
 )
 
 
 SCATTER = "AsStridedScatterBackward0"
-ATTENTION = "ScaledDotProductFlashAttentionForCpuBackward0"  # the kernels of other devices have not been tried
+# the kernels of other devices have not been tried
+ATTENTION = "ScaledDotProductFlashAttentionForCpuBackward0"
 _IS_WRONG: dict[str, Callable[[Any], bool]] = {
     SCATTER: lambda node: True,
     _messages.DET: _versions.is_singular,
@@ -557,7 +631,9 @@ _IS_WRONG: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_versions.PRODUCTS, _versions.underflows),
 }
 WRONG_AT_ONCE = _nodes.Rare(*_IS_WRONG, of_which=lambda node: _IS_WRONG[type(node).__name__](node))
-"""What has a wrong first gradient, or may, where that cannot be seen; `det`, in a pass not recorded."""
+"""What has a wrong first gradient, or may, where that cannot be seen; `det`,
+in a pass not recorded.
+"""
 
 
 WRITTEN = _nodes.Rare(
@@ -565,7 +641,9 @@ WRITTEN = _nodes.Rare(
     "BlockFunctionBackward",  # which hides what is below
     *_messages.WRITTEN_OUT,
     *_messages.WRITTEN_AT_SOME,
-    of_which=lambda node: type(node).__name__ not in _messages.NORMS or _versions.lacks_weight(node),
+    of_which=lambda node: (
+        type(node).__name__ not in _messages.NORMS or _versions.lacks_weight(node)
+    ),
 )
 """What may be written out at second order, or done by another kernel."""
 
@@ -595,8 +673,9 @@ REMARKS: list[tuple[str, int, Remark]] = [
         2,
         _refusing(
             "weightnorm",
-            "a second derivative through PyTorch's weight_norm is silently wrong (by 30-120 %). Give "
-            "hodiff the function instead of its value; it then computes the norm from its definition.",
+            "a second derivative through PyTorch's weight_norm is silently wrong (by 30-120 %). "
+            "Give hodiff the function instead of its value; it then computes the norm from its "
+            "definition.",
         ),
     ),
     ("SparseCooTensorWithDimsAndTensorsBackward0", 2, _refuse_sparse),
@@ -606,9 +685,9 @@ REMARKS: list[tuple[str, int, Remark]] = [
         2,
         _refusing(
             "embedding",
-            "a second derivative through an embedding with scale_grad_by_freq=True is wrong in PyTorch: its "
-            "second backward leaves the scaling out. Use scale_grad_by_freq=False (it scales gradients and "
-            "is not part of the function).",
+            "a second derivative through an embedding with scale_grad_by_freq=True is wrong in "
+            "PyTorch: its second backward leaves the scaling out. Use scale_grad_by_freq=False (it "
+            "scales gradients and is not part of the function).",
             _versions.scales_by_frequency,
         ),
     ),
@@ -617,25 +696,38 @@ REMARKS: list[tuple[str, int, Remark]] = [
         2,
         _refusing(
             "linearcrossentropy",
-            "a second derivative through linear_cross_entropy in its chunked form (options=...) is missing: "
-            "PyTorch silently treats its gradient as a constant. Call it without options, or write "
-            "F.cross_entropy(F.linear(x, weight), target).",
+            "a second derivative through linear_cross_entropy in its chunked form (options=...) is "
+            "missing: PyTorch silently treats its gradient as a constant. Call it without options, "
+            "or write F.cross_entropy(F.linear(x, weight), target).",
         ),
     ),
     *((node, order, _refuse_near_zero) for node, (_, order) in _near_zero.NODES.items()),
     *((_messages.POWER, order, partial(_refuse_power, order - 2)) for order in _ORDERS),
-    *((name, order, partial(_refuse_product, order)) for name in _versions.PRODUCTS for order in _ORDERS),
+    *(
+        (name, order, partial(_refuse_product, order))
+        for name in _versions.PRODUCTS
+        for order in _ORDERS
+    ),
     *((name, order, partial(_watch_spectrum, order)) for name in SPECTRA for order in _ORDERS),
-    *((name, order, partial(_refuse_even_norm, order)) for name in _versions.NORMS for order in _ORDERS),
-    *((name, order, partial(_warn_of_small_roots, order)) for name in _versions.ROOTS for order in _ORDERS[:-1]),
+    *(
+        (name, order, partial(_refuse_even_norm, order))
+        for name in _versions.NORMS
+        for order in _ORDERS
+    ),
+    *(
+        (name, order, partial(_warn_of_small_roots, order))
+        for name in _versions.ROOTS
+        for order in _ORDERS[:-1]
+    ),
     *((name, 2, partial(_warn_of_small_roots, 2)) for name in _versions.DEVIATIONS),
     (
         "LogcumsumexpBackward0",
         2,
         _refusing(
             "logcumsumexp",
-            "a second derivative through PyTorch's logcumsumexp is silently wrong where an incoming gradient is 0, and "
-            "a third one not finite: its backward takes the logarithm. Give hodiff the function instead of its value.",
+            "a second derivative through PyTorch's logcumsumexp is silently wrong where an "
+            "incoming gradient is 0, and a third one not finite: its backward takes the logarithm. "
+            "Give hodiff the function instead of its value.",
         ),
     ),
     (
@@ -648,11 +740,15 @@ REMARKS: list[tuple[str, int, Remark]] = [
         ),
     ),
 ]
-"""A piece of a node's class name, the order of derivative from which it matters, and what is done about it."""
+"""A piece of a node's class name, the order of derivative from which it matters,
+and what is done about it.
+"""
 
 
 def refuse_first(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> bool:
-    """Refuse a first derivative: each operation is blamed for itself, where it leads to one of `leaves`."""
+    """Refuse a first derivative: each operation is blamed for itself,
+    where it leads to one of `leaves`.
+    """
     nodes = WRONG_AT_ONCE.among(graph)
     if not nodes:
         return False
@@ -684,9 +780,10 @@ def leftover(names: str) -> GraphError:
 def warn_of_renormalization(name: str) -> None:
     """Say at which table an `Embedding(max_norm=...)` is differentiated."""
     warnings.warn(
-        f"f renormalizes rows of {name} (Embedding(max_norm=...)). The result is taken at the renormalized rows, with "
-        "their scaling as a constant, as backward() does; the module keeps its table. To have both at one point, "
-        "renormalize it first: with torch.no_grad(), table.weight.renorm_(table.norm_type, 0, table.max_norm).",
+        f"f renormalizes rows of {name} (Embedding(max_norm=...)). The result is taken at the "
+        "renormalized rows, with their scaling as a constant, as backward() does; "
+        "the module keeps its table. To have both at one point, renormalize it first: "
+        "with torch.no_grad(), table.weight.renorm_(table.norm_type, 0, table.max_norm).",
         HodiffWarning,
         stacklevel=outside(),
     )
@@ -714,13 +811,15 @@ said = _Said()
 def warn_of_non_finite(kinds: Iterable[type]) -> None:
     """Say that a derivative has no value here, and which operations are known for that."""
     said.times += 1
-    known = sorted({words for kind in kinds for piece, words in _KINKS.items() if piece in kind.__name__})
+    known = sorted(
+        {words for kind in kinds for piece, words in _KINKS.items() if piece in kind.__name__}
+    )
     warnings.warn(
         "the result is not finite, although x and f(x) are: the derivative does not exist there, "
         "or PyTorch's formula for it overflows or divides 0 by 0. "
         + (f"Operations in f with such points: {', '.join(known)}. " if known else "")
-        + "Write f so that it is smooth there ((x.square().sum() + eps).sqrt() for a norm, torch.where with a safe "
-        "argument), or choose another point.",
+        + "Write f so that it is smooth there ((x.square().sum() + eps).sqrt() for a norm, "
+        "torch.where with a safe argument), or choose another point.",
         HodiffWarning,
         stacklevel=outside(),
     )
@@ -766,21 +865,23 @@ MIXING = _nodes.Rare(
 def warn_of_mixing(batch_ndim: int) -> None:
     """Say that samples are not independent."""
     warnings.warn(
-        f"batch_ndim={batch_ndim} treats samples as independent, but f runs BatchNorm in training mode, "
-        f"which mixes them: the result is the derivative of the sum over the batch, not each sample's own. "
-        f"Use model.eval(), or another norm.",
+        f"batch_ndim={batch_ndim} treats samples as independent, but f runs BatchNorm in training "
+        "mode, which mixes them: the result is the derivative of the sum over the batch, "
+        "not each sample's own. Use model.eval(), or another norm.",
         BatchMixingWarning,
         stacklevel=outside(),
     )
 
 
-# --- zeros that are no answer: second derivatives by the inputs of a network of straight pieces ---------------------
+# --- zeros that are no answer: second derivatives by the inputs of a network of straight pieces ---
 
 
 _STEPS = ("round", "floor", "ceil", "trunc", "sign")
 
 _SMOOTH = {
-    **dict.fromkeys(("relu", "relu6", "leakyrelu", "prelu", "prelukernel", "threshold"), "softplus or tanh"),
+    **dict.fromkeys(
+        ("relu", "relu6", "leakyrelu", "prelu", "prelukernel", "threshold"), "softplus or tanh"
+    ),
     **dict.fromkeys(("clamp", "clampmin", "clampmax", "hardtanh"), "tanh or sigmoid"),
     **dict.fromkeys(("max", "min", "amax", "amin", "maximum", "minimum"), "logsumexp or logaddexp"),
     **dict.fromkeys(_STEPS, "the value that is not rounded"),
@@ -793,7 +894,8 @@ _SMOOTH = {
 _WEIGHTS = re.compile(r"linear|(add)?m[mv]|(badd)?bmm|matmul|einsum|conv.*")
 
 _CURVED = re.compile(
-    r"tanh|(log)?sigmoid|exp.*|log.*|sin|cos|pow|(log)?softmax|softplus|[gs]?elu|silu|mish|sqrt|erf|atan"
+    r"tanh|(log)?sigmoid|exp.*|log.*|sin|cos|pow|(log)?softmax|softplus|[gs]?elu|silu|mish|"
+    r"sqrt|erf|atan"
 )
 
 
@@ -804,7 +906,9 @@ def _plain(name: str) -> str:
 
 
 class _Bends(dict[Any, bool]):
-    """Whether a name or a class of nodes is such an operation's; Functions, which may be made anew, are not kept."""
+    """Whether a name or a class of nodes is such an operation's; Functions, which may be made anew,
+    are not kept.
+    """
 
     def __missing__(self, kind: Any) -> bool:
         name = kind if isinstance(kind, str) else kind.__name__
@@ -815,7 +919,8 @@ BENDS = _Bends()
 
 
 def _bend(names: Iterable[str]) -> str:
-    """Of operations in their order the first by which a network is made of straight pieces; empty where it is not.
+    """Of operations in their order the first by which a network is made of straight pieces; empty
+    where it is not.
 
     Weights follow it: that of a loss (hinge, L1) stands behind them, and its zeros are right.
     """
@@ -830,8 +935,12 @@ _looked: set[tuple[str, int]] = set()
 """The lines of the user's whose zeros were looked at: once, for that reads the device."""
 
 
-def warn_of_zeros(names: Callable[[], Iterable[str]], second: Iterable[Any], vectors: Iterable[Any] | None) -> None:
-    """Say, once for each line, that all second derivatives are 0, as of any network of straight pieces."""
+def warn_of_zeros(
+    names: Callable[[], Iterable[str]], second: Iterable[Any], vectors: Iterable[Any] | None
+) -> None:
+    """Say, once for each line, that all second derivatives are 0,
+    as of any network of straight pieces.
+    """
     if _call.nested() or _call.is_followed():
         return
     level = outside()
@@ -842,8 +951,10 @@ def warn_of_zeros(names: Callable[[], Iterable[str]], second: Iterable[Any], vec
     _looked.add(place)
     if _all_zero(second) and (vectors is None or not _all_zero(vectors)):
         warnings.warn(
-            f"all second derivatives here are exactly 0, because {bend} has none: f is made of straight pieces. "
-            f"For a network that is to have second derivatives by its inputs, use {_SMOOTH[bend]} instead. "
+            f"all second derivatives here are exactly 0, because {bend} has none: "
+            "f is made of straight pieces. "
+            "For a network that is to have second derivatives by its inputs, "
+            f"use {_SMOOTH[bend]} instead. "
             "(This warning appears once for each place that calls.)",
             HodiffWarning,
             stacklevel=level,

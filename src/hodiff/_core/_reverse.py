@@ -1,9 +1,9 @@
 """Reverse passes: the only caller of PyTorch's engine, the only one who decides what is kept.
 
-Two questions are asked of each pass. Does another pass of ours follow over the same graph (`more`)? And is
-its result differentiated by a pass of ours (`differentiated`)? What is kept then is one rule, `_keep`: also
-where the result is differentiable, where an operator holds on to the graph, or where it is the caller's.
-Nothing else in the library knows `retain_graph`.
+Two questions are asked of each pass. Does another pass of ours follow over the same graph (`more`)?
+And is its result differentiated by a pass of ours (`differentiated`)? What is kept then is one
+rule, `_keep`: also where the result is differentiable, where an operator holds on to the graph, or
+where it is the caller's. Nothing else in the library knows `retain_graph`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _messages, _nodes, _python_functions, _refusals, _settings, _vectors, _versions
+from hodiff._core import (
+    _messages,
+    _nodes,
+    _python_functions,
+    _refusals,
+    _settings,
+    _vectors,
+    _versions,
+)
 from hodiff._core._faults import interrupt_behind, is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff.errors import GraphError
@@ -50,13 +58,16 @@ __all__ = [
 ]
 
 Cotangents = Callable[[int, int], list[Tensor]]
-"""Makes the cotangents of the vectors from `start` to `stop`, stacked along a new first dimension."""
+"""Makes the cotangents of the vectors from `start` to `stop`,
+stacked along a new first dimension.
+"""
 
 
 CHUNK_BYTES = 64 * 2**20
 
 _cleared: dict[bool, set[type]] = {False: set(), True: set()}
-"""Classes of nodes whose gradients were found to have further derivatives, second ones, and third ones (True).
+"""Classes of nodes whose gradients were found to have further derivatives, second ones, and third
+ones (True).
 
 Graphs of nothing else need no second search."""
 
@@ -79,8 +90,8 @@ def vjp(
 
     The numbers of those that the engine had nothing for are added to `missed`.
 
-    Where the result is differentiated, by us or by the caller, its graph is searched for operations that
-    have no further derivative, before that is paid for.
+    Where the result is differentiated, by us or by the caller, its graph is searched for operations
+    that have no further derivative, before that is paid for.
     """
     inputs = graph.leaves if inputs is None else inputs
     build = differentiated or graph.create_graph
@@ -92,25 +103,41 @@ def vjp(
             outputs, cotangents = [o for o, _ in pairs], [c for _, c in pairs]
             break
     keep = build or _keep(graph, more)
-    bare = _engine_pass(outputs, cotangents, inputs, keep=keep, build=build, recorded=graph.recorded)
+    bare = _engine_pass(
+        outputs, cotangents, inputs, keep=keep, build=build, recorded=graph.recorded
+    )
     if missed is not None:
         missed.update(number for number, part in enumerate(bare) if part is None)
     gradients = densified(bare, inputs)
     if build and not graph.kinds <= _cleared[graph.call.order >= 3]:
-        _search(graph, outputs, gradients, inputs, product=any(u is not None and u.requires_grad for u in cotangents))
+        _search(
+            graph,
+            outputs,
+            gradients,
+            inputs,
+            product=any(u is not None and u.requires_grad for u in cotangents),
+        )
     if graph.create_graph:
         gradients = joined_to_leaves(graph, gradients)
         _nodes.mark_results(gradients)
     return gradients
 
 
-def gradient(graph: OutputGraph, *, differentiated: bool = False, missed: set[int] | None = None) -> list[Tensor]:
-    """The gradient of the scalar output (of each sample's scalar) by the leaves; `missed` as for `vjp`."""
+def gradient(
+    graph: OutputGraph, *, differentiated: bool = False, missed: set[int] | None = None
+) -> list[Tensor]:
+    """The gradient of the scalar output (of each sample's scalar) by the leaves;
+    `missed` as for `vjp`.
+    """
     gradients = vjp(graph, [graph.scalars()], [None], differentiated=differentiated, missed=missed)
     if differentiated:  # again, so that it need not be copied
         return gradients
     gradients = unaliased(gradients)
-    return warned_if_not_finite(graph, gradients) if graph.higher and not graph.create_graph else gradients
+    return (
+        warned_if_not_finite(graph, gradients)
+        if graph.higher and not graph.create_graph
+        else gradients
+    )
 
 
 def products(
@@ -129,13 +156,22 @@ def products(
         return warned_if_not_finite(graph, results, vectors) if graph.higher else results
     inputs = graph.leaves if inputs is None else inputs
     rows = lambda start, stop: [vector[start:stop] for vector in vectors]  # noqa: E731
-    return stacked(graph, vjps(graph, outputs, rows, count, chunk_size=chunk_size, inputs=inputs), count, inputs)
+    return stacked(
+        graph,
+        vjps(graph, outputs, rows, count, chunk_size=chunk_size, inputs=inputs),
+        count,
+        inputs,
+    )
 
 
 def writable(graph: OutputGraph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Vectors for a pass through Functions that may write into what they are given; and none of inference mode."""
+    """Vectors for a pass through Functions that may write into what they are given;
+    and none of inference mode.
+    """
     if not graph.kinds <= _without_functions:
-        _without_functions.update(k for k in graph.kinds if not _nodes.is_function(k) or _is_ours(k))
+        _without_functions.update(
+            k for k in graph.kinds if not _nodes.is_function(k) or _is_ours(k)
+        )
     copied = not graph.kinds <= _without_functions
     if not copied and not any(map(Tensor.is_inference, vectors)):
         return vectors
@@ -143,7 +179,12 @@ def writable(graph: OutputGraph, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def jvp(
-    graph: OutputGraph, outputs: list[Tensor], tangents: list[Tensor], count: int | None, *, chunk_size: int | None
+    graph: OutputGraph,
+    outputs: list[Tensor],
+    tangents: list[Tensor],
+    count: int | None,
+    *,
+    chunk_size: int | None,
 ) -> list[Tensor]:
     """A Jacobian-vector product, J v with J = ∂f/∂x: a directional derivative."""
     # Ones, though any u would do: the backward of logcumsumexp takes the logarithm of u.
@@ -152,11 +193,13 @@ def jvp(
     return products(graph, pulled, tangents, count, chunk_size=chunk_size, inputs=cotangents)
 
 
-def transposed_product(graph: OutputGraph, outputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
+def transposed_product(
+    graph: OutputGraph, outputs: list[Tensor], cotangents: list[Tensor]
+) -> list[Tensor]:
     """J'u as a function of u, whose derivative is J v.
 
-    The backward of a Python Function may cut it off from u (by a detach, by NumPy), and J v would miss its part.
-    That is seen where J'u is no longer linear in u: <u, J J'u> is then not |J'u|^2.
+    The backward of a Python Function may cut it off from u (by a detach, by NumPy), and J v would
+    miss its part. That is seen where J'u is no longer linear in u: <u, J J'u> is then not |J'u|^2.
     """
     if not graph.create_graph:
         graph.context.unheld = {}  # no second derivative by the point: what follows is seen here
@@ -171,7 +214,10 @@ def transposed_product(graph: OutputGraph, outputs: list[Tensor], cotangents: li
         if any(part.requires_grad for part in pulled)
         else [torch.zeros_like(u) for u in cotangents]
     )
-    squared = sum(float((u.detach().double() * part.detach()).sum()) for u, part in zip(cotangents, back, strict=True))
+    squared = sum(
+        float((u.detach().double() * part.detach()).sum())
+        for u, part in zip(cotangents, back, strict=True)
+    )
     if abs(squared - expected) > 10 * torch.finfo(given[0].dtype).eps ** 0.5 * expected:
         names = ", ".join(sorted(kind.__name__.removesuffix("Backward") for kind in functions))
         raise GraphError(
@@ -186,7 +232,9 @@ def transposed_product(graph: OutputGraph, outputs: list[Tensor], cotangents: li
 def derivatives_along(
     graph: OutputGraph, cotangents: Sequence[Tensor], direction: Sequence[Tensor], count: int
 ) -> list[list[Tensor]]:
-    """The gradient of the outputs, weighed, its derivative along a direction, and so on; the graph stays."""
+    """The gradient of the outputs, weighed, its derivative along a direction, and so on;
+    the graph stays.
+    """
     outputs, results = graph.tensors(), list[list[Tensor]]()
     for more in reversed(range(count)):
         given = [u.clone() for u in cotangents]  # a Function may write into them
@@ -212,8 +260,8 @@ def vjps(
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
     """Passes for `count` vectors, some at a time: `(start, stop, results)` with results stacked.
 
-    Chunks go through `torch.vmap`; where an operation has no batching rule, or a wrong one, one vector at a time.
-    An automatic chunk is halved when a CUDA device runs out of memory.
+    Chunks go through `torch.vmap`; where an operation has no batching rule, or a wrong one, one
+    vector at a time. An automatic chunk is halved when a CUDA device runs out of memory.
     """
     inputs = graph.leaves if inputs is None else inputs
     live = [index for index, output in enumerate(outputs) if output.requires_grad]
@@ -233,7 +281,7 @@ def vjps(
         chunk = cotangents(start, stop)
         chunk = [chunk[index] for index in live]
         another = more or stop < count
-        keep = start == 0 or _keep(graph, another)  # the first may find an operation without a batching rule
+        keep = start == 0 or _keep(graph, another)  # the first may find no batching rule
         try:
             if batched and stop - start > 1:
                 products = _vjps_batched(graph, outputs, chunk, inputs, keep=keep)
@@ -246,7 +294,7 @@ def vjps(
             continue
         except GraphError:
             raise
-        except Exception as error:  # of an operation without a batching rule, or of one whose rule fails
+        except Exception as error:  # an operation without a batching rule, or a rule that fails
             if not batched or stop - start == 1 or not is_fault(error):
                 raise
             batched = False
@@ -263,12 +311,21 @@ def vjps(
 
 
 def stacked(
-    graph: OutputGraph, chunks: Iterator[tuple[int, int, list[Tensor]]], count: int, inputs: list[Tensor]
+    graph: OutputGraph,
+    chunks: Iterator[tuple[int, int, list[Tensor]]],
+    count: int,
+    inputs: list[Tensor],
 ) -> list[Tensor]:
     """All results of `vjps`, stacked; written in place where nothing needs their graph."""
     if graph.create_graph:
-        parts = [products for _, _, products in chunks] or [[leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]]
-        whole = parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
+        parts = [products for _, _, products in chunks] or [
+            [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]
+        ]
+        whole = (
+            parts[0]
+            if len(parts) == 1
+            else [torch.cat(column) for column in zip(*parts, strict=True)]
+        )
         return joined_to_leaves(graph, whole)
     results: list[Tensor] = []
     for start, stop, products in chunks:
@@ -280,32 +337,50 @@ def stacked(
             result[start:stop] = part
             del part  # before the next chunk is made
         del products
-    return warned_if_not_finite(graph, results or [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs])
+    return warned_if_not_finite(
+        graph, results or [leaf.new_zeros((0, *leaf.shape)) for leaf in inputs]
+    )
 
 
 def auto_chunk(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> int:
-    """How many vectors one batched pass takes: as many as keep its temporaries within `CHUNK_BYTES`."""
+    """How many vectors one batched pass takes:
+    as many as keep its temporaries within `CHUNK_BYTES`.
+    """
     if not graph.kinds:
         return 1 << 20
     result = sum(leaf.numel() for leaf in inputs)
-    return fitting(_nodes.largest_output(graph), result, max(map(Tensor.element_size, inputs)), inputs[0].device)
+    return fitting(
+        _nodes.largest_output(graph),
+        result,
+        max(map(Tensor.element_size, inputs)),
+        inputs[0].device,
+    )
 
 
 def fitting(largest: int, elements: int, itemsize: int, device: torch.device) -> int:
-    """How many vectors of `elements` fit, where the largest tensor of a pass has so many elements itself."""
+    """How many vectors of `elements` fit, where the largest tensor of a pass has
+    so many elements itself.
+    """
     fit = CHUNK_BYTES // max(1, (4 * largest + 6 * elements) * itemsize)
-    # Large vectors fill a device one by one, and a processor's caches soon: then batching them costs time.
+    # Large vectors fill a device one by one, and a processor's caches soon: then batching them
+    # costs time.
     least = 12 if device.type == "cpu" else 8
     return fit if fit >= least else 1
 
 
 def has_second_derivatives(graph: OutputGraph) -> bool:
-    """Whether all operations have one, as far as is known: no Python Function, none that PyTorch lacks it of."""
-    return graph.kinds <= _cleared[False] or all(_is_harmless(kind, third=False) for kind in graph.kinds)
+    """Whether all operations have one, as far as is known: no Python Function,
+    none that PyTorch lacks it of.
+    """
+    return graph.kinds <= _cleared[False] or all(
+        _is_harmless(kind, third=False) for kind in graph.kinds
+    )
 
 
 def _is_harmless(kind: type, *, third: bool) -> bool:
-    if third and any(piece in kind.__name__ for piece in ("LayerNorm", "BatchNorm", "InstanceNorm")):
+    if third and any(
+        piece in kind.__name__ for piece in ("LayerNorm", "BatchNorm", "InstanceNorm")
+    ):
         return False
     return not _nodes.is_function(kind) and _messages.way_out(kind.__name__) is None
 
@@ -325,7 +400,8 @@ def _engine_pass(
     device: str = "",
     recorded: bool = False,
 ) -> Sequence[Tensor | None]:
-    """One reverse pass, without autocast (a backward pass has its own precision: that of the forward).
+    """One reverse pass, without autocast (a backward pass has its own precision: that of the
+    forward).
 
     Args:
         recorded: Whether it is recorded even where its result is detached (`build` false).
@@ -361,14 +437,22 @@ def vjp_between(
 
 
 def _vjps_batched(
-    graph: OutputGraph, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: list[Tensor], *, keep: bool
+    graph: OutputGraph,
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    inputs: list[Tensor],
+    *,
+    keep: bool,
 ) -> list[Tensor]:
     """One pass for several vectors at once."""
 
     def one(*vectors: Tensor) -> tuple[Tensor, ...] | Tensor:
-        products = _engine_pass(outputs, vectors, inputs, keep=keep, build=graph.create_graph, recorded=graph.recorded)
+        products = _engine_pass(
+            outputs, vectors, inputs, keep=keep, build=graph.create_graph, recorded=graph.recorded
+        )
         products = densified(products, inputs)
-        return products[0] if len(products) == 1 else tuple(products)  # vmap is quicker with a bare tensor
+        # vmap is quicker with a bare tensor
+        return products[0] if len(products) == 1 else tuple(products)
 
     return batched(one, cotangents)
 
@@ -385,29 +469,45 @@ def _vjps_one_by_one(
     count = cotangents[0].shape[0]
     rows = []
     for index in range(count):
-        vectors, keep = [_row(each, index) for each in cotangents], _keep(graph, more or index < count - 1)
-        products = _engine_pass(outputs, vectors, inputs, keep=keep, build=graph.create_graph, recorded=graph.recorded)
+        vectors, keep = (
+            [_row(each, index) for each in cotangents],
+            _keep(graph, more or index < count - 1),
+        )
+        products = _engine_pass(
+            outputs, vectors, inputs, keep=keep, build=graph.create_graph, recorded=graph.recorded
+        )
         rows.append(densified(products, inputs))
     if count == 1:
-        return [part.unsqueeze(0).contiguous() for part in rows[0]]  # large vectors come one by one: no copy of them
+        # large vectors come one by one: no copy of them
+        return [part.unsqueeze(0).contiguous() for part in rows[0]]
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
 def _row(cotangents: Tensor, index: int) -> Tensor:
-    """One of them; what begins at an odd place, PyTorch cannot see as pairs of reals, which complex numbers are."""
+    """One of them; what begins at an odd place, PyTorch cannot see as pairs of reals,
+    which complex numbers are.
+    """
     row = cotangents[index]
     return row.clone() if row.layout is torch.strided and row.storage_offset() % 2 else row
 
 
 def derivative(output: Tensor, by: Tensor) -> Tensor:
-    """The derivative of the sum of `output`, itself differentiable, in a graph that belongs to no evaluation."""
+    """The derivative of the sum of `output`, itself differentiable,
+    in a graph that belongs to no evaluation.
+    """
     if not output.requires_grad:
         return torch.zeros_like(by)
-    return densified(_engine_pass([output], [torch.ones_like(output)], [by], keep=True, build=True), [by])[0]
+    return densified(
+        _engine_pass([output], [torch.ones_like(output)], [by], keep=True, build=True), [by]
+    )[0]
 
 
-def batched(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
-    """`function` of each of the stacked vectors, in one batch; what it draws at random is drawn once for all."""
+def batched(
+    function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequence[Tensor]
+) -> list[Tensor]:
+    """`function` of each of the stacked vectors, in one batch;
+    what it draws at random is drawn once for all.
+    """
     depth = _versions.levels_entered()
     try:
         return _versions.mapped(function, vectors)
@@ -427,7 +527,9 @@ def _search(
     *,
     product: bool = False,
 ) -> None:
-    """Raise where a gradient that is differentiated cannot be; what was once searched through is `_cleared`."""
+    """Raise where a gradient that is differentiated cannot be;
+    what was once searched through is `_cleared`.
+    """
     third = graph.call.order >= 3
     _refuse_missing(outputs, gradients, inputs, third=third, product=product)
     _python_functions.hold(graph, derivatives_along)
@@ -443,13 +545,17 @@ def _search(
     _cleared[third].update(kind for kind in graph.kinds - hiding if _is_harmless(kind, third=third))
 
 
-def search_block(outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], order: int) -> None:
+def search_block(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], order: int
+) -> None:
     """Raise where a block's gradient, in a graph of its own, has no derivative."""
     kinds = frozenset(_nodes.survey(outputs).kinds)
     if not kinds <= _cleared[order >= 3]:
         call = SimpleNamespace(order=order, builds_graph=True)
         context = SimpleNamespace(unheld={})
-        graph: Any = SimpleNamespace(call=call, kinds=kinds, tensors=lambda: outputs, context=context)
+        graph: Any = SimpleNamespace(
+            call=call, kinds=kinds, tensors=lambda: outputs, context=context
+        )
         _search(graph, outputs, gradients, inputs)
 
 
@@ -461,7 +567,9 @@ def _refuse_missing(
     third: bool,
     product: bool = False,
 ) -> None:
-    """Raise where the graph of a gradient cannot be differentiated (rightly) once more; `product`: for J v."""
+    """Raise where the graph of a gradient cannot be differentiated (rightly) once more; `product`:
+    for J v.
+    """
     survey = _nodes.survey(gradients)
     if third:
         _refusals.refuse_third_order(survey)
@@ -472,17 +580,20 @@ def _refuse_missing(
     named = [type(node).__name__ for node in bad if _messages.way_out(type(node).__name__)]
     if not named:  # the marker is anonymous: the operation is known from the graph before
         forward = _nodes.survey(outputs).names()
-        named = sorted(name for name in forward if _messages.way_out(name)) or sorted(forward - {"AccumulateGrad"})
+        named = sorted(name for name in forward if _messages.way_out(name)) or sorted(
+            forward - {"AccumulateGrad"}
+        )
     raise _messages.missing(named, product=product)
 
 
-# --- results: dense, each in memory of its own, finite, connected to the point ----------------------------------------
+# --- results: dense, each in memory of its own, finite, connected to the point --------------------
 
 
 def densified(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Zeros for what is missing, and dense tensors throughout (an embedding may give sparse ones).
 
-    In memory of their own: the second derivative of a maximum norm is zeros that have none, and nobody can change.
+    In memory of their own: the second derivative of a maximum norm is zeros that have none, and
+    nobody can change.
     """
     dense: list[Any] = [*gradients]
     if None.__class__ in map(type, gradients) or not _DENSE.issuperset(map(_layout, gradients)):
@@ -500,10 +611,11 @@ _DENSE, _layout = frozenset((torch.strided,)), attrgetter("layout")
 
 
 def joined_to_leaves(graph: OutputGraph, gradients: list[Tensor]) -> list[Tensor]:
-    """A differentiable result that came out constant is still a function of the point: its derivative is zero.
+    """A differentiable result that came out constant is still a function of the point: its
+    derivative is zero.
 
-    The gradient of a linear function carries no graph in PyTorch, and a second `grad` of it would fail. The
-    sum of none of a leaf's entries is 0, and depends on the leaf.
+    The gradient of a linear function carries no graph in PyTorch, and a second `grad` of it would
+    fail. The sum of none of a leaf's entries is 0, and depends on the leaf.
     """
     if not graph.create_graph:
         return gradients
@@ -512,7 +624,9 @@ def joined_to_leaves(graph: OutputGraph, gradients: list[Tensor]) -> list[Tensor
             break
     else:
         return gradients
-    callers = [leaf for leaf in graph.leaves if not graph.call.builds_graph or leaf.grad_fn is not None]
+    callers = [
+        leaf for leaf in graph.leaves if not graph.call.builds_graph or leaf.grad_fn is not None
+    ]
     if not callers:
         return gradients
     nothing = torch.stack([leaf.reshape(-1)[:0].sum().to(callers[0]) for leaf in callers]).sum()
@@ -522,13 +636,15 @@ def joined_to_leaves(graph: OutputGraph, gradients: list[Tensor]) -> list[Tensor
 def unaliased(results: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Tensor]:
     """Results that share no memory, so that each may be written into.
 
-    The engine passes one tensor on to both parts of a sum, and spreads one number over all entries of another; and
-    the derivative of a linear function may be the vector itself, or a view of it.
+    The engine passes one tensor on to both parts of a sum, and spreads one number over all entries
+    of another; and the derivative of a linear function may be the vector itself, or a view of it.
     """
     if not vectors and len(results) == 1 and 0 not in results[0].stride():  # as often
         return results
     given, memories = len(vectors), _memories([*vectors, *results])
-    if len({*memories}) == len(memories) and 0 not in chain.from_iterable(map(Tensor.stride, results)):
+    if len({*memories}) == len(memories) and 0 not in chain.from_iterable(
+        map(Tensor.stride, results)
+    ):
         return results
     return _copied(results, memories[given:], {*memories[:given]})
 
@@ -550,14 +666,19 @@ def _copied(results: list[Tensor], memories: list[Any], taken: set[Any]) -> list
     """Results, copied where their memory is taken, or holds one number for several entries."""
     result: list[Tensor] = []
     for part, memory in zip(results, memories, strict=True):
-        spread = any(step == 0 and length > 1 for step, length in zip(part.stride(), part.shape, strict=True))
-        result += [part.clone(memory_format=torch.contiguous_format) if spread or memory in taken else part]
+        spread = any(
+            step == 0 and length > 1 for step, length in zip(part.stride(), part.shape, strict=True)
+        )
+        result += [
+            part.clone(memory_format=torch.contiguous_format) if spread or memory in taken else part
+        ]
         taken |= {memory}
     return result
 
 
 def agree(result: Tensor, expected: Tensor, size: float, leaves: Sequence[Tensor] = ()) -> bool:
-    """Whether two results of that size are equal up to what batches of another size, or another order, may change.
+    """Whether two results of that size are equal up to what batches of another size, or another
+    order, may change.
 
     They round as the leaves do where those are coarser: float32 parameters beside float64 data.
     Not where the size is infinite: anything would agree.
@@ -568,7 +689,8 @@ def agree(result: Tensor, expected: Tensor, size: float, leaves: Sequence[Tensor
     apart = result - expected
     # The first tells nearly always.
     return (
-        largest(apart) <= eps * size or float(apart.abs_().sub_(expected.abs(), alpha=eps).max()) <= eps * size
+        largest(apart) <= eps * size
+        or float(apart.abs_().sub_(expected.abs(), alpha=eps).max()) <= eps * size
     )  # NaN is not
 
 
@@ -596,7 +718,8 @@ def warned_if_not_finite(
     if len(small) > 1:  # one sum for all small ones, whose calls are what it costs
         small = [torch.cat([*map(torch.ravel, small)])]
     for part in small + large:
-        if not (math.isfinite(part.sum()) or bool(part.isfinite().all())):  # a sum may overflow where no entry does
+        # a sum may overflow where no entry does
+        if not (math.isfinite(part.sum()) or bool(part.isfinite().all())):
             given = [*graph.leaves, *graph.tensors(), *vectors]
             if all(bool(tensor.detach().isfinite().all()) for tensor in given):
                 _refusals.warn_of_non_finite(graph.kinds)
@@ -609,7 +732,7 @@ _SMALL = 2**15
 _is_cpu, _nbytes = attrgetter("is_cpu"), attrgetter("nbytes")
 
 
-# --- dense blocks of a Jacobian, row by row: the common part of `jacobian`, `hessian` and the like -------------------
+# --- dense blocks of a Jacobian, row by row: the common part of `jacobian`, `hessian` and the like
 
 
 def blocks(
@@ -619,7 +742,7 @@ def blocks(
     chunk_size: int | None,
     inputs: list[Tensor] | None = None,
 ) -> list[list[Tensor]]:
-    """The derivative of each output by each input, shaped `(*batch, *output event, *input event)`."""
+    """Each output by each input: derivatives shaped `(*batch, *output event, *input event)`."""
     inputs = graph.leaves if inputs is None else inputs
     table = []
     for index, output in enumerate(outputs):
@@ -628,12 +751,17 @@ def blocks(
         chunks = vjps(graph, [output], rows, count, chunk_size=chunk_size, more=more, inputs=inputs)
         row = stacked(graph, chunks, count, inputs)
         table.append(
-            [_ordered(part, output, leaf, graph.call.batch_ndim) for part, leaf in zip(row, inputs, strict=True)]
+            [
+                _ordered(part, output, leaf, graph.call.batch_ndim)
+                for part, leaf in zip(row, inputs, strict=True)
+            ]
         )
     return table
 
 
-def check_fits(outputs: Sequence[Tensor], inputs: Sequence[Tensor], batch_ndim: int, way_out: str) -> None:
+def check_fits(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], batch_ndim: int, way_out: str
+) -> None:
     """Raise for a table of derivatives that is larger than the memory of its device."""
     batch = outputs[0].shape[:batch_ndim].numel()
     rows = sum(output.shape[batch_ndim:].numel() for output in outputs)
@@ -642,7 +770,9 @@ def check_fits(outputs: Sequence[Tensor], inputs: Sequence[Tensor], batch_ndim: 
 
 
 def basis(output: Tensor, batch_ndim: int) -> tuple[int, Cotangents]:
-    """The unit vectors of one sample's event, the same for every sample: their number, and how to make some."""
+    """The unit vectors of one sample's event, the same for every sample: their number,
+    and how to make some.
+    """
     batch, event = output.shape[:batch_ndim], output.shape[batch_ndim:]
     count = event.numel()
 

@@ -1,10 +1,12 @@
-"""Settings of PyTorch, of the process or of a thread, that a call switches while it runs, then puts back.
+"""Settings of PyTorch, of the process or of a thread, that a call switches while it runs, then puts
+back.
 
-They are *counted*: the first call that needs one switches it, the last one restores it. Nested context
-managers would race between threads and leave the process changed (measured: fused attention and cuDNN
-off for good).
+They are *counted*: the first call that needs one switches it, the last one restores it. Nested
+context managers would race between threads and leave the process changed (measured: fused attention
+and cuDNN off for good).
 
-Here as everywhere in the road, what undoes a step is noted *before* the step is made, and may be run twice, or
+Here as everywhere in the road, what undoes a step is noted *before* the step is made, and may be
+run twice, or
 without need: an interrupt (Ctrl-C) at any moment finds what is to be undone.
 """
 
@@ -78,16 +80,21 @@ opened = _Opened()
 
 
 ROOM = 100
-"""By how many frames Python's stack may grow where a context failed to begin or to end: what undoes it needs some.
+"""By how many frames Python's stack may grow where a context failed to begin or to end: what undoes
+it needs some.
 
-Where a context begins and ends, not in a function of its own: at the limit that could be called, and not set it back.
+Where a context begins and ends, not in a function of its own: at the limit that could be called,
+and not set it back.
 """
 
 
 def undo_all(undo: Undo, last: bool = True) -> None:
-    """Undo everything. What fails, or is interrupted, is run once more, and does not keep the rest from it.
+    """Undo everything.
 
-    Unless this is the `last` time, what finds no room on Python's stack is kept, for a time when there is some.
+    What fails, or is interrupted, is run once more, and does not keep the rest from it.
+
+    Unless this is the `last` time, what finds no room on Python's stack is kept, for a time when
+    there is some.
     """
     try:
         undos = opened.undos
@@ -109,7 +116,9 @@ def undo_all(undo: Undo, last: bool = True) -> None:
 
 
 def undo_inner(undo: Undo) -> None:
-    """Undo what contexts did that an interrupt kept open inside this one: later, it would put back what they found."""
+    """Undo what contexts did that an interrupt kept open inside this one: later,
+    it would put back what they found.
+    """
     undos = opened.undos
     while any(each is undo for each in undos[:-1]):
         at = next(at for at, each in enumerate(undos) if each is undo)
@@ -121,7 +130,9 @@ def _forget(undos: list[Undo], undo: Undo) -> None:
 
 
 class InTime(partial[Any]):
-    """What undoes a change of a mode of the thread: once the contexts of the caller have ended, it would be wrong."""
+    """What undoes a change of a mode of the thread: once the contexts of the caller have ended,
+    it would be wrong.
+    """
 
 
 _lost: list[InTime] = []  # kept, because PyTorch's guards undo what they did when they go
@@ -136,10 +147,11 @@ def _undo_late(undos: list[Undo], undo: Undo, _: object) -> None:
 
 
 class Scope(Generic[T]):
-    """A context of steps that note first what undoes them: `enter` makes them, and is given where to note it.
+    """A context of steps that note first what undoes them: `enter` makes them, and is given where
+    to note it.
 
-    Where an interrupt keeps Python from ending it (between a block and `__exit__` no code of ours runs), it ends when
-    nobody holds it any more.
+    Where an interrupt keeps Python from ending it (between a block and `__exit__` no code of ours
+    runs), it ends when nobody holds it any more.
     """
 
     __slots__ = ("__weakref__", "_enter", "_undo")
@@ -150,8 +162,9 @@ class Scope(Generic[T]):
     def __enter__(self) -> T:
         undo = self._undo
         try:
-            # Undone when nobody holds it any more. Not by `__del__`: at the end of a call it loses interrupts. Held
-            # there, for the collector calls no reference that it collects; as a step it does nothing.
+            # Undone when nobody holds it any more. Not by `__del__`: at the end of a call it loses
+            # interrupts. Held there, for the collector calls no reference that it collects; as a
+            # step it does nothing.
             undos = opened.undos
             undo += [weakref.ref(self, partial(_undo_late, undos, undo))]
             undos += [undo]
@@ -181,7 +194,10 @@ class Scope(Generic[T]):
 
 
 class Offered(Scope[T]):
-    """A context that a user is given. One that was never entered says so when it goes, but not at the end of Python."""
+    """A context that a user is given.
+
+    One that was never entered says so when it goes, but not at the end of Python.
+    """
 
     __slots__ = ("_unused",)
 
@@ -197,8 +213,8 @@ class Offered(Scope[T]):
 
 def _say_unused(name: str) -> None:
     warnings.warn(
-        f"{name}() alone does nothing: it is a context, which was never entered. Write `with {name}():` "
-        f"around the code that it is for.",
+        f"{name}() alone does nothing: it is a context, which was never entered. "
+        f"Write `with {name}():` around the code that it is for.",
         HodiffWarning,
         stacklevel=3,
     )
@@ -207,8 +223,8 @@ def _say_unused(name: str) -> None:
 class Counted:
     """A process-wide switch: on while anyone is inside, restored by the last one out.
 
-    The module that it needs is loaded without the lock: another thread may be loading it, and that may collect what we
-    have lost, which waits for the lock.
+    The module that it needs is loaded without the lock: another thread may be loading it, and that
+    may collect what we have lost, which waits for the lock.
 
     Attributes:
         needs: The name of that module, until it is there.
@@ -306,11 +322,11 @@ eager = Counted(_eager, needs=_versions.COMPILER)
 no_cudnn = Counted(_no_cudnn)
 
 
-# --- what a thread is set to for the while of a block: grad mode, autocast, modes that see each operation -------------
-# PyTorch's own contexts are written in Python, where an interrupt (Ctrl-C) may come between a change and the note of
-# how it was before, or at the beginning of `__exit__`: grad mode then stays off for good. Those here note first what
-# undoes a step (see `Undo`), and end in C where they can: no interrupt comes between its steps. tests/meta lets
-# nobody else use PyTorch's.
+# --- what a thread is set to for the while of a block: grad mode, autocast, modes that see each
+# operation PyTorch's own contexts are written in Python, where an interrupt (Ctrl-C) may come
+# between a change and the note of how it was before, or at the beginning of `__exit__`: grad mode
+# then stays off for good. Those here note first what undoes a step (see `Undo`), and end in C where
+# they can: no interrupt comes between its steps. tests/meta lets nobody else use PyTorch's.
 
 
 Context = AbstractContextManager[Any]
@@ -323,7 +339,10 @@ def records() -> bool:
 
 
 def recording() -> Context:
-    """The state in which operations are recorded, whatever the caller's modes are. It begins when this is called."""
+    """The state in which operations are recorded, whatever the caller's modes are.
+
+    It begins when this is called.
+    """
     return _versions.inference(False)
 
 
@@ -340,7 +359,10 @@ def record(undo: Undo) -> None:
 
 
 def grad_mode(on: bool) -> Context:
-    """Whether operations are recorded, under the caller's inference mode. It begins when this is called."""
+    """Whether operations are recorded, under the caller's inference mode.
+
+    It begins when this is called.
+    """
     forward, threads = _versions.forward_mode_on(), _versions.multithreading_on()
     guard = _versions.inference(torch.is_inference_mode_enabled())
     try:
@@ -360,7 +382,8 @@ def autocast(device: str, dtype: torch.dtype | None = None, *, enabled: bool = F
     to = device, torch.get_autocast_dtype(device) if dtype is None else dtype, enabled
 
     def enter(undo: Undo) -> None:
-        # Not by PyTorch's count of nested ones: were one lost, its copies of parameters would never be renewed.
+        # Not by PyTorch's count of nested ones: were one lost, its copies of parameters would never
+        # be renewed.
         before = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         undo += [InTime(_set_autocast, *before), *([torch.clear_autocast_cache] if enabled else [])]
         _set_autocast(*to)
@@ -382,7 +405,9 @@ def _set_autocast(device: str, dtype: torch.dtype, enabled: bool) -> None:
 
 
 def on(mode: M) -> Scope[M]:
-    """A mode of our own that sees each operation: it is on the stack within the block, and gone after it."""
+    """A mode of our own that sees each operation: it is on the stack within the block,
+    and gone after it.
+    """
     if isinstance(mode, _versions.DispatchMode):
         return Scope(partial(_push_operations, mode))
     return Scope(partial(push_calls, mode))
@@ -406,11 +431,15 @@ class _Absent(threading.local):
 
 
 absent = _Absent()
-"""Modes that were not there as they ended: PyTorch's `_pop_mode_temporarily`, interrupted, puts one back later."""
+"""Modes that were not there as they ended: PyTorch's `_pop_mode_temporarily`, interrupted,
+puts one back later.
+"""
 
 
 def take_off(mode: Any) -> None:
-    """Take a mode off the stack of those that see calls, wherever on it; the next call looks for one not there."""
+    """Take a mode off the stack of those that see calls, wherever on it;
+    the next call looks for one not there.
+    """
     depth = _versions.count_of_modes()
     at = next((at for at in range(depth) if _versions.mode_at(at) is mode), depth)
     if at == depth:
@@ -421,8 +450,14 @@ def take_off(mode: Any) -> None:
 
 
 def _flags() -> dict[str, bool]:
-    """Whether a mode that sees operations is on, as PyTorch keeps it in Python: for the process, not for a thread."""
-    return {name: value for name, value in _versions.flags_of_modes.items() if name.startswith("_is_in_")}
+    """Whether a mode that sees operations is on, as PyTorch keeps it in Python: for the process,
+    not for a thread.
+    """
+    return {
+        name: value
+        for name, value in _versions.flags_of_modes.items()
+        if name.startswith("_is_in_")
+    }
 
 
 _TOLD = {
@@ -443,7 +478,9 @@ def _keep_flags(undo: Undo) -> None:
 
 
 _flagged = Counted(_keep_flags)
-"""Of threads whose modes overlap the last puts back what the first found: else nothing compiles any more."""
+"""Of threads whose modes overlap the last puts back what the first found:
+else nothing compiles any more.
+"""
 
 
 def _push_operations(mode: M, undo: Undo) -> M:
@@ -473,8 +510,8 @@ def take_off_absent() -> None:
 class DispatchMode(_versions.DispatchMode):
     """A `TorchDispatchMode` whose handler the tracer (Dynamo) leaves alone, by a mark on its code.
 
-    The base class puts `torch.compiler.disable` around it, which imports Dynamo when a mode sees its first operation:
-    two seconds, for whoever compiles nothing.
+    The base class puts `torch.compiler.disable` around it, which imports Dynamo when a mode sees
+    its first operation: two seconds, for whoever compiles nothing.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -487,14 +524,16 @@ class DispatchMode(_versions.DispatchMode):
         cls.__torch_dispatch__ = uncompiled(dispatch)  # type: ignore[method-assign]
 
     def _in_memory(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Operands of which a kernel may read the memory: they hold the numbers that their memory does.
+        """Operands of which a kernel may read the memory: they hold the numbers that their memory
+        does.
 
         PyTorch replaces zero tensors (which have no memory), conjugate and negative views before a
         handler is asked, except for some operations; and not while a handler runs, for none. A view
         of such a view, and what is written to, stay as they are.
         """
         if not any(map(_is_apart, (args, tuple(kwargs.values())))):
-            if args and type(args[0]) in (int, float, complex) and func.is_view:  # from 1 + a zero tensor
+            # from 1 + a zero tensor
+            if args and type(args[0]) in (int, float, complex) and func.is_view:
                 args = (torch.as_tensor(args[0], device="cpu"), *args[1:])
             return args, kwargs
         declared = () if (schema := _versions.schema_of(func)) is None else schema.arguments
@@ -529,12 +568,14 @@ def _is_apart(value: Any) -> bool:
 
 
 def tracing() -> bool:
-    """Whether PyTorch follows what runs, with stand-ins for values: Dynamo, `torch.export`, `make_fx`."""
+    """Whether PyTorch follows what runs, with stand-ins for values: Dynamo, `torch.export`,
+    `make_fx`.
+    """
     mode = _versions.mode_below()
     return mode is not None and mode.is_infra_mode()
 
 
-# --- the state of PyTorch's default generators: kept, put back, compared ----------------------------------------------
+# --- the state of PyTorch's default generators: kept, put back, compared --------------------------
 
 
 class RandomState:
@@ -560,7 +601,9 @@ class RandomState:
             torch.cuda.set_rng_state(self.states[1], self.device)
 
     def replayed(self) -> Scope[None]:
-        """A block that draws once more what was drawn from here on; what follows does not notice."""
+        """A block that draws once more what was drawn from here on;
+        what follows does not notice.
+        """
 
         def enter(undo: Undo) -> None:
             undo += [InTime(RandomState(self.device).restore)]

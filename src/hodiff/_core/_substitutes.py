@@ -1,16 +1,18 @@
 """Functions run from their definition, where PyTorch's own derivatives are wrong or missing.
 
-And, as each call is seen here, what else is not right: smooth functions that PyTorch takes for constants, and
-operations whose tangents (forward mode inside of f) it gives wrong derivatives, are refused or written otherwise.
+And, as each call is seen here, what else is not right: smooth functions that PyTorch takes for
+constants, and operations whose tangents (forward mode inside of f) it gives wrong derivatives, are
+refused or written otherwise.
 
 PyTorch's double backward of `layer_norm`, `batch_norm` (training) and `instance_norm` is right, but
 its derivative is not: a third derivative through them is 3-81 % off, silently
 (pytorch#175754, pytorch#186256). That of `weight_norm` is wrong at second order already, by the
-parameters: it takes the norm for a constant. The definitions below are plain arithmetic and right at
-every order. `group_norm` and `rms_norm` are right as they are.
+parameters: it takes the norm for a constant. The definitions below are plain arithmetic and right
+at every order. `group_norm` and `rms_norm` are right as they are.
 
-The tangent of these norms in forward mode has a wrong first derivative already: its rule reads the mean and the
-deviation that the kernel returns beside its result, and autograd takes those for constants.
+The tangent of these norms in forward mode has a wrong first derivative already: its rule reads the
+mean and the deviation that the kernel returns beside its result, and autograd takes those for
+constants.
 """
 
 from __future__ import annotations
@@ -61,15 +63,22 @@ def batch_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm` from its definition; running statistics are updated as usual."""
+    """`torch.nn.functional.batch_norm` from its definition;
+    running statistics are updated as usual.
+    """
     dims = (0, *range(2, input.ndim))
     if training or running_mean is None or running_var is None:
         if training and input.numel() == input.shape[1]:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
+            raise ValueError(
+                "Expected more than 1 value per channel when training, "
+                f"got input size {input.shape}"
+            )
         _update(input, dims, running_mean, running_var, momentum)
         normal = _standardize(input, dims, eps)
     else:
-        normal = (input - _per_channel(running_mean, input)) * (_per_channel(running_var, input) + eps).rsqrt()
+        normal = (input - _per_channel(running_mean, input)) * (
+            _per_channel(running_var, input) + eps
+        ).rsqrt()
     return _affine(normal, _per_channel(weight, input), _per_channel(bias, input))
 
 
@@ -89,11 +98,18 @@ def instance_norm(
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     dims = tuple(range(2, input.ndim))
     _update(input, dims, running_mean, running_var, momentum)
-    return _affine(_standardize(input, dims, eps), _per_channel(weight, input), _per_channel(bias, input))
+    return _affine(
+        _standardize(input, dims, eps), _per_channel(weight, input), _per_channel(bias, input)
+    )
 
 
 def group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *rest: Any, **given: Any
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *rest: Any,
+    **given: Any,
 ) -> Tensor:
     """`torch.nn.functional.group_norm`, with a bias that stands alone added by itself."""
     alone = weight is None
@@ -108,13 +124,16 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
-    """`torch.nn.functional.hardsigmoid` from its definition; PyTorch has no second derivative of it."""
+    """`torch.nn.functional.hardsigmoid` from its definition;
+    PyTorch has no second derivative of it.
+    """
     result = F.hardtanh(input / 6, -0.5, 0.5) + 0.5
     return input.copy_(result) if inplace else result
 
 
 def _standardize(input: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
-    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input  # as the kernels accumulate
+    # as the kernels accumulate
+    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     centered = wide - wide.mean(dims, keepdim=True)
     normal = centered * (centered.square().mean(dims, keepdim=True) + eps).rsqrt()
     return normal.to(input.dtype)
@@ -130,20 +149,27 @@ def _per_channel(value: Any, input: Tensor) -> Any:
     return None if value is None else value.reshape(1, -1, *[1] * (input.ndim - 2))
 
 
-def _update(input: Tensor, dims: tuple[int, ...], mean: Tensor | None, var: Tensor | None, momentum: float) -> None:
+def _update(
+    input: Tensor, dims: tuple[int, ...], mean: Tensor | None, var: Tensor | None, momentum: float
+) -> None:
     """Move the running statistics, as the kernels do (they are clones here, see `_lending`)."""
-    average = (0,) if 0 not in dims else ()  # instance norm averages the statistics of its instances
+    # instance norm averages the statistics of its instances
+    average = (0,) if 0 not in dims else ()
     with _settings.grad_mode(False):
         if mean is not None:
             batch_mean = input.mean(dims)
-            mean.lerp_((batch_mean.mean(average) if average else batch_mean).to(mean.dtype), momentum)
+            mean.lerp_(
+                (batch_mean.mean(average) if average else batch_mean).to(mean.dtype), momentum
+            )
         if var is not None:
             batch_var = input.var(dims)
             var.lerp_((batch_var.mean(average) if average else batch_var).to(var.dtype), momentum)
 
 
 def logcumsumexp(input: Tensor, dim: int) -> Tensor:
-    """`torch.logcumsumexp` by its recursion: PyTorch's backward takes the logarithm of the cotangent, zeros too."""
+    """`torch.logcumsumexp` by its recursion:
+    PyTorch's backward takes the logarithm of the cotangent, zeros too.
+    """
     if not input.ndim or not input.shape[dim]:
         return torch.logcumsumexp(input, dim)
     return torch.stack([*accumulate(input.unbind(dim), torch.logaddexp)], dim)
@@ -191,7 +217,9 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
 def _refusing(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def refuse(*args: Any, **kwargs: Any) -> Tensor:
         result = function(*args, **kwargs)
-        given = any(isinstance(each, Tensor) and each.requires_grad for each in (*args, *kwargs.values()))
+        given = any(
+            isinstance(each, Tensor) and each.requires_grad for each in (*args, *kwargs.values())
+        )
         if given and torch.is_grad_enabled() and not result.requires_grad:
             raise _messages.constant(name)
         return result
@@ -200,7 +228,9 @@ def _refusing(name: str, function: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 TAKEN_FOR_CONSTANTS: dict[Callable[..., Tensor], str] = {
-    getattr(torch.special if name.startswith("special_") else torch, name.removeprefix("special_")): name
+    getattr(
+        torch.special if name.startswith("special_") else torch, name.removeprefix("special_")
+    ): name
     for name in _messages.CONSTANTS
 }
 """Smooth functions that PyTorch takes for constants silently, and their names."""
@@ -225,7 +255,9 @@ def _det(A: Tensor) -> Tensor:
 def _slogdet(A: Tensor) -> Any:
     """`torch.linalg.slogdet`, in operations with right second derivatives."""
     diagonal, sign = _diagonal(A)
-    return torch.return_types.slogdet((diagonal.sgn().prod(-1) * sign, diagonal.abs().log().sum(-1)))
+    return torch.return_types.slogdet(
+        (diagonal.sgn().prod(-1) * sign, diagonal.abs().log().sum(-1))
+    )
 
 
 def _logdet(A: Tensor) -> Tensor:
@@ -235,7 +267,9 @@ def _logdet(A: Tensor) -> Tensor:
 
 
 def _diagonal(A: Tensor) -> tuple[Tensor, Tensor]:
-    """The pivots of a matrix, whose product is its determinant but for the sign that comes with them."""
+    """The pivots of a matrix, whose product is its determinant but for the sign
+    that comes with them.
+    """
     factors, places, _ = torch.linalg.lu_factor_ex(A)
     swaps = (places != torch.arange(1, A.shape[-1] + 1, device=A.device)).sum(-1)
     return factors.diagonal(dim1=-2, dim2=-1), 1 - 2 * (swaps % 2)
@@ -250,8 +284,12 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
 """What is right of those below that are in the way of many."""
 
 
-def _by_tangents(name: str, function: Callable[..., Any], instead: Callable[..., Any] | None) -> Callable[..., Any]:
-    """An operation, and what takes its place where an argument carries a tangent: an error, where that is nothing."""
+def _by_tangents(
+    name: str, function: Callable[..., Any], instead: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """An operation, and what takes its place where an argument carries a tangent: an error,
+    where that is nothing.
+    """
 
     def choose(*args: Any, **kwargs: Any) -> Any:
         if not _call.tangents() or not any(map(_call.carries_tangent, (*args, *kwargs.values()))):
@@ -266,14 +304,19 @@ def _by_tangents(name: str, function: Callable[..., Any], instead: Callable[...,
 for _name in _messages.WRONG_TANGENTS:
     for _function in _spellings(_name):
         _REPLACED.setdefault(_function, _by_tangents(_name, _function, _INSTEAD.get(_function)))
-_REPLACED |= {each: _near_zero.det(_REPLACED.get(each, each)) for each in (torch.linalg.det, torch.det, Tensor.det)}
+_REPLACED |= {
+    each: _near_zero.det(_REPLACED.get(each, each))
+    for each in (torch.linalg.det, torch.det, Tensor.det)
+}
 
 
 def power(base: Tensor, exponent: Tensor, *, base_varies: bool = True, order: int = 2) -> Tensor:
-    """A power by a^b_0 exp((b - b_0) log a), for PyTorch's rule for a has zeros where b is 0, as if b were constant.
+    """A power by a^b_0 exp((b - b_0) log a), for PyTorch's rule for a has zeros where b is 0, as if
+    b were constant.
 
-    Where a is 0 its derivatives by b are 0, as PyTorch has the first; its further ones are not numbers. Below 0, and
-    where b is so small that a derivative of that order is infinite, all is as PyTorch has it.
+    Where a is 0 its derivatives by b are 0, as PyTorch has the first; its further ones are not
+    numbers. Below 0, and where b is so small that a derivative of that order is infinite, all is as
+    PyTorch has it.
     """
     base = base if base.is_floating_point() or base.is_complex() else base.to(exponent.dtype)
     value, start = base.detach(), exponent.detach()
@@ -289,7 +332,9 @@ def power(base: Tensor, exponent: Tensor, *, base_varies: bool = True, order: in
 
 
 def _power(function: Callable[..., Any], wide: bool, inside: bool) -> Callable[..., Any]:
-    """A spelling of `pow`, in double precision or in place, that is `power` where the exponent varies."""
+    """A spelling of `pow`, in double precision or in place,
+    that is `power` where the exponent varies.
+    """
 
     def varies(x: Tensor) -> bool:
         return x.requires_grad or (_call.tangents() and _call.carries_tangent(x))
@@ -366,7 +411,8 @@ def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 _REPLACED |= {
     function: _in_place(_REPLACED.get(plain) or plain)
     for plain in (
-        Tensor.cumprod, Tensor.scatter_reduce, Tensor.index_reduce, Tensor.sinc, Tensor.i0, Tensor.renorm,
+        Tensor.cumprod, Tensor.scatter_reduce, Tensor.index_reduce, Tensor.sinc, Tensor.i0,
+        Tensor.renorm,
     )
     for function in _spellings(f"{plain.__name__}_")
 }  # fmt: skip
@@ -386,12 +432,13 @@ _TOLD |= {function: _noted(_REPLACED[function]) for function in (F.batch_norm, t
 
 
 class ExactNorms(TorchFunctionMode):
-    """Inside it, layer, batch, instance and weight norm (and a few others) are computed from their definition.
+    """Inside it, layer, batch, instance and weight norm (and a few others) are computed from their
+    definition.
 
     Attributes:
         order: Up to which order there are derivatives.
-        mixes_samples: Whether a batch norm in training mode was met: written out, it leaves no node in the graph by
-            which to recognize it.
+        mixes_samples: Whether a batch norm in training mode was met: written out, it leaves no node
+            in the graph by which to recognize it.
     """
 
     def __init__(self, order: int = 2) -> None:
@@ -399,7 +446,11 @@ class ExactNorms(TorchFunctionMode):
         self.order, self.mixes_samples = order, False
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Replace these functions, pass everything else through."""
         given = kwargs or {}
@@ -413,7 +464,9 @@ class ExactNorms(TorchFunctionMode):
 
 
 def named_by_torch(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments by PyTorch's names, where they were given by those of NumPy, which it takes as well."""
+    """Keyword arguments by PyTorch's names, where they were given by those of NumPy,
+    which it takes as well.
+    """
     return {_NUMPYS.get(name, name): value for name, value in kwargs.items()}
 
 
@@ -434,21 +487,22 @@ BY_DEFINITION: dict[str, Callable[..., Any]] = {
 """By name, by its definition, what has a derivative of PyTorch's that is wrong at some order."""
 
 
-# --- operators that take functions ------------------------------------------------------------------------------------
-# PyTorch traces what such an operator runs, to lift what its functions capture into arguments. Where nothing is
-# traced (compiled functions run as they are, or a mode sees each operation) it takes what they capture for constants,
-# silently; and where it is right, its derivative has none. So control flow is refused, and attention is computed by
-# its definition.
+# --- operators that take functions ----------------------------------------------------------------
+# PyTorch traces what such an operator runs, to lift what its functions capture into arguments.
+# Where nothing is traced (compiled functions run as they are, or a mode sees each operation) it
+# takes what they capture for constants, silently; and where it is right, its derivative has none.
+# So control flow is refused, and attention is computed by its definition.
 #
-# Both stand in the operators' way while a call of hodiff runs, in whatever thread: its switch for compiled functions
-# is everybody's.
+# Both stand in the operators' way while a call of hodiff runs, in whatever thread: its switch for
+# compiled functions is everybody's.
 
 
 def _refused(name: str, *args: Any, **kwargs: Any) -> Any:
     operation, instead = _messages.CONTROL_FLOW[name]
     raise GraphError(
-        f"{operation} inside the function of a hodiff call, or in another thread meanwhile: compiled functions run as "
-        f"they are then, so what its branches or steps capture would silently count as constants; {instead}."
+        f"{operation} inside the function of a hodiff call, or in another thread meanwhile: "
+        "compiled functions run as they are then, so what its branches or steps capture would "
+        f"silently count as constants; {instead}."
     )
 
 
@@ -472,11 +526,16 @@ def _seen(operator: Any, mode: ExactNorms, *args: Any, **kwargs: Any) -> Any:
         return operator.dispatch(None, *args, **kwargs)
 
 
-def _instead(theirs: Callable[..., Any], definition: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
-    """An operator's own way, or what stands for it where a call of hodiff runs and nothing is traced."""
+def _instead(
+    theirs: Callable[..., Any], definition: Callable[..., Any], key: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """An operator's own way, or what stands for it where a call of hodiff runs
+    and nothing is traced.
+    """
     node = _versions.node_at_hand()
     if _as_they_are() or (node is not None and "AutogradOp" in node.name()):
-        return theirs(key, *args, **kwargs)  # in the backward pass of such an operator nothing is captured
+        # in the backward pass of such an operator nothing is captured
+        return theirs(key, *args, **kwargs)
     return definition(*args, **kwargs)
 
 
@@ -485,4 +544,9 @@ def of_operators() -> Iterator[tuple[dict[str, Any], str, Any, None]]:
     for name in DEFINITIONS.keys() & _versions.OPERATORS.keys():  # `switch` is new in 2.15
         operator: Any = _versions.OPERATORS[name]
         _TOLD[operator] = functools.partial(_seen, operator)
-        yield vars(operator), "dispatch", functools.partial(_instead, operator.dispatch, DEFINITIONS[name]), None
+        yield (
+            vars(operator),
+            "dispatch",
+            functools.partial(_instead, operator.dispatch, DEFINITIONS[name]),
+            None,
+        )

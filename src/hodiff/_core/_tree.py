@@ -66,7 +66,8 @@ def _walk(value: Any, path: str, leaves: list[Any], names: list[str], depth: int
         return LEAF
     if depth > DEEPEST:
         raise InputError(
-            f"{path[: path.find('[')]}: containers are nested more than {DEEPEST} deep; does one contain itself?"
+            f"{path[: path.find('[')]}: containers are nested more than {DEEPEST} deep; "
+            "does one contain itself?"
         )
     if isinstance(value, dict):
         keys = tuple(value)
@@ -77,12 +78,16 @@ def _walk(value: Any, path: str, leaves: list[Any], names: list[str], depth: int
         fields = getattr(value, "_fields", None)
         keys = fields if fields else tuple(range(len(items)))
         paths = [f"{path}.{key}" if fields else f"{path}[{key}]" for key in keys]
-    children = tuple(_walk(item, at, leaves, names, depth + 1) for item, at in zip(items, paths, strict=True))
+    children = tuple(
+        _walk(item, at, leaves, names, depth + 1) for item, at in zip(items, paths, strict=True)
+    )
     return Branch(_template(value), keys, children)
 
 
 def _template(value: Any) -> Any:
-    """What `_build` needs of a container: its type, or an empty copy where the type alone is not enough."""
+    """What `_build` needs of a container: its type,
+    or an empty copy where the type alone is not enough.
+    """
     if isinstance(value, dict) and type(value) is not dict:
         empty = copy.copy(value)
         empty.clear()
@@ -120,12 +125,16 @@ def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def difference(expected: Tree, got: Tree, path: str) -> str | None:
-    """Where two trees first differ, in words; None when they are alike (lists and tuples are not)."""
+    """Where two trees first differ, in words;
+    None when they are alike (lists and tuples are not).
+    """
     if expected is None or got is None:
         if expected is got:
             return None
         return f"{path} is {describe(got)}, expected {describe(expected)}"
-    if is_dict(expected) != is_dict(got) or (not is_dict(expected) and expected.template is not got.template):
+    if is_dict(expected) != is_dict(got) or (
+        not is_dict(expected) and expected.template is not got.template
+    ):
         return f"{path} is {describe(got)}, expected {describe(expected)}"
     if set(expected.keys) != set(got.keys) or len(expected.keys) != len(got.keys):
         return f"{path} has {describe(got)}, expected {describe(expected)}"
@@ -163,11 +172,17 @@ def leaves_like(tree: Tree, value: Any) -> list[Any]:
     if tree is None:
         return [value]
     items = [value[key] for key in tree.keys] if is_dict(tree) else list(value)
-    return [leaf for child, item in zip(tree.children, items, strict=True) for leaf in leaves_like(child, item)]
+    return [
+        leaf
+        for child, item in zip(tree.children, items, strict=True)
+        for leaf in leaves_like(child, item)
+    ]
 
 
 def reordered(leaves: list[Any], got: Tree, tree: Tree) -> list[Any]:
-    """The leaves of a container in the order of a tree that it differs from in the order of keys alone."""
+    """The leaves of a container in the order of a tree that it differs from in
+    the order of keys alone.
+    """
     places = rebuild(got, iter(range(len(leaves))))
     return [leaves[place] for place in leaves_like(tree, places)]
 
@@ -177,5 +192,7 @@ def paths(tree: Tree, name: str) -> list[str]:
     if tree is None:
         return [name]
     return [
-        path for key, child in zip(tree.keys, tree.children, strict=True) for path in paths(child, f"{name}[{key!r}]")
+        path
+        for key, child in zip(tree.keys, tree.children, strict=True)
+        for path in paths(child, f"{name}[{key!r}]")
     ]

@@ -1,8 +1,11 @@
-"""Vectors like a point: the space they live in, and how they are given: one or many, by their shapes or flat.
+"""Vectors like a point: the space they live in, and how they are given: one or many, by their
+shapes or flat.
 
-Inside, a vector is a list of parts, one for each leaf; `K` vectors are parts with one more dimension
-in front. Outside there are five spellings: like the point, a list of the leaves in their order, `K` of
-either stacked, flat `(D,)`, and columns `(D, K)`. NumPy arrays and lists of numbers stand for tensors.
+Inside, a vector is a list of parts, one for each leaf; `K` vectors are parts with one more
+dimension
+in front. Outside there are five spellings: like the point, a list of the leaves in their order, `K`
+of either stacked, flat `(D,)`, and columns `(D, K)`. NumPy arrays and lists of numbers stand for
+tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ __all__ = [
 ]
 
 Leaves = list[Tensor]
-"""A vector inside: one tensor for each leaf of the point; of `K` vectors, with one more dimension in front."""
+"""A vector inside: one tensor for each leaf of the point; of `K` vectors,
+with one more dimension in front.
+"""
 NO_BATCH = torch.Size()
 _form = attrgetter("shape", "dtype", "device")
 TURNED_BYTES = 16 * 2**20
@@ -70,13 +75,17 @@ class Vectors(NamedTuple):
     def like(self, results: Sequence[Tensor]) -> Any:
         """Results like the point, one for each leaf, in the spelling of the vectors."""
         if self.kind == "structure":
-            return results[0] if self.tree is _tree.LEAF else _tree.rebuild(self.tree, iter(results))
+            return (
+                results[0] if self.tree is _tree.LEAF else _tree.rebuild(self.tree, iter(results))
+            )
         if self.kind == "flat":
             return join(results, None, promoted(results))
         return self.arranged(results, self.tree)
 
     def arranged(self, results: Sequence[Tensor], tree: _tree.Tree) -> Any:
-        """Results in a structure of their own; those of columns are columns, whatever the structure."""
+        """Results in a structure of their own; those of columns are columns,
+        whatever the structure.
+        """
         if self.kind == "columns":
             return join(results, self.number, promoted(results)).T.contiguous()
         return results[0] if tree is _tree.LEAF else _tree.rebuild(tree, iter(results))
@@ -95,7 +104,8 @@ class Space:
         likes: A tensor like each part of a vector.
         names: A readable name for each.
         tree: The structure of the point.
-        operator: Whether it is one side of an operator, for which several vectors are columns, as in linear algebra.
+        operator: Whether it is one side of an operator, for which several vectors are columns, as
+            in linear algebra.
         batch: The leading dimensions of all tensors, in which systems lie beside each other; flat:
             `(*batch, D)`.
     """
@@ -118,12 +128,20 @@ class Space:
         self._meaning = meaning
 
     def side(self, batch_ndim: int = 0) -> Space:
-        """This space as one side of an operator or a matrix, which keeps nothing of the user's alive."""
+        """This space as one side of an operator or a matrix,
+        which keeps nothing of the user's alive.
+        """
         devices = {str(like.device) for like in self.likes}
         if len(devices) > 1:
             listed = ", ".join(sorted(devices))
-            raise InputError(f"{self._meaning}: the tensors are on several devices ({listed}); a matrix needs one.")
-        hollow = [torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape) for like in self.likes]
+            raise InputError(
+                f"{self._meaning}: the tensors are on several devices ({listed}); "
+                "a matrix needs one."
+            )
+        hollow = [
+            torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
+            for like in self.likes
+        ]
         batch = hollow[0].shape[:batch_ndim]
         return Space(hollow, self.names, self.tree, self._meaning, operator=True, batch=batch)
 
@@ -171,11 +189,15 @@ class Space:
 
     @cached_property
     def flat(self) -> bool:
-        """Whether a vector is a single tensor of one dimension, so that structure and flat spelling are one."""
+        """Whether a vector is a single tensor of one dimension,
+        so that structure and flat spelling are one.
+        """
         return self.tree is _tree.LEAF and self.likes[0].ndim == 1 + len(self.batch)
 
     def like(self, other: Space) -> bool:
-        """Whether vectors of the other space are vectors of this one, with their leaves in the same order."""
+        """Whether vectors of the other space are vectors of this one,
+        with their leaves in the same order.
+        """
         same = self.shapes == other.shapes and _tree.difference(self.tree, other.tree, "") is None
         return same and _tree.paths(self.tree, "") == _tree.paths(other.tree, "")
 
@@ -184,8 +206,17 @@ class Space:
     def parse(self, value: Any, name: str = "v") -> Vectors:
         """Recognize a spelling, check it, and take it apart."""
         tree, like = self.tree, self.likes[0]
-        if tree is _tree.LEAF and not self.operator and value.__class__ is Tensor and not value.is_nested:
-            same = value.shape == like.shape and value.dtype is like.dtype and value.layout is torch.strided
+        if (
+            tree is _tree.LEAF
+            and not self.operator
+            and value.__class__ is Tensor
+            and not value.is_nested
+        ):
+            same = (
+                value.shape == like.shape
+                and value.dtype is like.dtype
+                and value.layout is torch.strided
+            )
             if same and value.device == like.device:  # as nearly always
                 return Vectors("structure", [value], None, tree)
         plain = value.__class__ is dict and _arguments.TENSORS.issuperset(map(type, value.values()))
@@ -202,14 +233,23 @@ class Space:
         return Vectors("structure", parts, count, tree)
 
     def as_tensors(self, value: Any, name: str = "v") -> Any:
-        """NumPy arrays, also in a container, and lists of numbers as tensors; anything else as it is."""
+        """NumPy arrays, also in a container, and lists of numbers as tensors;
+        anything else as it is.
+        """
         return as_tensors(value, promoted(self.likes), self.device, name)
 
     def structured(self, value: Any, name: str, tree: _tree.Tree) -> tuple[Leaves, int | None]:
-        """The parts of vectors with some structure, and how many they are, told by one dimension more in front."""
+        """The parts of vectors with some structure, and how many they are,
+        told by one dimension more in front.
+        """
         if tree is _tree.LEAF and isinstance(value, Tensor):
             return [value], _count(value, self.likes[0], name)
-        if tree is not None and value.__class__ is dict and tree.template is dict and tuple(value) == tree.keys:
+        if (
+            tree is not None
+            and value.__class__ is dict
+            and tree.template is dict
+            and tuple(value) == tree.keys
+        ):
             leaves = [*value.values()]
             known = _arguments.TENSORS.issuperset(map(type, leaves))
             # As every dict of parameters is.
@@ -219,28 +259,36 @@ class Space:
 
     def rearranged(self, value: Any, name: str, tree: _tree.Tree) -> tuple[Leaves, int | None]:
         """The parts of a container in any order, each leaf checked."""
-        expected = f"it must be {self._meaning}" + (f", or flat: ({self.size},)." if self.operator else ".")
+        expected = f"it must be {self._meaning}" + (
+            f", or flat: ({self.size},)." if self.operator else "."
+        )
         if tree is not None and isinstance(value, Tensor):
             raise self._wrong_shape(value, name)
         if tree is not None and not _tree.is_container(value):
-            raise InputError(f"{name}: got {_arguments.kind(value)}, expected {_tree.describe(tree)}; {expected}")
+            raise InputError(
+                f"{name}: got {_arguments.kind(value)}, expected {_tree.describe(tree)}; {expected}"
+            )
         different = _tree.difference(tree, _tree.flatten(value, name)[2], name)
         if different:
             raise InputError(f"{different}; {expected}")
         leaves = _tree.leaves_like(tree, value)
         labels = _tree.paths(tree, name)
-        counts = [_count(leaf, like, label) for leaf, like, label in zip(leaves, self.likes, labels, strict=True)]
+        counts = [
+            _count(leaf, like, label)
+            for leaf, like, label in zip(leaves, self.likes, labels, strict=True)
+        ]
         if any(count != counts[0] for count in counts):
             raise InputError(
-                f"{name}: the leaves hold different numbers of vectors, {counts}; give the same number in each."
+                f"{name}: the leaves hold different numbers of vectors, {counts}; "
+                "give the same number in each."
             )
         return leaves, counts[0]
 
     def _is_flat(self, value: Tensor, name: str) -> bool:
         """Whether a tensor is `(D,)`, or columns `(D, K)`.
 
-        For functions at one tensor, its own shape comes first, and several like it; as many as a line has entries may
-        be rows or columns.
+        For functions at one tensor, its own shape comes first, and several like it; as many as a
+        line has entries may be rows or columns.
         """
         check_dense(value, name, f", {self._meaning}")
         if self.tree is _tree.LEAF and not self.operator:
@@ -249,7 +297,9 @@ class Space:
                 raise InputError(_rows_or_columns(value, name))
             if own in (value.shape, value.shape[1:]):
                 return False
-        return (self.operator and self.flat) or (0 < value.ndim <= 2 and value.shape[0] == self.size)
+        return (self.operator and self.flat) or (
+            0 < value.ndim <= 2 and value.shape[0] == self.size
+        )
 
     def _parse_flat(self, value: Tensor, name: str) -> Vectors:
         if value.ndim not in (1, 2) or value.shape[0] != self.size:
@@ -258,10 +308,14 @@ class Space:
             raise _wrong_kind(value, name, self.dtype, self.device)
         if value.ndim == 1:
             return Vectors("flat", self.split(value), None, self.tree)
-        return Vectors("columns", [value] if self.operator else self.split(value.T), value.shape[1], self.tree)
+        return Vectors(
+            "columns", [value] if self.operator else self.split(value.T), value.shape[1], self.tree
+        )
 
     def _parse_batched(self, value: Tensor, name: str) -> Vectors:
-        """A vector for each system, flat or like the point; several in front, or behind as columns."""
+        """A vector for each system, flat or like the point; several in front,
+        or behind as columns.
+        """
         check_dense(value, name, f", {self._meaning}")
         if value.dtype != self.dtype or value.device != self.device:
             raise _wrong_kind(value, name, self.dtype, self.device)
@@ -323,7 +377,9 @@ class Space:
         ]
 
     def turned_at_once(self, least: int) -> int:
-        """How many vectors to turn from columns into rows in one go: some `TURNED_BYTES`, but at least so many."""
+        """How many vectors to turn from columns into rows in one go: some `TURNED_BYTES`,
+        but at least so many.
+        """
         return max(least, TURNED_BYTES // max(1, self.size * self.dtype.itemsize))
 
     def join_into(self, out: Tensor, parts: Sequence[Tensor]) -> None:
@@ -331,7 +387,9 @@ class Space:
         if any(part.dtype != self.dtype for part in parts):
             out.copy_(self.join(parts, len(out)))
             return
-        pieces = [part.reshape((*out.shape[:-1], n)) for part, n in zip(parts, self._sizes, strict=True)]
+        pieces = [
+            part.reshape((*out.shape[:-1], n)) for part, n in zip(parts, self._sizes, strict=True)
+        ]
         torch.cat(pieces, dim=-1, out=out)
 
     def join(self, parts: Sequence[Tensor], count: int | None) -> Tensor:
@@ -361,19 +419,28 @@ class Space:
         for pattern in patterns:
             if not isinstance(pattern, str):
                 raise InputError(
-                    f"block: got {_arguments.kind(pattern)}, expected names of leaves: {', '.join(self.names[:6])}."
+                    f"block: got {_arguments.kind(pattern)}, expected names of leaves: "
+                    f"{', '.join(self.names[:6])}."
                 )
             result = {index for index, name in enumerate(self.names) if matches(name, pattern)}
             if not result:
-                near = difflib.get_close_matches(pattern.rstrip(".*"), self.names, n=3, cutoff=0.4) or self.names[:6]
-                raise InputError(f"block: {pattern!r} matches no leaf. Near matches: {', '.join(near)}.")
+                near = (
+                    difflib.get_close_matches(pattern.rstrip(".*"), self.names, n=3, cutoff=0.4)
+                    or self.names[:6]
+                )
+                raise InputError(
+                    f"block: {pattern!r} matches no leaf. Near matches: {', '.join(near)}."
+                )
             chosen |= result
         return sorted(chosen)
 
     def zeros(self, count: int | None = None) -> Leaves:
         """The parts of a zero vector, or of `count` of them."""
         lead = () if count is None else (count,)
-        return [torch.zeros((*lead, *like.shape), dtype=like.dtype, device=like.device) for like in self.likes]
+        return [
+            torch.zeros((*lead, *like.shape), dtype=like.dtype, device=like.device)
+            for like in self.likes
+        ]
 
     def zeros_flat(self, size: int) -> Tensor:
         """A line of zeros, in the dtype of flat vectors."""
@@ -381,7 +448,10 @@ class Space:
 
     def empty(self, count: int) -> Leaves:
         """Room for the parts of `count` vectors."""
-        return [torch.empty((count, *like.shape), dtype=like.dtype, device=like.device) for like in self.likes]
+        return [
+            torch.empty((count, *like.shape), dtype=like.dtype, device=like.device)
+            for like in self.likes
+        ]
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -400,7 +470,8 @@ def matches(name: str, pattern: str) -> bool:
 def _turned(columns: Tensor) -> Tensor:
     """The transpose `(K, n)`, each row contiguous.
 
-    By tiles: a processor turns what its caches hold two to five times faster than a large matrix at once.
+    By tiles: a processor turns what its caches hold two to five times faster than a large matrix at
+    once.
     """
     if columns.stride(0) == 1 or columns.device.type != "cpu" or len(columns) <= _TILE:
         return columns.T if columns.stride(0) == 1 else columns.T.contiguous()
@@ -410,7 +481,9 @@ def _turned(columns: Tensor) -> Tensor:
     return rows
 
 
-def join(parts: Sequence[Tensor], count: int | None, dtype: torch.dtype, batch: torch.Size = NO_BATCH) -> Tensor:
+def join(
+    parts: Sequence[Tensor], count: int | None, dtype: torch.dtype, batch: torch.Size = NO_BATCH
+) -> Tensor:
     """Parts as one flat vector, or, of so many stacked ones, as rows."""
     lead = batch if count is None else (count, *batch)
     pieces = [part.reshape((*lead, part.shape[len(lead) :].numel())).to(dtype) for part in parts]
@@ -459,15 +532,17 @@ def _wrong_kind(value: Tensor, name: str, dtype: torch.dtype, device: torch.devi
     )
 
 
-# --- random vectors: their laws, and where their numbers come from. One vocabulary for all that draw them -------------
-# `samples=` is how many, `probes=` their law, `generator=` their source, `vectors=` the caller's own.
+# --- random vectors: their laws, and where their numbers come from. One vocabulary for all that
+# draw them `samples=` is how many, `probes=` their law, `generator=` their source, `vectors=` the
+# caller's own.
 
 
 def check_generator(generator: object) -> None:
     """Raise unless this is a generator, or None."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise InputError(
-            f"generator: got {_arguments.kind(generator)}, expected torch.Generator().manual_seed(seed), or None."
+            f"generator: got {_arguments.kind(generator)}, "
+            "expected torch.Generator().manual_seed(seed), or None."
         )
 
 
@@ -500,15 +575,20 @@ def memory_on(device: torch.device) -> float:
     return math.inf
 
 
-def draw(shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Generator | None) -> Tensor:
+def draw(
+    shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Generator | None
+) -> Tensor:
     """Independent numbers of mean 0 and variance 1, in the dtype and on the device of `like`.
 
-    They are drawn where the generator is (a CPU generator gives a CUDA tensor the numbers it gives a CPU tensor), by
-    default with the default generator of `like`'s device; in single precision at least, which half precision rounds.
+    They are drawn where the generator is (a CPU generator gives a CUDA tensor the numbers it gives
+    a CPU tensor), by default with the default generator of `like`'s device; in single precision at
+    least, which half precision rounds.
     """
     check_room("the random vectors", shape, like, "Ask for fewer of them.")
     device = like.device if generator is None else generator.device
-    drawn = torch.empty(tuple(shape), dtype=torch.promote_types(like.dtype, torch.float32), device=device)
+    drawn = torch.empty(
+        tuple(shape), dtype=torch.promote_types(like.dtype, torch.float32), device=device
+    )
     with _settings.grad_mode(False):
         if probes == "gaussian":
             drawn.normal_(generator=generator)
@@ -518,24 +598,31 @@ def draw(shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Ge
 
 
 def generic(count: int) -> Tensor:
-    """Numbers in [1, 2), always the same ones, that touch nobody's random state. Each caller has its own."""
+    """Numbers in [1, 2), always the same ones,
+    that touch nobody's random state. Each caller has its own.
+    """
     return 1 + (SOME[:count] if count <= 2**12 else _uniform(count))
 
 
 def _uniform(count: int) -> Tensor:
-    return torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    return torch.rand(
+        count, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
 
 
 SOME = _uniform(2**12)  # to seed a generator takes as long as a pass over a small graph
 
 
 def standard_error(estimates: Tensor) -> Tensor | None:
-    """The standard error of the mean of independent estimates, along the first dimension; None of a single one."""
+    """The standard error of the mean of independent estimates, along the first dimension;
+    None of a single one.
+    """
     if len(estimates) < 2:
         return None
     if not estimates.numel():
         return estimates.sum(0)
-    unit = near(estimates.detach().abs().amax(0))  # squares of very small or large numbers have no place in their dtype
+    # squares of very small or large numbers have no place in their dtype
+    unit = near(estimates.detach().abs().amax(0))
     return (estimates / unit).std(0) / len(estimates) ** 0.5 * unit
 
 

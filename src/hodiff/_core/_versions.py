@@ -1,4 +1,5 @@
-"""What PyTorch does not promise: differences of releases; what nodes tell, proved; the engine's entry.
+"""What PyTorch does not promise: differences of releases; what nodes tell, proved; the engine's
+entry.
 
 What differs between the supported releases has an entry that names the ones it serves. Private
 attributes of nodes are read here alone, and no class of nodes is told by its name that `LOOKS` does
@@ -59,13 +60,16 @@ __all__ = [
 ]
 
 levels: Any = torch._C if RELEASE < (2, 13) else sys.modules["torch._functorch.predispatch"]
-"""Where all use of forward mode looks up `_enter_dual_level`: from 2.13 on a module, which has another name below."""
+"""Where all use of forward mode looks up `_enter_dual_level`: from 2.13 on a module,
+which has another name below.
+"""
 _ENTER_LEVEL = "_enter_dual_level" if levels is torch._C else "_enter_dual_level_impl"
 
-# --- the engine's entry: PyTorch's autograd engine, called where all arguments are our own ----------------------------
-# `torch.autograd.grad` looks at each argument in Python before it calls the engine: 40 calls and more for
-# six inputs, in each pass; `torch.vmap` takes 130 calls. Shapes, dtypes and numbers are right here, so both are entered
-# directly; by the public function where a tensor subclass or a mode wants to see the call.
+# --- the engine's entry: PyTorch's autograd engine, called where all arguments are our own --------
+# `torch.autograd.grad` looks at each argument in Python before it calls the engine: 40 calls and
+# more for six inputs, in each pass; `torch.vmap` takes 130 calls. Shapes, dtypes and numbers are
+# right here, so both are entered directly; by the public function where a tensor subclass or a mode
+# wants to see the call.
 
 
 class _Passing(threading.local):
@@ -79,20 +83,33 @@ _run = torch.autograd.Variable._execution_engine.run_backward
 
 
 def grad(
-    outputs: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Tensor | None], *, keep: bool, build: bool
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    cotangents: Sequence[Tensor | None],
+    *,
+    keep: bool,
+    build: bool,
 ) -> Sequence[Tensor | None]:
     """The gradient of a scalar function, ∇f(x)."""
     outputs, inputs = tuple(outputs), tuple(inputs)
     ones: list[Tensor] = []
-    for output, cotangent in zip(outputs, cotangents, strict=True):  # ones for samples' scalars, too
+    # ones for samples' scalars, too
+    for output, cotangent in zip(outputs, cotangents, strict=True):
         ones += [torch.ones_like(output) if cotangent is None else cotangent]
     if has_torch_function(outputs + inputs):
         return public(outputs, inputs, ones, keep=keep, build=build)
-    return _run(outputs, tuple(ones), keep, build, inputs, allow_unreachable=True, accumulate_grad=False)
+    return _run(
+        outputs, tuple(ones), keep, build, inputs, allow_unreachable=True, accumulate_grad=False
+    )
 
 
 def public(
-    outputs: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Tensor | None], *, keep: bool, build: bool
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    cotangents: Sequence[Tensor | None],
+    *,
+    keep: bool,
+    build: bool,
 ) -> Sequence[Tensor | None]:
     """A pass by the public `torch.autograd.grad`, which checks everything."""
     passing.ours += 1
@@ -120,9 +137,12 @@ DYNAMO = "torch._dynamo"
 COMPILER, STANCE = "torch._dynamo.eval_frame", "_stance"
 """Where it keeps whether compiled functions run as they are, and under which name."""
 
-# The state of a thread. PyTorch's own contexts set it in Python, where an interrupt may come between.
+# The state of a thread. PyTorch's own contexts set it in Python, where an interrupt may come
+# between.
 inference: Any = _torch._InferenceMode
-"""A guard, from when it is made until it goes, or `__exit__` in C: it puts back both modes of grad."""
+"""A guard, from when it is made until it goes, or `__exit__` in C:
+it puts back both modes of grad.
+"""
 set_grad_enabled: Callable[[bool], None] = _torch._set_grad_enabled
 forward_mode_on: Callable[[], bool] = _torch._is_fwd_grad_enabled
 """Whether tangents are carried: not in the forward of a Function."""
@@ -160,8 +180,13 @@ class _Batches:
     """Whether they are entered directly: after the first, with which PyTorch loads their rules."""
 
 
-def mapped(function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
-    """`function` of each of the stacked vectors, in one batch. An error may leave the batch's level on."""
+def mapped(
+    function: Callable[..., tuple[Tensor, ...] | Tensor], vectors: Sequence[Tensor]
+) -> list[Tensor]:
+    """`function` of each of the stacked vectors, in one batch.
+
+    An error may leave the batch's level on.
+    """
     if not _Batches.direct or has_torch_function(tuple(vectors)):
         result = torch.vmap(function, randomness="same")(*vectors)
         _Batches.direct = True
@@ -209,7 +234,8 @@ def set_aside_levels(undo: list[Callable[[], object]]) -> None:
             _functorch.push_dynamic_layer_stack(off[entered - 1 - now])
 
     undo += [restore]
-    off.extend(starmap(_functorch.pop_dynamic_layer_stack, repeat((), entered)))  # interrupted nowhere
+    # interrupted nowhere
+    off.extend(starmap(_functorch.pop_dynamic_layer_stack, repeat((), entered)))
 
 
 def leave_levels(depth: int) -> None:
@@ -219,20 +245,23 @@ def leave_levels(depth: int) -> None:
     _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
-# --- what differs between releases ------------------------------------------------------------------------------------
+# --- what differs between releases ----------------------------------------------------------------
 
-# Until 2.13: the pairwise distances have no second derivative. Their nodes carry no marker that says so.
+# Until 2.13: the pairwise distances have no second derivative. Their nodes carry no marker that
+# says so.
 DISTANCES = ("CdistBackwardBackward0", "PdistBackwardBackward0") if RELEASE < (2, 14) else ()
 
-# From 2.14 on, clamp has slope 0 at a bound, and 1/2 where the bound is a tensor; before, it had slope 1 at either.
+# From 2.14 on, clamp has slope 0 at a bound, and 1/2 where the bound is a tensor; before, it had
+# slope 1 at either.
 CLAMPED = (1.0, 1.0) if RELEASE < (2, 14) else (0.0, 0.5)
 
-# All: each functional collective has this one behind it, and a batch of vectors is read before it has arrived.
+# All: each functional collective has this one behind it, and a batch of vectors is read before it
+# has arrived.
 _COLLECTIVE = "GeneratedBackwardFor__c10d_functional__wrap_tensor_autograd_defaultBackward"
 
-# All: their backward has a batching rule that is wrong silently, so vectors pass them one at a time.
-# (masked_select: where its argument is broadcast to the mask.) That of the CPU's recurrent layers has none: PyTorch
-# would take one at a time itself, and ask the user to file an issue.
+# All: their backward has a batching rule that is wrong silently, so vectors pass them one at a
+# time. (masked_select: where its argument is broadcast to the mask.) That of the CPU's recurrent
+# layers has none: PyTorch would take one at a time itself, and ask the user to file an issue.
 BATCHED_WRONGLY = (
     "CdistBackward0",
     "CdistBackwardBackward0",
@@ -249,7 +278,9 @@ LU_IS_CONSTANT = RELEASE < (2, 15)
 
 
 def remember_in_thread(key: str, value: object) -> None:
-    """2.8 to 2.11 give back a reference to what PyTorch keeps for a thread that they never took: the process ends."""
+    """2.8 to 2.11 give back a reference to what PyTorch keeps for a thread that they never took:
+    the process ends.
+    """
     references = sys.getrefcount(value)
     _torch._stash_obj_in_tls(key, value)
     if sys.getrefcount(value) == references:
@@ -266,14 +297,16 @@ def dense(x: Any) -> Any:
     return x.contiguous() if RELEASE < (2, 9) else x
 
 
-# Until 2.11 the fused attention of the processor reads beyond the keys of fewer heads than the queries have (measured
-# on 2.8: not finite, or a segmentation fault); there such heads take plain operations.
+# Until 2.11 the fused attention of the processor reads beyond the keys of fewer heads than the
+# queries have (measured on 2.8: not finite, or a segmentation fault); there such heads take plain
+# operations.
 GROUPS_HEADS = RELEASE >= (2, 12)
 
 
 @cache
 def load_forward_mode() -> None:
-    """2.14, 2.15: PyTorch compiles helpers when forward mode is first used, by what it deprecates with a FutureWarning.
+    """2.14, 2.15: PyTorch compiles helpers when forward mode is first used, by what it deprecates
+    with a FutureWarning.
 
     Python shows that to users, in the midst of a call of ours of which they can change nothing.
     (Before, PyTorch says it by a DeprecationWarning, which Python hides.)
@@ -284,8 +317,11 @@ def load_forward_mode() -> None:
             forward_ad.make_dual(torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
 
 
-def telling_where_forward_mode_begins(tell: Callable[[], object]) -> tuple[dict[str, Any], str, Any, Any]:
-    """What calls `tell` where a level of forward mode is entered: where it belongs, its name, it, and what it is for.
+def telling_where_forward_mode_begins(
+    tell: Callable[[], object],
+) -> tuple[dict[str, Any], str, Any, Any]:
+    """What calls `tell` where a level of forward mode is entered: where it belongs, its name, it,
+    and what it is for.
 
     Under the names that users call, all pass here. Dynamo does not look into what calls this name.
     """
@@ -299,12 +335,15 @@ def telling_where_forward_mode_begins(tell: Callable[[], object]) -> tuple[dict[
 
 
 def mend_from_local() -> bool:
-    """2.13 to 2.15: give `DTensor.from_local` a backward that can be differentiated also where it redistributes.
+    """2.13 to 2.15: give `DTensor.from_local` a backward that can be differentiated also where it
+    redistributes.
 
-    PyTorch's returns a tensor without a graph there, so that second derivatives lack a part. First ones stay PyTorch's.
+    PyTorch's returns a tensor without a graph there, so that second derivatives lack a part. First
+    ones stay PyTorch's.
 
     Returns:
-        Whether further derivatives through DTensors are right then. Before, `redistribute` cuts the graph as well.
+        Whether further derivatives through DTensors are right then. Before, `redistribute` cuts the
+        graph as well.
     """
     module = sys.modules.get("torch.distributed.tensor._api")
     if module is None or RELEASE < (2, 13):
@@ -317,7 +356,8 @@ def mend_from_local() -> bool:
             if gradient is None or not (torch.is_grad_enabled() and gradient.requires_grad):
                 return theirs(ctx, gradient)
             placements = ctx.grad_placements or [
-                module.Replicate() if each.is_partial() else each for each in ctx.forward_input_placements
+                module.Replicate() if each.is_partial() else each
+                for each in ctx.forward_input_placements
             ]
             ours = gradient.redistribute(ctx.forward_input_device_mesh, placements)
             return ours.to_local(), *[None] * (len(ctx.needs_input_grad) - 1)
@@ -356,9 +396,13 @@ KERNEL_KEY = _key(KERNEL_KEY_NAME)
 _BATCHED_KEY = _key("Batched")
 
 
-is_included: Callable[[Any], bool] = bool if KERNEL_KEY is None else _torch._dispatch_tls_is_dispatch_key_included
+is_included: Callable[[Any], bool] = (
+    bool if KERNEL_KEY is None else _torch._dispatch_tls_is_dispatch_key_included
+)
 """Whether a thread has what stands under a key."""
-include: Callable[..., object] = bool if KERNEL_KEY is None else _torch._dispatch_tls_set_dispatch_key_included
+include: Callable[..., object] = (
+    bool if KERNEL_KEY is None else _torch._dispatch_tls_set_dispatch_key_included
+)
 """Give it to a thread, or take it away."""
 
 
@@ -374,7 +418,11 @@ def key_left_out(key: Any) -> Any:
 
 def is_in_a_batch_of_passes(x: Any) -> bool:
     """Whether a tensor is of PyTorch's older `vmap`, that of `is_grads_batched`."""
-    return _BATCHED_KEY is not None and isinstance(x, Tensor) and _torch._dispatch_keys(x).has(_BATCHED_KEY)
+    return (
+        _BATCHED_KEY is not None
+        and isinstance(x, Tensor)
+        and _torch._dispatch_keys(x).has(_BATCHED_KEY)
+    )
 
 
 OPERATORS: dict[str, Any] = _ops._higher_order_ops
@@ -406,7 +454,7 @@ def skip(code: CodeType) -> None:
     _dynamo.eval_frame.set_code_exec_strategy(code, strategy(action, action))
 
 
-# --- what nodes tell under private names ------------------------------------------------------------------------------
+# --- what nodes tell under private names ----------------------------------------------------------
 
 Node = Any
 
@@ -414,7 +462,9 @@ Node = Any
 class _Read:
     """What a saved tensor tells of itself from 2.12 on, read from the node."""
 
-    def __init__(self, data: Tensor | None = None, hook: object = None, error: RuntimeError | None = None) -> None:
+    def __init__(
+        self, data: Tensor | None = None, hook: object = None, error: RuntimeError | None = None
+    ) -> None:
         self.data = data
         self.unpack_hook = hook
         self._error = error
@@ -437,13 +487,19 @@ def _stop(frame: FrameType, event: str, argument: object) -> None:
 
 
 _reading = threading.RLock()
-"""Held while the collector is off for `_read`: no thread takes another's "off" for what it is to put back."""
+"""Held while the collector is off for `_read`:
+no thread takes another's "off" for what it is to put back.
+"""
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
+    os.register_at_fork(
+        before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release
+    )
 
 
 def _read(node: Node, name: str) -> Any:
-    """2.8 to 2.11: the hook that would be called is told by what a profiler sees, and stopped before it runs."""
+    """2.8 to 2.11: the hook that would be called is told by what a profiler sees,
+    and stopped before it runs.
+    """
     profiled = sys.getprofile() is not None
     put: Any = sys.settrace if profiled else sys.setprofile
     theirs = sys.gettrace() if profiled else None
@@ -472,7 +528,9 @@ SAVED, RAW = "_saved_", "_raw_saved_"
 """What begins the names under which nodes show what they saved, and that packed."""
 
 look = _read if RELEASE < (2, 12) else getattr
-"""For "_raw_saved_x" its `data`, its `unpack_hook` (2.8 to 2.11: one of the same code), and `unpack()`."""
+"""For "_raw_saved_x" its `data`, its `unpack_hook` (2.8 to 2.11: one of the same code),
+and `unpack()`.
+"""
 
 
 def kept(node: Node, name: str) -> Any:
@@ -508,15 +566,17 @@ class Kept:
 
 
 def given_back(kept: Kept) -> Tensor:
-    """What was saved; if it was changed since, an error as of PyTorch's, which does not look at what a hook has."""
+    """What was saved; if it was changed since, an error as of PyTorch's, which does not look at
+    what a hook has.
+    """
     tensor = kept.tensor
     if tensor is None:
         return kept.unpack(kept.packed)
     if tensor._version != kept.version:
         raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {[*tensor.shape]}] is at version {tensor._version}; expected version {kept.version} "
-            "instead."
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{tensor.type()} {[*tensor.shape]}] is at version {tensor._version}; "
+            f"expected version {kept.version} instead."
         )
     return tensor
 
@@ -536,18 +596,24 @@ is_training = attrgetter("_saved_training")
 
 
 def weight(node: Node) -> Node | None:
-    """The node of the weight that a norm multiplies by; None where it has none, or none that is differentiated."""
+    """The node of the weight that a norm multiplies by; None where it has none,
+    or none that is differentiated.
+    """
     return node.next_functions[1][0]
 
 
 def lacks_weight(node: Node) -> bool:
-    """Whether a norm has a bias, and nothing to multiply by: PyTorch's second derivative by the bias is then zero."""
+    """Whether a norm has a bias, and nothing to multiply by: PyTorch's second derivative by the
+    bias is then zero.
+    """
     (weight, _), (bias, _) = node.next_functions[1:3]
     return weight is None and bias is not None and kept(node, "weight") is None
 
 
 def was_training(node: Node) -> bool:
-    """Whether the node of a batch norm's gradient is that of a norm by the statistics of its batch."""
+    """Whether the node of a batch norm's gradient is that of a norm by the
+    statistics of its batch.
+    """
     return kept(node, "train")
 
 
@@ -559,7 +625,9 @@ def argument(node: Node) -> Tensor:
 def factors(node: Node) -> list[Tensor]:
     """What the node of a product has multiplied, or divided by; nothing of another reduction."""
     if node.__class__.__name__ not in ("ScatterReduceBackward0", "IndexReduceBackward0"):
-        return [kept(node, "other") if node.__class__.__name__ == "DivBackward0" else kept(node, "self")]
+        return [
+            kept(node, "other") if node.__class__.__name__ == "DivBackward0" else kept(node, "self")
+        ]
     if kept(node, "reduce") != "prod":
         return []
     by_index = node.__class__.__name__ == "IndexReduceBackward0"
@@ -567,7 +635,8 @@ def factors(node: Node) -> list[Tensor]:
 
 
 def underflows(node: Node) -> bool:
-    """Whether a product has results that are 0, or nearly, by factors that are not; not told where a hook packed it.
+    """Whether a product has results that are 0, or nearly, by factors that are not; not told where
+    a hook packed it.
 
     PyTorch's derivatives are the result divided by the factors.
     """
@@ -582,19 +651,24 @@ def underflows(node: Node) -> bool:
 
 
 LARGEST = 1e3
-"""The absolute value of a row's log-sum-exp beyond which the fused kernel's gradient loses digits that count."""
+"""The absolute value of a row's log-sum-exp beyond which the fused kernel's
+gradient loses digits that count.
+"""
 
 
 def rounds_rows(node: Node) -> bool | None:
-    """Whether a node of fused attention has rows, masked in full by large finite numbers, whose gradient is wrong.
+    """Whether a node of fused attention has rows, masked in full by large finite numbers, whose
+    gradient is wrong.
 
-    The kernel takes softmax anew as exp(S - lse), and lse = -1e9 + log N has no digit left of log N: each weight is 1
-    in place of 1/N. None: it cannot be seen, for an activation checkpoint (or another hook) packed it.
+    The kernel takes softmax anew as exp(S - lse), and lse = -1e9 + log N has no digit left of log
+    N: each weight is 1 in place of 1/N. None: it cannot be seen, for an activation checkpoint (or
+    another hook) packed it.
     """
     mask, kept = saved(node, RAW + "attn_mask"), saved(node, RAW + "logsumexp")
     if mask.unpack_hook is not None:
         return None
-    if mask.data is None or kept.data is None:  # no mask; or the graph was freed, which the pass will say
+    # no mask; or the graph was freed, which the pass will say
+    if mask.data is None or kept.data is None:
         return False
     if not _has_numbers(kept):  # a tracer's
         return None
@@ -613,9 +687,11 @@ def is_singular(node: Node) -> bool:
 
 
 def power(node: Node) -> tuple[Tensor, Tensor, bool] | None:
-    """Base and exponent of a power of two tensors, and whether the base varies; None where the exponent does not.
+    """Base and exponent of a power of two tensors, and whether the base varies; None where the
+    exponent does not.
 
-    None also where the graph was freed, which the pass will say, and where a tracer keeps the numbers.
+    None also where the graph was freed, which the pass will say, and where a tracer keeps the
+    numbers.
     """
     raw = saved(node, RAW + "exponent")
     if node.next_functions[1][0] is None or (raw.unpack_hook is None and not _has_numbers(raw)):
@@ -640,7 +716,9 @@ def determinant(node: Node) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def spectrum(node: Node) -> tuple[Tensor, bool, int]:
-    """The values that a decomposition has kept, whether it divides by them, and which result they are."""
+    """The values that a decomposition has kept, whether it divides by them,
+    and which result they are.
+    """
     if node.__class__.__name__ == "LinalgSvdBackward0":
         return kept(node, "S"), kept(node, "U").shape[-2] != kept(node, "Vh").shape[-1], 1
     return kept(node, "eigenvalues"), False, 0
@@ -666,25 +744,31 @@ def root_of(node: Node) -> tuple[float, Tensor]:
 
 _LOSSES = {
     f"{loss}Backward0"
-    for loss in ("NllLoss", "NllLoss2D", "MseLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits",
-                 "SmoothL1Loss", "HuberLoss", "SoftMarginLoss")
+    for loss in ("NllLoss", "NllLoss2D", "MseLoss", "BinaryCrossEntropy",
+                 "BinaryCrossEntropyWithLogits", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss")
 }  # fmt: skip
 _SUMS, _MEANS = {"SumBackward0", "SumBackward1"}, {"MeanBackward0", "MeanBackward1"}
 
 
 def reduction(value: Tensor) -> tuple[Literal["mean", "sum"] | None, torch.Size | None]:
-    """By what the last operation made one number of many, where that can be seen, and the shape of the many."""
+    """By what the last operation made one number of many, where that can be seen,
+    and the shape of the many.
+    """
     node = value.grad_fn
     kind = type(node).__name__
     if kind in _LOSSES:
         return ("mean" if getattr(node, SAVED + "reduction") == 1 else "sum"), None
     if kind in _MEANS or kind in _SUMS:
-        return ("mean" if kind in _MEANS else "sum"), torch.Size(getattr(node, SAVED + "self_sym_sizes"))
+        return ("mean" if kind in _MEANS else "sum"), torch.Size(
+            getattr(node, SAVED + "self_sym_sizes")
+        )
     return None, None
 
 
 def received(node: Node) -> Iterator[tuple[tuple[Any, ...], torch.dtype]]:
-    """The shape and dtype of each gradient that a node receives; nothing where PyTorch cannot tell (nested tensors)."""
+    """The shape and dtype of each gradient that a node receives;
+    nothing where PyTorch cannot tell (nested tensors).
+    """
     try:
         for data in node._input_metadata:
             yield tuple(data.shape), data.dtype
@@ -693,7 +777,9 @@ def received(node: Node) -> Iterator[tuple[tuple[Any, ...], torch.dtype]]:
 
 
 class _RawSaved(dict[type, tuple[str, ...]]):
-    """The attributes under which nodes of a class show what they saved, packed; of Functions none is kept."""
+    """The attributes under which nodes of a class show what they saved, packed;
+    of Functions none is kept.
+    """
 
     def __missing__(self, kind: type) -> tuple[str, ...]:
         if issubclass(kind, BackwardCFunction):
@@ -706,7 +792,10 @@ _RAW_SAVED = _RawSaved()
 
 
 def is_packed(node: Node) -> bool:
-    """Whether reading what a node saved calls a hook: an activation checkpoint, offloading. Runs none."""
+    """Whether reading what a node saved calls a hook: an activation checkpoint, offloading.
+
+    Runs none.
+    """
     for name in _RAW_SAVED[node.__class__]:
         raw = look(node, name)
         for each in raw if raw.__class__ in (tuple, list) else (raw,):
@@ -739,14 +828,16 @@ def is_once_differentiable(function: type) -> bool:
     return getattr(getattr(function, "backward", None), "__code__", None) is _ONCE_CODE
 
 
-# --- proof ------------------------------------------------------------------------------------------------------------
+# --- proof ----------------------------------------------------------------------------------------
 
 
 def _below(result: Any) -> list[Node]:
     """The nodes below a result."""
     nodes = [result.grad_fn]
     for node in nodes:  # which grows
-        nodes += [below for below, _ in node.next_functions if below is not None and below not in nodes]
+        nodes += [
+            below for below, _ in node.next_functions if below is not None and below not in nodes
+        ]
     return nodes
 
 
@@ -770,7 +861,8 @@ def _gradient(result: Tensor, x: Tensor) -> Tensor:
 def _attention(x: Tensor, row: float) -> Node:
     q = x.expand(1, 1, 3, 4)
     mask = x.new_zeros(3, 3).index_fill(0, _ROWS[1:] - 3, row)
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # whatever kernels are switched off
+    # whatever kernels are switched off
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return fused(q, q, q, attn_mask=mask)[0].grad_fn
 
 
@@ -798,26 +890,43 @@ def _levels_are_told() -> bool:
         (eager_transforms._jvp_with_argnums, "dual_level"),
         (forward_ad.dual_level.__enter__, "enter_dual_level"),
         (forward_ad.enter_dual_level, "_enter_dual_level"),
-        (forward_ad.enter_dual_level if levels is torch._C else levels._enter_dual_level, _ENTER_LEVEL),
+        (
+            forward_ad.enter_dual_level if levels is torch._C else levels._enter_dual_level,
+            _ENTER_LEVEL,
+        ),
     )
-    return _ENTER_LEVEL in vars(levels) and all(name in caller.__code__.co_names for caller, name in way)
+    return _ENTER_LEVEL in vars(levels) and all(
+        name in caller.__code__.co_names for caller, name in way
+    )
 
 
 def _passes_are_told() -> bool:
-    """Whether all that users write for a reverse pass goes by the name that `_hooks` takes while a call runs."""
+    """Whether all that users write for a reverse pass goes by the name that
+    `_hooks` takes while a call runs.
+    """
     public = [vars(torch.autograd)[name] for name in ("grad", "backward")]
     return "grad" in eager_transforms._autograd_grad.__code__.co_names and all(
-        "_engine_run_backward" in each.__code__.co_names and each.__globals__ is vars(torch.autograd) for each in public
+        "_engine_run_backward" in each.__code__.co_names
+        and each.__globals__ is vars(torch.autograd)
+        for each in public
     )
 
 
 def _repeats_are_told() -> bool:
-    """Whether checkpoints make what runs their blocks again, and run them, by the names that `_hooks` takes."""
+    """Whether checkpoints make what runs their blocks again, and run them,
+    by the names that `_hooks` takes.
+    """
     home, name = vars(checkpoint), "_checkpoint_without_reentrant_generator"
     within = home.get(f"{name}_impl", home[name])  # from 2.14 on; before
     hooks = home["_checkpoint_hook"].__init__
-    runs = any("_recomputation_hook" in getattr(code, "co_names", ()) for code in hooks.__code__.co_consts)
-    return runs and "_CheckpointFrame" in within.__code__.co_names and within.__globals__ is hooks.__globals__ is home
+    runs = any(
+        "_recomputation_hook" in getattr(code, "co_names", ()) for code in hooks.__code__.co_consts
+    )
+    return (
+        runs
+        and "_CheckpointFrame" in within.__code__.co_names
+        and within.__globals__ is hooks.__globals__ is home
+    )
 
 
 def _checkpoints_are_told() -> bool:
@@ -827,9 +936,15 @@ def _checkpoints_are_told() -> bool:
 
 
 def _swaps_are_told() -> bool:
-    """Whether `torch.func.functional_call` runs a module in a frame that says which, swapped by the name we take."""
+    """Whether `torch.func.functional_call` runs a module in a frame that says which,
+    swapped by the name we take.
+    """
     named = "_functional_call" in torch.func.functional_call.__code__.co_names
-    return named and FUNCTIONAL_CALL.co_varnames[0] == "module" and "_reparametrize_module" in FUNCTIONAL_CALL.co_names
+    return (
+        named
+        and FUNCTIONAL_CALL.co_varnames[0] == "module"
+        and "_reparametrize_module" in FUNCTIONAL_CALL.co_names
+    )
 
 
 def _module_hooks_are_told() -> bool:
@@ -856,7 +971,9 @@ _INDICES, _ROWS = torch.tensor([[0, 1, 2, 3]], device="cpu"), torch.tensor([0, 4
 
 GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "NativeLayerNormBackwardBackward0": lambda x: _gradient(F.layer_norm(x, (4,)).sin(), x),
-    "NativeBatchNormBackwardBackward0": lambda x: _gradient(F.batch_norm(x, None, None, training=True).sin(), x),
+    "NativeBatchNormBackwardBackward0": lambda x: _gradient(
+        F.batch_norm(x, None, None, training=True).sin(), x
+    ),
     "WeightNormInterfaceBackward0": lambda x: weight_norm(x, x[:, :1], 0),
     "SparseCooTensorWithDimsAndTensorsBackward0": lambda x: torch.sparse_coo_tensor(
         _INDICES, x[0], (4,), device="cpu", check_invariants=False
@@ -890,7 +1007,9 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "CdistBackward0": lambda x: torch.cdist(x, x, p=3.0),
     "CdistBackwardBackward0": lambda x: _gradient(torch.cdist(x, x + 1, p=3.0).sin(), x),
     "PdistBackwardBackward0": lambda x: _gradient(torch.pdist(x).sin(), x),
-    "EmbeddingBagBackwardBackward0": lambda x: _gradient(F.embedding_bag(_INDICES[:, :3], x).sin(), x),
+    "EmbeddingBagBackwardBackward0": lambda x: _gradient(
+        F.embedding_bag(_INDICES[:, :3], x).sin(), x
+    ),
     "LinalgDetBackward0": lambda x: torch.linalg.det(x[:, :3]),
     "CopySlices": _raised,
     "DivBackward0": lambda x: x / x,
@@ -968,7 +1087,9 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     "whether a batch norm mixes samples": lambda x: (
         [
             is_training(
-                _names(F.batch_norm(x, x[0].detach(), x[0].detach().abs(), training=t))["NativeBatchNormBackward0"]
+                _names(F.batch_norm(x, x[0].detach(), x[0].detach().abs(), training=t))[
+                    "NativeBatchNormBackward0"
+                ]
             )
             for t in (True, False)
         ]
@@ -978,28 +1099,36 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
         [
             weight(norm.grad_fn) is part.grad_fn
             for part in (x[0],)
-            for norm in (F.layer_norm(x, (4,), part), F.batch_norm(x, None, None, part, training=True))
+            for norm in (
+                F.layer_norm(x, (4,), part),
+                F.batch_norm(x, None, None, part, training=True),
+            )
         ]
         == [True, True]
     ),
     "whether the gradient of a batch norm does": lambda x: (
         [
             was_training(
-                _names(_gradient(F.batch_norm(x, x[0].detach(), x[0].detach().abs(), training=t).sin(), x))[
-                    "NativeBatchNormBackwardBackward0"
-                ]
+                _names(
+                    _gradient(
+                        F.batch_norm(x, x[0].detach(), x[0].detach().abs(), training=t).sin(), x
+                    )
+                )["NativeBatchNormBackwardBackward0"]
             )
             for t in (True, False)
         ]
         == [True, False]
     ),
-    "what a function was applied to": lambda x: argument(torch.sinc(x).grad_fn).data_ptr() == x.data_ptr(),
+    "what a function was applied to": lambda x: (
+        argument(torch.sinc(x).grad_fn).data_ptr() == x.data_ptr()
+    ),
     "whether attention loses digits": lambda x: (
         [rounds_rows(_attention(x, row)) for row in (torch.finfo(x.dtype).min, -1.0, -torch.inf)]
         == [True, False, False]
     ),
     "whether a determinant is 0": lambda x: (
-        [is_singular(torch.linalg.det(matrix).grad_fn) for matrix in (x[:2, :2], x[:2, :2] * 0)] == [False, True]
+        [is_singular(torch.linalg.det(matrix).grad_fn) for matrix in (x[:2, :2], x[:2, :2] * 0)]
+        == [False, True]
     ),
     "what was divided by": lambda x: factors((x / x[0]).grad_fn)[0].shape == x[0].shape,
     "what a product has multiplied": lambda x: (
@@ -1009,7 +1138,8 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     ),
     "what was raised to what power": lambda x: (
         power((x ** x.detach()).grad_fn) is None
-        and [getattr(part, "shape", part) for part in power((x ** x[0]).grad_fn) or ()] == [x.shape, x.shape[1:], True]
+        and [getattr(part, "shape", part) for part in power((x ** x[0]).grad_fn) or ()]
+        == [x.shape, x.shape[1:], True]
     ),
     "what a write to a view hides": lambda x: any(
         node.__class__.__name__ == "PowBackward1" and bool((kept(node, "exponent") == -1).all())
@@ -1027,7 +1157,11 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     "what values a matrix has": lambda x: (
         [
             (part.shape, *rest, values.output_nr)
-            for values in (torch.linalg.svdvals(x), torch.linalg.svdvals(x[:, :3]), torch.linalg.eigvalsh(x[:, :3]))
+            for values in (
+                torch.linalg.svdvals(x),
+                torch.linalg.svdvals(x[:, :3]),
+                torch.linalg.eigvalsh(x[:, :3]),
+            )
             for part, *rest in [spectrum(values.grad_fn)]
         ]
         == [((3,), True, 1, 1), ((3,), False, 1, 1), ((3,), False, 0, 0)]
@@ -1038,17 +1172,23 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
         and norm_of(GRAPHS[NORMS[0]](x).grad_fn)[1].data_ptr() == x.data_ptr()
     ),
     "what a norm or a root is": lambda x: (
-        [root_of(y.grad_fn)[0] for y in (x.norm(3.0), x.sqrt(), torch.dist(x, x.detach() + 1, 4))] == [3.0, 2.0, 4.0]
-        and all(root_of(y.grad_fn)[1].equal(y) for y in (x.sqrt(), x.std(0), torch.std_mean(x, 0)[0]))
+        [root_of(y.grad_fn)[0] for y in (x.norm(3.0), x.sqrt(), torch.dist(x, x.detach() + 1, 4))]
+        == [3.0, 2.0, 4.0]
+        and all(
+            root_of(y.grad_fn)[1].equal(y) for y in (x.sqrt(), x.std(0), torch.std_mean(x, 0)[0])
+        )
     ),
     "what a node receives": lambda x: [*received(x.sin().grad_fn)] == [((3, 4), x.dtype)],
     "whether a checkpoint packed what a node saved": _packed,
     "by what a loss made one number of many": lambda x: (
         [reduction(value) for value in (x.sum(), x.sum(0), x.mean(0), x.mean())]
         == [("sum", x.shape), ("sum", x.shape), ("mean", x.shape), ("mean", x.shape)]
-        and [reduction(F.mse_loss(x, x, reduction=how))[0] for how in ("mean", "sum")] == ["mean", "sum"]
+        and [reduction(F.mse_loss(x, x, reduction=how))[0] for how in ("mean", "sum")]
+        == ["mean", "sum"]
     ),
-    "which Function a node belongs to": lambda x: function_of(_Once.apply(x).grad_fn.__class__) is _Once,
+    "which Function a node belongs to": lambda x: (
+        function_of(_Once.apply(x).grad_fn.__class__) is _Once
+    ),
     "whether a Function is once_differentiable": lambda x: (
         is_once_differentiable(_Once) and not is_once_differentiable(_Plain)
     ),
@@ -1069,7 +1209,9 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
 
 @cache
 def prove() -> None:
-    """Raise where this PyTorch does not answer as expected. In a thread of its own, where no mode of the caller is on.
+    """Raise where this PyTorch does not answer as expected.
+
+    In a thread of its own, where no mode of the caller is on.
 
     Whoever looks at a graph calls it where it meets a class of nodes for the first time.
     """
@@ -1078,7 +1220,11 @@ def prove() -> None:
     def run() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            x = torch.linspace(0.1, 1.2, 12, dtype=torch.float64, device="cpu").reshape(3, 4).requires_grad_()
+            x = (
+                torch.linspace(0.1, 1.2, 12, dtype=torch.float64, device="cpu")
+                .reshape(3, 4)
+                .requires_grad_()
+            )
             for what, told in LOOKS.items():
                 try:
                     if not told(x):

@@ -22,7 +22,9 @@ __all__ = ["Selection", "Where", "modules_below", "plain", "select"]
 
 
 class ModuleSlice(NamedTuple):
-    """Some leaves that are parameters of one module: where they start, under which names, and how it is made."""
+    """Some leaves that are parameters of one module: where they start, under which names,
+    and how it is made.
+    """
 
     module: nn.Module
     start: int
@@ -31,7 +33,8 @@ class ModuleSlice(NamedTuple):
 
 
 class Where:
-    """A parsed point: its leaves in a flat list, and how to put things back into the caller's structure.
+    """A parsed point: its leaves in a flat list, and how to put things back into the caller's
+    structure.
 
     Attributes:
         name: What the point is called in messages.
@@ -42,7 +45,15 @@ class Where:
         given_tree: The structure of the point as it was given, where a module is one leaf.
     """
 
-    __slots__ = ("_argument_items", "given_tree", "module_slices", "name", "names", "tensors", "tree")
+    __slots__ = (
+        "_argument_items",
+        "given_tree",
+        "module_slices",
+        "name",
+        "names",
+        "tensors",
+        "tree",
+    )
 
     def __init__(self, value: Any, name: str = "x") -> None:
         self.name = name
@@ -57,7 +68,9 @@ class Where:
             self.tree = _tree.LEAF
             return
         if value is _arguments.MISSING:
-            raise InputError(f"{name} is missing. hodiff evaluates at a point: {_arguments.called()}.")
+            raise InputError(
+                f"{name} is missing. hodiff evaluates at a point: {_arguments.called()}."
+            )
         self.tensors = []
         self.names = []
         self.module_slices = []
@@ -96,7 +109,8 @@ class Where:
         module = item if isinstance(item, nn.Module) else item.module
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
-                f"{path} is a TorchScript module, whose parameters cannot be replaced; pass the eager module."
+                f"{path} is a TorchScript module, whose parameters cannot be replaced; "
+                "pass the eager module."
             )
         assembly = Assembly.of(module)
         if _arguments.may_be_shared():
@@ -112,7 +126,9 @@ class Where:
         names = tuple([name for name, _ in pairs])
         for _, parameter in pairs:
             if parameter.__class__ is nn.parameter.UninitializedParameter:
-                raise InputError(f"{path} has uninitialized (lazy) parameters; run one forward pass first.")
+                raise InputError(
+                    f"{path} has uninitialized (lazy) parameters; run one forward pass first."
+                )
             if parameter.is_meta or parameter.__class__ not in _arguments.TENSORS:
                 _arguments.check_real_tensor(parameter, path)
         self.module_slices.append(ModuleSlice(module, len(self.tensors), names, assembly))
@@ -128,14 +144,19 @@ class Where:
             for index in range(module_slice.start, module_slice.start + len(module_slice.names)):
                 key, name = id(self.tensors[index]), self.names[index]
                 if key in claimed:
-                    raise InputError(f"{self.name}: the parameter {name!r} is given twice (also as {claimed[key]!r}).")
+                    raise InputError(
+                        f"{self.name}: the parameter {name!r} is given twice (also as "
+                        f"{claimed[key]!r})."
+                    )
                 claimed[key] = name
 
     @classmethod
     def joined(cls, *parts: Where) -> Where:
         """Several points as one, a tuple of them, each keeping its name in messages."""
         whole = cls(parts, ", ".join(part.name for part in parts))
-        whole.given_tree = _tree.rebuild_tree(whole.given_tree, iter([part.given_tree for part in parts]))
+        whole.given_tree = _tree.rebuild_tree(
+            whole.given_tree, iter([part.given_tree for part in parts])
+        )
         return whole
 
     def argument(self, leaves: Sequence[Any]) -> Any:
@@ -148,12 +169,19 @@ class Where:
             for i in range(module_slice.start, module_slice.start + len(module_slice.names))
         }
         free = iter([leaf for index, leaf in enumerate(leaves) if index not in theirs])
-        items = [item if isinstance(item, (nn.Module, Selection)) else next(free) for item in self._argument_items]
+        items = [
+            item if isinstance(item, (nn.Module, Selection)) else next(free)
+            for item in self._argument_items
+        ]
         return _tree.rebuild(self.given_tree, iter(items))
 
     def result(self, leaves: Iterable[Any]) -> Any:
         """`leaves` in the shape of the caller's point; a dict by parameter name for a module."""
-        return next(iter(leaves)) if self.tree is _tree.LEAF else _tree.rebuild(self.tree, iter(leaves))
+        return (
+            next(iter(leaves))
+            if self.tree is _tree.LEAF
+            else _tree.rebuild(self.tree, iter(leaves))
+        )
 
     def space(self) -> Space:
         """The vectors like this point."""
@@ -163,11 +191,15 @@ class Where:
         """The name of a tensor that is given twice, if one is."""
         first: dict[int, str] = {}
         pairs = zip(self.tensors, self.names, strict=True)
-        return next((name for tensor, name in pairs if first.setdefault(id(tensor), name) is not name), None)
+        return next(
+            (name for tensor, name in pairs if first.setdefault(id(tensor), name) is not name), None
+        )
 
 
 def _given(item: Any) -> Any:
-    """What `f` gets for an item: of a compiled module the one behind the wrapper, which runs eagerly and is silent."""
+    """What `f` gets for an item: of a compiled module the one behind the wrapper, which runs
+    eagerly and is silent.
+    """
     return plain(item) if isinstance(item, nn.Module) else item
 
 
@@ -178,7 +210,7 @@ def _chosen(selection: Selection, assembly: Assembly) -> list[tuple[str, Tensor]
     return [(name, selected[name] if name in selected else selection[name]) for name in selection]
 
 
-# --- some parameters of a module, by name: `hodiff.select` ------------------------------------------------------------
+# --- some parameters of a module, by name: `hodiff.select` ----------------------------------------
 
 
 class Selection(Mapping[str, Tensor]):
@@ -199,8 +231,8 @@ class Selection(Mapping[str, Tensor]):
         def __call__(self, *args: object, **kwargs: object) -> NoReturn:
             """As `f` might take what it is given for the module."""
             raise InputError(
-                "a Selection holds parameters and is not the module: call the module itself, model(x), "
-                "which inside f has these parameters."
+                "a Selection holds parameters and is not the module: call the module itself, "
+                "model(x), which inside f has these parameters."
             )
 
     __slots__ = ("_names", "module")
@@ -208,7 +240,10 @@ class Selection(Mapping[str, Tensor]):
     def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
         self.module = module
         if not isinstance(names, Iterable) or isinstance(names, Tensor):
-            raise InputError(f"names: got {_arguments.kind(names)}, expected names; hodiff.select makes a Selection.")
+            raise InputError(
+                f"names: got {_arguments.kind(names)}, expected names; "
+                "hodiff.select makes a Selection."
+            )
         self._names = tuple(names)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -242,21 +277,25 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
         exclude: One or several patterns whose matches are omitted.
 
     Returns:
-        A mapping from name to parameter, in the module's order; a tied parameter appears once, under
-        its first name. Give it as *x* to any function; `f` receives the mapping, and its `.module`
-        is the module. Results are dicts of the same names; each has its parameter's shape. While
+        A mapping from name to parameter, in the module's order; a tied parameter appears once,
+        under its first name. Give it as *x* to any function; `f` receives the mapping, and its
+        `.module` is the module. Results are dicts of the same names; each has its parameter's
+        shape. While
         `f` runs, the parameters that are not selected are constants: their `requires_grad` is
         False, except to calls of hodiff inside.
 
     Raises:
-        InputError: A pattern that matches nothing (near matches are listed), or only frozen parameters.
+        InputError: A pattern that matches nothing (near matches are listed), or only frozen
+            parameters.
 
     Cost:
         No derivative pass; one walk over the module.
 
     Examples:
         >>> import torch, hodiff
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)
+        ... )
         >>> list(hodiff.select(model, "2.*"))
         ['2.weight', '2.bias']
         >>> list(hodiff.select(model, "*.weight", exclude="0"))
@@ -269,7 +308,8 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
         for each in given if isinstance(given, (tuple, list, set)) else (given,):
             if not isinstance(each, str):
                 raise InputError(
-                    f'{name}: got {_arguments.kind(each)}, expected strings, one by one: "head.*", "*.weight".'
+                    f"{name}: got {_arguments.kind(each)}, expected strings, one by one: "
+                    '"head.*", "*.weight".'
                 )
     assembly = Assembly.of(module)
     first_names = _first_names(assembly)
@@ -284,7 +324,7 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
             raise InputError(
                 f"pattern {pattern!r} matches only frozen parameters "
                 f"({', '.join(sorted(matched))}); call requires_grad_(True) on those you "
-                f"differentiate with respect to."
+                "differentiate with respect to."
             )
         chosen |= matched
     dropped: set[str] = set()
@@ -301,7 +341,9 @@ def select(module: nn.Module, *patterns: str, exclude: str | Sequence[str] = ())
 
 
 def _first_names(assembly: Assembly) -> dict[str, str]:
-    """Every name of every parameter, mapped to the first name of that parameter (they differ when tied)."""
+    """Every name of every parameter, mapped to the first name of that parameter
+    (they differ when tied).
+    """
     first: dict[int, str] = {}
     return {path: first.setdefault(id(parameter), path) for _, _, path, parameter in assembly.slots}
 
@@ -309,7 +351,9 @@ def _first_names(assembly: Assembly) -> dict[str, str]:
 def _no_match(module: nn.Module, pattern: str, names: list[str]) -> str:
     known = names + [name for name, _ in plain(module).named_modules() if name]
     near = difflib.get_close_matches(pattern.rstrip(".*"), known, n=3, cutoff=0.4)
-    advice = f"Near matches: {', '.join(near)}." if near else f"Its parameters: {', '.join(names[:8])}."
+    advice = (
+        f"Near matches: {', '.join(near)}." if near else f"Its parameters: {', '.join(names[:8])}."
+    )
     return f"pattern {pattern!r} matches no parameter of {type(module).__name__}. {advice}"
 
 
@@ -325,11 +369,13 @@ def check_real(pairs: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
-# --- a module taken apart: the modules at or below it, and the places of its parameters -------------------------------
+# --- a module taken apart: the modules at or below it, and the places of its parameters -----------
 
 
 def plain(module: nn.Module) -> nn.Module:
-    """The module behind a `torch.compile` wrapper, whose names and parameters are the ones people know."""
+    """The module behind a `torch.compile` wrapper,
+    whose names and parameters are the ones people know.
+    """
     inner = next(module.children(), None) if type(module).__name__ == "OptimizedModule" else None
     return inner if isinstance(inner, nn.Module) else module
 
@@ -339,7 +385,9 @@ ParameterSlot = tuple[nn.Module, str, str, Tensor]
 
 
 class Assembly(NamedTuple):
-    """A module taken apart, in one walk: the modules at or below it, and the slots of their parameters."""
+    """A module taken apart, in one walk: the modules at or below it,
+    and the slots of their parameters.
+    """
 
     modules: dict[nn.Module, None]
     slots: list[ParameterSlot]

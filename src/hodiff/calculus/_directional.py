@@ -1,4 +1,6 @@
-"""Directional derivatives, along x + t v, of every entry of an output: v·∇f and v'∇²f v, by reverse passes."""
+"""Directional derivatives, along x + t v, of every entry of an output: v·∇f and v'∇²f v,
+by reverse passes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from hodiff._core._graph import OutputGraph
 
 
 class Lines(NamedTuple):
-    """Second derivatives along R lines, `(R, *output)`; first ones, likewise; and along the drift, `(*output)`."""
+    """Second derivatives along R lines, `(R, *output)`; first ones, likewise; and along the drift,
+    `(*output)`.
+    """
 
     second: Tensor
     first: Tensor | None
@@ -34,7 +38,8 @@ def by_entries(
     drift: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> Lines:
-    """Where a sample has few outputs and many lines: for each output its gradient, then the lines in batches.
+    """Where a sample has few outputs and many lines: for each output its gradient, then the lines
+    in batches.
 
     Args:
         graph: An evaluation of two passes, of a single tensor.
@@ -57,10 +62,14 @@ def by_entries(
         if drift is not None:
             drifts.append(_inner(gradient, drift.unsqueeze(0), graph.call.batch_ndim))
     shaped = lambda parts: torch.stack(parts, -1).reshape(len(parts[0]), *output.shape)  # noqa: E731
-    return Lines(shaped(seconds), shaped(firsts) if firsts else None, shaped(drifts)[0] if drifts else None)
+    return Lines(
+        shaped(seconds), shaped(firsts) if firsts else None, shaped(drifts)[0] if drifts else None
+    )
 
 
-def _seconds(graph: OutputGraph, gradient: Tensor, vectors: Tensor, chunk_size: int | None, *, more: bool) -> Tensor:
+def _seconds(
+    graph: OutputGraph, gradient: Tensor, vectors: Tensor, chunk_size: int | None, *, more: bool
+) -> Tensor:
     """v'∇²f v of each line and sample, from the gradients of one output."""
 
     def rows(start: int, stop: int) -> list[Tensor]:
@@ -81,8 +90,11 @@ def _inner(a: Tensor, rows: Tensor, batch_ndim: int) -> Tensor:
     return products.sum(dims) if dims else products
 
 
-def by_lines(graph: OutputGraph, output: Tensor, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Where there are few lines and many outputs: first and second derivatives of all outputs along one line.
+def by_lines(
+    graph: OutputGraph, output: Tensor, vectors: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Where there are few lines and many outputs: first and second derivatives of all outputs along
+    one line.
 
     Args:
         graph: An evaluation of four passes.
@@ -94,8 +106,12 @@ def by_lines(graph: OutputGraph, output: Tensor, vectors: Sequence[Tensor]) -> t
     return first, _pushed(graph, first, vectors, differentiated=False)
 
 
-def _pushed(graph: OutputGraph, output: Tensor, vectors: Sequence[Tensor], *, differentiated: bool) -> Tensor:
+def _pushed(
+    graph: OutputGraph, output: Tensor, vectors: Sequence[Tensor], *, differentiated: bool
+) -> Tensor:
     """J v by two passes, as in `_reverse.jvp`."""
     cotangent = torch.ones_like(output, requires_grad=True)
     pulled = _reverse.transposed_product(graph, [output], [cotangent])
-    return _reverse.vjp(graph, pulled, vectors, differentiated=differentiated, inputs=[cotangent])[0]
+    return _reverse.vjp(graph, pulled, vectors, differentiated=differentiated, inputs=[cotangent])[
+        0
+    ]

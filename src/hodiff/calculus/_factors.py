@@ -76,7 +76,11 @@ class Outer:
     @classmethod
     def of(cls, rows: Tensor, shape: Size) -> Outer:
         """Rows as they are, `(N, K, *shape)`."""
-        return Outer(rows.new_ones(len(rows), 1, 1, 1), rows.reshape(*rows.shape[:2], 1, shape.numel()), shape)
+        return Outer(
+            rows.new_ones(len(rows), 1, 1, 1),
+            rows.reshape(*rows.shape[:2], 1, shape.numel()),
+            shape,
+        )
 
     def __getitem__(self, part: slice) -> Outer:
         """The rows of some samples."""
@@ -121,7 +125,9 @@ class Outer:
         if positions <= FEW and type(self) is Outer:
             total = torch.zeros((), dtype=self.left.dtype, device=self.left.device)
             for apart in range(positions):  # each pair of positions once
-                left, right = (x[:, :, apart:] * x[:, :, : positions - apart] for x in (self.left, self.right))
+                left, right = (
+                    x[:, :, apart:] * x[:, :, : positions - apart] for x in (self.left, self.right)
+                )
                 total = total + Outer(left, right, self.shape).pull(None) * (2 if apart else 1)
             return total
         sums = [part.square().sum((0, 1)) for part in self._parts()]
@@ -155,12 +161,17 @@ class Outer:
         if max(positions, more) > POSITIONS or by_pairs > by_rows * width * one.width:
             step = min(one._step(), two._step())
             for start in range(0, width, step):
-                parts = [of._some(slice(start, start + step)) for of in ([one] if other is None else [one, two])]
+                parts = [
+                    of._some(slice(start, start + step))
+                    for of in ([one] if other is None else [one, two])
+                ]
                 lines = [part.flatten(0, 1).flatten(1) for part in parts]
                 out.view(many, others).addmm_(lines[0], lines[-1].T)
             return out
         beside = torch.zeros_like(out) if other is None else out
-        (left, right), (left_2, right_2) = ((of.left.movedim(2, 0).contiguous(), of._turned()) for of in (one, two))
+        (left, right), (left_2, right_2) = (
+            (of.left.movedim(2, 0).contiguous(), of._turned()) for of in (one, two)
+        )
         pairs = combinations_with_replacement(range(positions), 2)
         for t, s in pairs if other is None else product(range(positions), range(more)):
             into = out if t == s else beside

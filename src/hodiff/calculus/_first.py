@@ -28,12 +28,18 @@ ByName = dict[str, Tensor]
 
 @overload
 def grad(
-    f: What, x: nn.Module | Selection, *, has_aux: Literal[False] = False, **options: Unpack[BatchedOptions]
+    f: What,
+    x: nn.Module | Selection,
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[BatchedOptions],
 ) -> ByName: ...
 
 
 @overload
-def grad(f: What, x: T, *, has_aux: Literal[False] = False, **options: Unpack[BatchedOptions]) -> T: ...
+def grad(
+    f: What, x: T, *, has_aux: Literal[False] = False, **options: Unpack[BatchedOptions]
+) -> T: ...
 
 
 @overload
@@ -43,7 +49,9 @@ def grad(
 
 
 @overload
-def grad(f: What, x: T, *, has_aux: Literal[True], **options: Unpack[BatchedOptions]) -> tuple[T, Any]: ...
+def grad(
+    f: What, x: T, *, has_aux: Literal[True], **options: Unpack[BatchedOptions]
+) -> tuple[T, Any]: ...
 
 
 def grad(
@@ -99,12 +107,16 @@ def grad(
         >>> import torch, hodiff
         >>> hodiff.grad(lambda x: (x**3).sum(), torch.tensor([1.0, 2.0]))
         tensor([ 3., 12.])
-        >>> hodiff.grad(lambda p: p["a"] * p["b"] ** 2, {"a": torch.tensor(2.0), "b": torch.tensor(3.0)})
+        >>> hodiff.grad(
+        ...     lambda p: p["a"] * p["b"] ** 2, {"a": torch.tensor(2.0), "b": torch.tensor(3.0)}
+        ... )
         {'a': tensor(9.), 'b': tensor(12.)}
     """
     if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
-    with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)) as graph:
+    with OutputGraph(
+        call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
+    ) as graph:
         gradient = _reverse.gradient(graph)
     result = graph.call.where.result(gradient)
     return (result, graph.extra()) if has_aux else result
@@ -112,7 +124,11 @@ def grad(
 
 @overload
 def value_and_grad(
-    f: What, x: nn.Module | Selection, *, has_aux: Literal[False] = False, **options: Unpack[BatchedOptions]
+    f: What,
+    x: nn.Module | Selection,
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[BatchedOptions],
 ) -> tuple[Tensor, ByName]: ...
 
 
@@ -129,7 +145,9 @@ def value_and_grad(
 
 
 @overload
-def value_and_grad(f: What, x: T, *, has_aux: bool, **options: Unpack[BatchedOptions]) -> tuple[Any, T]: ...
+def value_and_grad(
+    f: What, x: T, *, has_aux: bool, **options: Unpack[BatchedOptions]
+) -> tuple[Any, T]: ...
 
 
 def value_and_grad(
@@ -164,7 +182,8 @@ def value_and_grad(
 
     Returns:
         `(value, gradient)`, or `((value, extra), gradient)` with `has_aux`. The value has the shape
-        that `f` gave it; the gradient is shaped like *x*. Without `create_graph` all tensors are detached.
+        that `f` gave it; the gradient is shaped like *x*. Without `create_graph` all tensors are
+        detached.
 
     Raises:
         InputError: *x* is not real floating point, `f` does not return one element (per sample), or
@@ -181,7 +200,9 @@ def value_and_grad(
     """
     if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
-    with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)) as graph:
+    with OutputGraph(
+        call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
+    ) as graph:
         gradient = _reverse.gradient(graph)
     value = (graph.value(), graph.extra()) if has_aux else graph.value()
     return value, graph.call.where.result(gradient)
@@ -210,8 +231,8 @@ def vjp(
     r"""A vector-Jacobian product, Jᵀu with J = ∂f/∂x.
 
     Args:
-        f: A function of *x* that returns a tensor or a container of tensors, or such tensors already
-            computed from *x*.
+        f: A function of *x* that returns a tensor or a container of tensors, or such tensors
+            already computed from *x*.
         x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
         u: A vector like `f(x)`, or K of them with one extra leading dimension on every leaf; or in
             another form that `hvp` accepts.
@@ -225,7 +246,8 @@ def vjp(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The product, shaped like *x*; `(K, *shape)` on every leaf for K vectors, and columns `(D, K)` for columns.
+        The product, shaped like *x*; `(K, *shape)` on every leaf for K vectors, and columns
+        `(D, K)` for columns.
 
     Raises:
         InputError: *u* does not resemble `f(x)`.
@@ -249,21 +271,31 @@ def vjp(
 
 
 @overload
-def jacobian(f: Any, x: Any, *, matrix: Literal[True], **options: Unpack[ChunkedBatchedOptions]) -> Tensor: ...
+def jacobian(
+    f: Any, x: Any, *, matrix: Literal[True], **options: Unpack[ChunkedBatchedOptions]
+) -> Tensor: ...
 
 
 @overload
 def jacobian(
-    f: OneTensor, x: nn.Module | Selection, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
+    f: OneTensor,
+    x: nn.Module | Selection,
+    *,
+    matrix: Literal[False] = False,
+    **options: Unpack[ChunkedBatchedOptions],
 ) -> ByName: ...
 
 
 @overload
-def jacobian(f: OneTensor, x: T, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]) -> T: ...
+def jacobian(
+    f: OneTensor, x: T, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
+) -> T: ...
 
 
 @overload
-def jacobian(f: Any, x: Any, *, matrix: bool = False, **options: Unpack[ChunkedBatchedOptions]) -> Any: ...
+def jacobian(
+    f: Any, x: Any, *, matrix: bool = False, **options: Unpack[ChunkedBatchedOptions]
+) -> Any: ...
 
 
 def jacobian(
@@ -283,8 +315,8 @@ def jacobian(
     r"""The Jacobian Jᵢⱼ = ∂fᵢ/∂xⱼ, dense.
 
     Args:
-        f: A function of *x* that returns a tensor or a container of tensors, or such tensors already
-            computed from *x*.
+        f: A function of *x* that returns a tensor or a container of tensors, or such tensors
+            already computed from *x*.
         x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
         matrix: Whether to return one `(M, D)` matrix instead of blocks, with rows in the order of
             `f(x)` and columns in that of *x*. For outputs `(N, C)` of a model, `.unflatten(0, (N,
@@ -302,24 +334,28 @@ def jacobian(
 
     Returns:
         For tensors `(*f(x).shape, *x.shape)`, and `(*batch, *output event, *input event)` under
-        `batch_ndim`. For containers, the structure of `f(x)` filled with structures of *x*. With `matrix=True` one
-        tensor `(M, D)`, or `(*batch, M, D)`.
+        `batch_ndim`. For containers, the structure of `f(x)` filled with structures of *x*. With
+        `matrix=True` one tensor `(M, D)`, or `(*batch, M, D)`.
 
     Raises:
-        InputError: `f(x)` is not made of real floating-point tensors, or lacks the batch dimensions.
+        InputError: `f(x)` is not made of real floating-point tensors, or lacks the batch
+            dimensions.
         GraphError: `f` does not depend on *x*, or reaches it other than through its argument.
 
     Cost:
         One evaluation of `f`, and one batched reverse pass per chunk of rows. Where `f(x)` has many
         elements, twice as many as *x* at least, and the result is detached: one pass, which is
-        differentiated by one batched pass per chunk of columns, in about the time of `torch.func.jacfwd`.
-        Not of a tensor already computed, and not where `f` registers a hook, calls a Python
+        differentiated by one batched pass per chunk of columns, in about the time of
+        `torch.func.jacfwd`. Not of a tensor already computed, and not where `f` registers a hook,
+        calls a Python
         `autograd.Function` or has an operation without a second derivative: these go by rows.
         Memory: the result, and what a pass over one chunk needs.
 
     Examples:
         >>> import torch, hodiff
-        >>> hodiff.jacobian(lambda x: torch.stack([x[0] * x[1], x[0] ** 2]), torch.tensor([2.0, 3.0]))
+        >>> hodiff.jacobian(
+        ...     lambda x: torch.stack([x[0] * x[1], x[0] ** 2]), torch.tensor([2.0, 3.0])
+        ... )
         tensor([[3., 2.],
                 [4., 0.]])
     """
@@ -331,7 +367,9 @@ def jacobian(
         for output in outputs:
             _arguments.check_rows(output, graph.call.batch)
         _reverse.check_fits(outputs, graph.leaves, batch_ndim, JACOBIAN_WAY_OUT)
-        table = tall_jacobian(graph, outputs, chunk_size=chunk) or _reverse.blocks(graph, outputs, chunk_size=chunk)
+        table = tall_jacobian(graph, outputs, chunk_size=chunk) or _reverse.blocks(
+            graph, outputs, chunk_size=chunk
+        )
     if is_set(matrix, "matrix"):
         return joined(table, outputs, graph.leaves, batch_ndim)
     _, _, tree = _tree.flatten(graph.outputs)
@@ -339,14 +377,16 @@ def jacobian(
 
 
 JACOBIAN_WAY_OUT = (
-    "Avoid forming it: hodiff.jvp and hodiff.vjp compute its products, hodiff.JacobianOperator many of them."
+    "Avoid forming it: hodiff.jvp and hodiff.vjp compute its products, "
+    "hodiff.JacobianOperator many of them."
 )
 
 
-# --- products from the right: `jvp`, and the columns of tall Jacobians ------------------------------------------------
-# Both by two reverse passes: u -> J'u is linear, and its derivative by u in the direction v is J v. PyTorch's forward
-# mode would run `f` again, under transforms that refuse much of Python, take `no_grad` for nothing, and leave no graph
-# that could be looked at; and to differentiate its result is wrong through norm layers (75 % off through LayerNorm).
+# --- products from the right: `jvp`, and the columns of tall Jacobians ----------------------------
+# Both by two reverse passes: u -> J'u is linear, and its derivative by u in the direction v is J v.
+# PyTorch's forward mode would run `f` again, under transforms that refuse much of Python, take
+# `no_grad` for nothing, and leave no graph that could be looked at; and to differentiate its result
+# is wrong through norm layers (75 % off through LayerNorm).
 
 
 R = TypeVar("R")
@@ -375,8 +415,8 @@ def jvp(
     r"""A Jacobian-vector product, J v with J = ∂f/∂x: a directional derivative.
 
     Args:
-        f: A function of *x* that returns a tensor or a container of tensors, or such tensors already
-            computed from *x*.
+        f: A function of *x* that returns a tensor or a container of tensors, or such tensors
+            already computed from *x*.
         x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
         v: A vector like *x* (a dict by parameter name for a module), or K of them with one extra
             leading dimension on every leaf; or in another form that `hvp` accepts.
@@ -390,7 +430,8 @@ def jvp(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The product, shaped like `f(x)`; `(K, *shape)` on every leaf for K vectors, and columns `(M, K)` for columns.
+        The product, shaped like `f(x)`; `(K, *shape)` on every leaf for K vectors, and columns
+        `(M, K)` for columns.
 
     Raises:
         InputError: *v* does not resemble *x*.
@@ -420,17 +461,25 @@ def jvp(
 
 
 MANY_ROWS = 2
-"""How many times as many rows as columns a Jacobian has that is made by columns: these need a pass more."""
+"""How many times as many rows as columns a Jacobian has that is made by columns:
+these need a pass more.
+"""
 
 SMALL = 2**16
-"""Fewer numbers than these, in the cotangents of all rows together, cost less than the pass more."""
+"""Fewer numbers than these, in the cotangents of all rows together,
+cost less than the pass more.
+"""
 
 
-def tall_jacobian(graph: OutputGraph, outputs: list[Tensor], *, chunk_size: int | None) -> list[list[Tensor]] | None:
-    """The Jacobian's blocks by columns, J e for each unit vector e; None where rows are better, or the only right way.
+def tall_jacobian(
+    graph: OutputGraph, outputs: list[Tensor], *, chunk_size: int | None
+) -> list[list[Tensor]] | None:
+    """The Jacobian's blocks by columns, J e for each unit vector e; None where rows are better, or
+    the only right way.
 
-    Rows need first derivatives alone, and have whatever a hook or a Python Function makes of a gradient; to columns
-    J'u must be linear in u. So they are held against J'u for one u, which also finds what is not finite.
+    Rows need first derivatives alone, and have whatever a hook or a Python Function makes of a
+    gradient; to columns J'u must be linear in u. So they are held against J'u for one u, which also
+    finds what is not finite.
     """
     batch_ndim = graph.call.batch_ndim
     columns = sum(leaf.shape[batch_ndim:].numel() for leaf in graph.leaves)
@@ -441,10 +490,12 @@ def tall_jacobian(graph: OutputGraph, outputs: list[Tensor], *, chunk_size: int 
     # A cotangent of every sample that no symmetry cancels. Positive, for the backward of
     # logcumsumexp takes its logarithm.
     weights = [
-        generic(output.shape[batch_ndim:].numel()).to(output).reshape(output.shape[batch_ndim:]) for output in outputs
+        generic(output.shape[batch_ndim:].numel()).to(output).reshape(output.shape[batch_ndim:])
+        for output in outputs
     ]
     cotangents = [
-        output.new_empty(output.shape).copy_(w).requires_grad_() for output, w in zip(outputs, weights, strict=True)
+        output.new_empty(output.shape).copy_(w).requires_grad_()
+        for output, w in zip(outputs, weights, strict=True)
     ]
     table = []
     try:
@@ -453,7 +504,8 @@ def tall_jacobian(graph: OutputGraph, outputs: list[Tensor], *, chunk_size: int 
             if blocks is None:
                 return None
             table.append(blocks)
-    except RuntimeError as error:  # no second derivative, or no room for its graph: rows need neither
+    except RuntimeError as error:
+        # no second derivative, or no room for its graph: rows need neither
         if not isinstance(error, torch.OutOfMemoryError) and not is_fault(error):
             raise
         return None
@@ -467,7 +519,8 @@ def tall_jacobian(graph: OutputGraph, outputs: list[Tensor], *, chunk_size: int 
 
 
 def _is_linear(graph: OutputGraph, outputs: list[Tensor]) -> bool:
-    """Whether nothing is known that makes J'u another function of u than a linear one, with a derivative.
+    """Whether nothing is known that makes J'u another function of u than a linear one, with a
+    derivative.
 
     Of a tensor already computed it is not known: its graph may have hooks, which nothing shows.
     """
@@ -480,20 +533,32 @@ def _is_linear(graph: OutputGraph, outputs: list[Tensor]) -> bool:
 
 
 def _columns_of(
-    graph: OutputGraph, pulled: Tensor, weights: list[Tensor], cotangents: list[Tensor], chunk_size: int | None
+    graph: OutputGraph,
+    pulled: Tensor,
+    weights: list[Tensor],
+    cotangents: list[Tensor],
+    chunk_size: int | None,
 ) -> list[Tensor] | None:
-    """The derivatives of each output by all entries of one leaf: (samples, entries of the output, of the leaf).
+    """The derivatives of each output by all entries of one leaf: (samples, entries of the output,
+    of the leaf).
 
-    None where they do not add up to J'u for the u that it was computed with, for each sample: no NaN or infinity does.
+    None where they do not add up to J'u for the u that it was computed with, for each sample: no
+    NaN or infinity does.
     """
     count, units = _reverse.basis(pulled, graph.call.batch_ndim)
     samples = pulled.shape[: graph.call.batch_ndim].numel()
     whole = [] if count else [w.new_empty((samples, w.numel(), 0)) for w in weights]
     sums, sizes = [], []
-    # In memory of their own, small beside the result: products of matrices take one vector for all samples one by one.
+    # In memory of their own, small beside the result: products of matrices take one vector for all
+    # samples one by one.
     own = lambda start, stop: [unit.contiguous() for unit in units(start, stop)]  # noqa: E731
-    for start, stop, parts in _reverse.vjps(graph, [pulled], own, count, chunk_size=chunk_size, inputs=cotangents):
-        parts = [part.reshape(stop - start, samples, w.numel()) for part, w in zip(parts, weights, strict=True)]
+    for start, stop, parts in _reverse.vjps(
+        graph, [pulled], own, count, chunk_size=chunk_size, inputs=cotangents
+    ):
+        parts = [
+            part.reshape(stop - start, samples, w.numel())
+            for part, w in zip(parts, weights, strict=True)
+        ]
         sums.append(_sum(parts, weights))
         sizes += [torch.linalg.vector_norm(part) for part in parts]
         if stop - start == count:
@@ -504,11 +569,18 @@ def _columns_of(
             block[..., start:stop] = part.movedim(0, -1)
             del part  # before the next chunk is made
         del parts
-    return whole if not count or _add_up(sums, sizes, pulled.detach().reshape(samples, count)) else None
+    return (
+        whole
+        if not count or _add_up(sums, sizes, pulled.detach().reshape(samples, count))
+        else None
+    )
 
 
 def _sum(parts: list[Tensor], weights: list[Tensor]) -> Tensor:
-    """What some columns give, for each sample: (columns, samples). Before they are turned, which is quicker."""
+    """What some columns give, for each sample: (columns, samples).
+
+    Before they are turned, which is quicker.
+    """
     with _settings.autocast(parts[0].device.type):
         sums = [part.squeeze(1) @ w.reshape(-1) for part, w in zip(parts, weights, strict=True)]
     coarsest = max((part.dtype for part in sums), key=lambda dtype: torch.finfo(dtype).eps)
@@ -523,13 +595,23 @@ def _add_up(sums: list[Tensor], sizes: list[Tensor], expected: Tensor) -> bool:
     return _reverse.agree(total.reshape(expected.T.shape).T, expected, size, sums)
 
 
-def joined(table: list[list[Tensor]], outputs: Sequence[Tensor], leaves: Sequence[Tensor], batch_ndim: int) -> Tensor:
-    """The blocks as one matrix, `(M, D)` or `(*batch, M, D)`, rows and columns in the order of the tensors."""
+def joined(
+    table: list[list[Tensor]], outputs: Sequence[Tensor], leaves: Sequence[Tensor], batch_ndim: int
+) -> Tensor:
+    """The blocks as one matrix, `(M, D)` or `(*batch, M, D)`,
+    rows and columns in the order of the tensors.
+    """
     batch = leaves[0].shape[:batch_ndim]
     heights = [output.shape[batch_ndim:].numel() for output in outputs]
     widths = [leaf.shape[batch_ndim:].numel() for leaf in leaves]
     rows = [
-        torch.cat([block.reshape((*batch, height, width)) for block, width in zip(line, widths, strict=True)], dim=-1)
+        torch.cat(
+            [
+                block.reshape((*batch, height, width))
+                for block, width in zip(line, widths, strict=True)
+            ],
+            dim=-1,
+        )
         if len(widths) > 1
         else line[0].reshape((*batch, height, widths[0]))
         for line, height in zip(table, heights, strict=True)

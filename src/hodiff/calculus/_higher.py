@@ -63,8 +63,9 @@ def nth_derivative(
         A tensor shaped like *x*; `f(x)` itself for order 0.
 
     Raises:
-        InputError: *n* is not an integer of at least 0, or above 170 (33 for single precision); `f(x)` has another
-            shape than *x*, or an entry of `f(x)` depends on other entries of *x*.
+        InputError: *n* is not an integer of at least 0, or above 170 (33 for single precision);
+            `f(x)` has another shape than *x*, or an entry of `f(x)` depends on other entries of
+            *x*.
         GraphError: An operation has no further derivative; `f` does not depend on *x*.
 
     Cost:
@@ -144,11 +145,16 @@ def derivatives(
         for order in range(1, n + 1):
             if weights is not None:  # first, for the last pass of the other chain frees the graph
                 weighted.append(_along(graph, weighted[-1], weights, last=order == n))
-            orders += _reverse.vjp(graph, orders[-1:], [torch.ones_like(value)], differentiated=order < n)
+            orders += _reverse.vjp(
+                graph, orders[-1:], [torch.ones_like(value)], differentiated=order < n
+            )
     if weights is not None:
 
         def again(weights: Tensor) -> list[Tensor]:
-            with state.replayed(), OutputGraph(call(f, x, passes=n, create_graph=False, **given)) as graph:
+            with (
+                state.replayed(),
+                OutputGraph(call(f, x, passes=n, create_graph=False, **given)) as graph,
+            ):
                 chain = [graph.outputs]
                 for order in range(1, n + 1):
                     chain.append(_along(graph, chain[-1], weights, last=order == n))
@@ -157,7 +163,9 @@ def derivatives(
         _check_elementwise(weighted, orders, weights, again)
     if graph.create_graph:
         return graph.value(), *orders[1:]
-    return graph.value(), *_reverse.warned_if_not_finite(graph, [_call.cut(part) for part in orders[1:]])
+    return graph.value(), *_reverse.warned_if_not_finite(
+        graph, [_call.cut(part) for part in orders[1:]]
+    )
 
 
 def _weights(like: Tensor) -> Tensor:
@@ -173,23 +181,37 @@ def _along(graph: OutputGraph, below: Tensor, weights: Tensor, *, last: bool) ->
 
 
 def _check_elementwise(
-    weighted: Sequence[Tensor], plain: Sequence[Tensor], weights: Tensor, again: Callable[[Tensor], Sequence[Tensor]]
+    weighted: Sequence[Tensor],
+    plain: Sequence[Tensor],
+    weights: Tensor,
+    again: Callable[[Tensor], Sequence[Tensor]],
 ) -> None:
-    """Raise where entries mix at some order up to n, given the derivatives along the weights w and along ones.
+    """Raise where entries mix at some order up to n, given the derivatives along the weights w and
+    along ones.
 
-    That of order k along w is w^k times that along ones where each entry has a variable of its own; and, for a w that
-    knows nothing of f, only there: both are polynomials in w. At the first order, J w = w J 1. Where all cancels but
-    rounding errors, they differ, too; but along other multiples of w (by `again`) then by something else.
+    That of order k along w is w^k times that along ones where each entry has a variable of its own;
+    and, for a w that
+    knows nothing of f, only there: both are polynomials in w. At the first order, J w = w J 1.
+    Where all cancels but rounding errors, they differ, too; but along other multiples of w (by
+    `again`) then by something else.
     """
     if _settings.tracing():
         return
-    for order, (weighted_derivative, ones) in enumerate(zip(weighted[1:], plain[1:], strict=True), 1):
-        given, expected = weighted_derivative.detach(), (weights**order if order > 1 else weights) * ones.detach()
+    for order, (weighted_derivative, ones) in enumerate(
+        zip(weighted[1:], plain[1:], strict=True), 1
+    ):
+        given, expected = (
+            weighted_derivative.detach(),
+            (weights**order if order > 1 else weights) * ones.detach(),
+        )
         difference, bound = given - expected, torch.finfo(given.dtype).eps ** 0.5
-        if _reverse.largest(difference) <= bound * _reverse.largest(given) < math.inf:  # as nearly always
+        # as nearly always
+        if _reverse.largest(difference) <= bound * _reverse.largest(given) < math.inf:
             continue
         mixed = _largest(difference) > bound * max(_largest(given), _largest(expected))
-        if mixed and all(_repeats(difference, order, weights, again, factor) for factor in MULTIPLES):
+        if mixed and all(
+            _repeats(difference, order, weights, again, factor) for factor in MULTIPLES
+        ):
             raise InputError(
                 f"f is not elementwise: entries of f(x) depend on other entries of x (seen at "
                 f"order {order}), so the derivative of an entry is not a single number. Use "
@@ -198,10 +220,18 @@ def _check_elementwise(
 
 
 def _repeats(
-    difference: Tensor, order: int, weights: Tensor, again: Callable[[Tensor], Sequence[Tensor]], factor: float
+    difference: Tensor,
+    order: int,
+    weights: Tensor,
+    again: Callable[[Tensor], Sequence[Tensor]],
+    factor: float,
 ) -> bool:
-    """Whether what is apart along w and ones is so along multiples of them: rounding errors are not."""
-    weighted, ones = (again(along * factor)[order].detach() for along in (weights, torch.ones_like(weights)))
+    """Whether what is apart along w and ones is so along multiples of them:
+    rounding errors are not.
+    """
+    weighted, ones = (
+        again(along * factor)[order].detach() for along in (weights, torch.ones_like(weights))
+    )
     apart = (weighted - weights**order * ones) / factor**order
     return _largest(apart - difference) <= 0.05 * _largest(difference)
 
@@ -248,7 +278,9 @@ def _by_jets(
 
         def again(weights: Tensor) -> list[Tensor]:
             with state.replayed():
-                output, expansion = _pushforward.push(f, [x], [[weights.unsqueeze(0)]], n, record=False, **given)
+                output, expansion = _pushforward.push(
+                    f, [x], [[weights.unsqueeze(0)]], n, record=False, **given
+                )
             return _orders(_pushforward.coefficients(output, expansion), n, 1)[0]
 
         _check_elementwise(weighted[0] if weighted else again(weights), plain, weights, again)
@@ -268,5 +300,8 @@ def _orders(series: Series, n: int, lines: int) -> list[list[Any]]:
 def vjp_ahead(graph: OutputGraph, output: Tensor, cotangent: Tensor) -> Tensor:
     """One detached pass to a single leaf, ahead of others that need the same graph."""
     return _reverse.densified(
-        _reverse.vjp_between([output], graph.leaves, [cotangent], keep=True, recorded=graph.recorded), graph.leaves
+        _reverse.vjp_between(
+            [output], graph.leaves, [cotangent], keep=True, recorded=graph.recorded
+        ),
+        graph.leaves,
     )[0]

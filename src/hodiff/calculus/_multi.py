@@ -46,7 +46,11 @@ def multi_grad(
 
 @overload
 def multi_grad(
-    losses: Sequence[What], where: T, *, return_used: Literal[False] = False, **options: Unpack[MultiGradOptions]
+    losses: Sequence[What],
+    where: T,
+    *,
+    return_used: Literal[False] = False,
+    **options: Unpack[MultiGradOptions],
 ) -> list[T]: ...
 
 
@@ -62,24 +66,38 @@ def multi_grad(
 
 @overload
 def multi_grad(
-    losses: Mapping[K, What], where: T, *, return_used: Literal[False] = False, **options: Unpack[MultiGradOptions]
+    losses: Mapping[K, What],
+    where: T,
+    *,
+    return_used: Literal[False] = False,
+    **options: Unpack[MultiGradOptions],
 ) -> dict[K, T]: ...
 
 
 @overload
 def multi_grad(
-    losses: Sequence[What], where: Any, *, return_used: Literal[True], **options: Unpack[MultiGradOptions]
+    losses: Sequence[What],
+    where: Any,
+    *,
+    return_used: Literal[True],
+    **options: Unpack[MultiGradOptions],
 ) -> tuple[list[Any], list[Any]]: ...
 
 
 @overload
 def multi_grad(
-    losses: Mapping[K, What], where: Any, *, return_used: Literal[True], **options: Unpack[MultiGradOptions]
+    losses: Mapping[K, What],
+    where: Any,
+    *,
+    return_used: Literal[True],
+    **options: Unpack[MultiGradOptions],
 ) -> tuple[dict[K, Any], dict[K, Any]]: ...
 
 
 @overload
-def multi_grad(losses: Any, where: Any, *, return_used: bool, **options: Unpack[MultiGradOptions]) -> Any: ...
+def multi_grad(
+    losses: Any, where: Any, *, return_used: bool, **options: Unpack[MultiGradOptions]
+) -> Any: ...
 
 
 def multi_grad(
@@ -102,7 +120,8 @@ def multi_grad(
         losses: Scalars (one element each) computed from `where`, whose graphs are left intact; or
             functions of `where`, evaluated one after the other, so that only one loss's graph is
             alive at a time. A sequence, or a mapping by name.
-        where: A tensor, a container of tensors, a module (its trainable parameters), or `select`ed ones.
+        where: A tensor, a container of tensors, a module (its trainable parameters), or `select`ed
+            ones.
         shared: A function of `where`: the trunk, computed once. The losses are then functions of
             `(where, shared(where))`.
         create_graph: Whether the results can be differentiated again. None: only inside the
@@ -123,10 +142,10 @@ def multi_grad(
         has True or False for each tensor.
 
     Raises:
-        InputError: No losses, a loss that is not a scalar, or tensors and functions mixed; `shared` for
-            tensors; `release` for a result that keeps its graph.
-        GraphError: One of the losses does not depend on `where` (unless `strict=False`), or the graph was
-            freed before.
+        InputError: No losses, a loss that is not a scalar, or tensors and functions mixed; `shared`
+            for tensors; `release` for a result that keeps its graph.
+        GraphError: One of the losses does not depend on `where` (unless `strict=False`), or the
+            graph was freed before.
 
     Cost:
         One pass per loss; with `shared`, one per loss through its own part and one through the
@@ -144,8 +163,8 @@ def multi_grad(
         {'sum': tensor([1., 1.]), 'square': tensor([2., 4.])}
 
     Reference:
-        The cut between heads and trunk, which `shared` makes: Sener and Koltun, Multi-task learning as
-        multi-objective optimization, 2018, https://arxiv.org/abs/1810.04650.
+        The cut between heads and trunk, which `shared` makes: Sener and Koltun, Multi-task learning
+        as multi-objective optimization, 2018, https://arxiv.org/abs/1810.04650.
     """
     names, items = _items(losses)
     functions = _are_functions(items)
@@ -153,7 +172,10 @@ def multi_grad(
     strict = strict if strict is None else is_set(strict, "strict")
     options = _Options(_call.recorded(create_graph), strict, return_used, [])
     if shared is not None and not functions:
-        raise InputError("shared: with it, losses are functions of (where, shared(where)), but these are tensors.")
+        raise InputError(
+            "shared: with it, losses are functions of (where, shared(where)), "
+            "but these are tensors."
+        )
     if release and options.create_graph:
         raise InputError(
             "release frees the graphs of the losses, which a differentiable result needs "
@@ -170,15 +192,21 @@ def multi_grad(
         rows = _together(named, point, shared, options)
     else:
         rows = _with_shared(named, point, shared, options)
-    like = lambda values: dict(zip(names, values, strict=True)) if isinstance(losses, Mapping) else values  # noqa: E731
+    like = lambda values: (  # noqa: E731
+        dict(zip(names, values, strict=True)) if isinstance(losses, Mapping) else values
+    )
     gradients = like([point.result(_reverse.unaliased(row)) for row in rows])
     if not return_used:
         return gradients
-    return gradients, like([point.result([name not in missing for name in point.names]) for missing in options.unused])
+    return gradients, like(
+        [point.result([name not in missing for name in point.names]) for missing in options.unused]
+    )
 
 
 class _Options(NamedTuple):
-    """Options, and the names of the tensors that each loss does not use, noted as they become known."""
+    """Options, and the names of the tensors that each loss does not use,
+    noted as they become known.
+    """
 
     create_graph: bool
     strict: bool | None
@@ -191,13 +219,23 @@ class _Options(NamedTuple):
         return False if self.strict is False else None
 
     def look(self, graph: OutputGraph, losses: Mapping[Any, Tensor]) -> None:
-        """At what each loss does not depend on, before any pass: where that is wanted, or no pass will tell."""
-        if self.strict or self.noting or (graph.create_graph and self.strict is None and len(losses) > 1):
+        """At what each loss does not depend on, before any pass: where that is wanted,
+        or no pass will tell.
+        """
+        if (
+            self.strict
+            or self.noting
+            or (graph.create_graph and self.strict is None and len(losses) > 1)
+        ):
             for name, loss in losses.items():
                 self.note_missing(graph.unreached([loss]), name, len(graph.leaves))
 
-    def filled(self, graph: OutputGraph, row: Sequence[Tensor | None], loss: Tensor, name: Any) -> Row:
-        """Zeros for what a pass did not reach; where that is all of it, a look at whether the loss leads there."""
+    def filled(
+        self, graph: OutputGraph, row: Sequence[Tensor | None], loss: Tensor, name: Any
+    ) -> Row:
+        """Zeros for what a pass did not reach; where that is all of it,
+        a look at whether the loss leads there.
+        """
         if self.strict is None and not self.noting and all(part is None for part in row):
             self.note_missing(graph.unreached([loss]), name, len(row))
         return _reverse.densified(row, graph.leaves)
@@ -209,7 +247,11 @@ class _Options(NamedTuple):
         if missing and self.strict is not False and (strict or len(missing) == count):
             raise GraphError(
                 f"{strict}losses[{name!r}] does not depend on {_refusals.listed(missing)}."
-                + ("" if strict else " Was it detached, or computed from others? For zeros, pass strict=False.")
+                + (
+                    ""
+                    if strict
+                    else " Was it detached, or computed from others? For zeros, pass strict=False."
+                )
             )
 
 
@@ -219,16 +261,23 @@ def _items(losses: Any) -> tuple[list[Any], list[Any]]:
     elif isinstance(losses, (list, tuple)):
         names, items = list(range(len(losses))), list(losses)
     else:
-        raise InputError(f"losses: got {_arguments.kind(losses)}, expected a list, tuple or dict of losses.")
+        raise InputError(
+            f"losses: got {_arguments.kind(losses)}, expected a list, tuple or dict of losses."
+        )
     if not items:
         raise InputError("losses: got none, expected at least one.")
     return names, items
 
 
 def _are_functions(items: list[Any]) -> bool:
-    wrong = next((item for item in items if not isinstance(item, Tensor) and not callable(item)), None)
+    wrong = next(
+        (item for item in items if not isinstance(item, Tensor) and not callable(item)), None
+    )
     if wrong is not None:
-        raise InputError(f"losses: one is {_arguments.kind(wrong)}; expected scalar tensors, or functions of where.")
+        raise InputError(
+            f"losses: one is {_arguments.kind(wrong)}; expected scalar tensors, "
+            "or functions of where."
+        )
     kinds = {isinstance(item, Tensor) for item in items}
     if len(kinds) > 1:
         raise InputError("losses: got both tensors and functions; give one kind.")
@@ -242,14 +291,18 @@ def _scalar(loss: Any, name: Any) -> Tensor:
     return loss
 
 
-# --- tensors: the caller's graphs -------------------------------------------------------------------------------------
+# --- tensors: the caller's graphs -----------------------------------------------------------------
 
 
-def _of_tensors(losses: dict[Any, Any], point: Where, options: _Options, release: bool) -> list[Row]:
+def _of_tensors(
+    losses: dict[Any, Any], point: Where, options: _Options, release: bool
+) -> list[Row]:
     given = list(losses.values())
     create_graph = options.create_graph
     strict = options.together
-    with OutputGraph(call(given, point, passes=1, create_graph=create_graph, strict=strict)) as graph:
+    with OutputGraph(
+        call(given, point, passes=1, create_graph=create_graph, strict=strict)
+    ) as graph:
         scalars = {name: _scalar(loss, name) for name, loss in losses.items()}
         options.look(graph, scalars)
         return (_released if release else _whole)(graph, scalars, options)
@@ -299,7 +352,7 @@ def _released(graph: OutputGraph, named: Mapping[Any, Tensor], options: _Options
     return [rows[index] for index in range(len(losses))]
 
 
-# --- functions: graphs of ours ----------------------------------------------------------------------------------------
+# --- functions: graphs of ours --------------------------------------------------------------------
 
 
 def _of_function(function: Callable[[Any], Any], point: Where, options: _Options) -> Row:
@@ -312,29 +365,41 @@ def _of_function(function: Callable[[Any], Any], point: Where, options: _Options
         return _reverse.gradient(graph)
 
 
-def _together(functions: dict[Any, Any], point: Where, shared: Callable[[Any], Any], options: _Options) -> list[Row]:
+def _together(
+    functions: dict[Any, Any], point: Where, shared: Callable[[Any], Any], options: _Options
+) -> list[Row]:
     """All functions on one graph, which a differentiable result keeps."""
 
     def losses(argument: Any) -> list[Any]:
         trunk = shared(argument)
         return [_scalar(function(argument, trunk), name) for name, function in functions.items()]
 
-    with OutputGraph(call(losses, point, passes=1, create_graph=True, strict=options.together)) as graph:
+    with OutputGraph(
+        call(losses, point, passes=1, create_graph=True, strict=options.together)
+    ) as graph:
         named = dict(zip(functions, graph.outputs, strict=True))
         options.look(graph, named)
         return _whole(graph, named, options)
 
 
 class _Head(NamedTuple):
-    """What one loss's own part gave: by the leaves that it uses itself, and by each output of the trunk."""
+    """What one loss's own part gave: by the leaves that it uses itself,
+    and by each output of the trunk.
+    """
 
     by_leaves: Sequence[Tensor | None]
     by_trunk: Sequence[Tensor | None]
 
 
-def _with_shared(functions: dict[Any, Any], point: Where, shared: Callable[[Any], Any], options: _Options) -> list[Row]:
-    """The trunk once; then one head at a time on its detached value, and the trunk's pass for each."""
-    with OutputGraph(call(shared, point, passes=1, create_graph=False, strict=options.together)) as graph:
+def _with_shared(
+    functions: dict[Any, Any], point: Where, shared: Callable[[Any], Any], options: _Options
+) -> list[Row]:
+    """The trunk once; then one head at a time on its detached value,
+    and the trunk's pass for each.
+    """
+    with OutputGraph(
+        call(shared, point, passes=1, create_graph=False, strict=options.together)
+    ) as graph:
         trunk = graph.tensors()
         _, _, tree = _tree.flatten(graph.outputs)
         argument = point.argument(graph.leaves)
@@ -349,7 +414,11 @@ def _with_shared(functions: dict[Any, Any], point: Where, shared: Callable[[Any]
         for name, head in zip(functions, heads, strict=True):
             below = _through(graph, trunk, head.by_trunk, keep=head is not heads[-1])
             row = _chunked.plus(head.by_leaves, below)
-            options.note_missing([n for n, part in zip(point.names, row, strict=True) if part is None], name, len(row))
+            options.note_missing(
+                [n for n, part in zip(point.names, row, strict=True) if part is None],
+                name,
+                len(row),
+            )
             rows.append(_reverse.densified(row, graph.leaves))
         return rows
 
@@ -357,21 +426,34 @@ def _with_shared(functions: dict[Any, Any], point: Where, shared: Callable[[Any]
 def _head(graph: OutputGraph, loss: Tensor, cut: list[Tensor]) -> _Head:
     count = len(graph.leaves)
     gradients = _bare(
-        graph, [loss], [*graph.leaves, *(tensor for tensor in cut if tensor.requires_grad)], None, keep=False
+        graph,
+        [loss],
+        [*graph.leaves, *(tensor for tensor in cut if tensor.requires_grad)],
+        None,
+        keep=False,
     )
     by_live = iter(gradients[count:])
-    return _Head(gradients[:count], [next(by_live) if tensor.requires_grad else None for tensor in cut])
+    return _Head(
+        gradients[:count], [next(by_live) if tensor.requires_grad else None for tensor in cut]
+    )
 
 
 def _through(
     graph: OutputGraph, trunk: list[Tensor], by_trunk: Sequence[Tensor | None], *, keep: bool
 ) -> Sequence[Tensor | None]:
     pairs = [(output, by) for output, by in zip(trunk, by_trunk, strict=True) if by is not None]
-    return _bare(graph, [output for output, _ in pairs], graph.leaves, [by for _, by in pairs], keep=keep)
+    return _bare(
+        graph, [output for output, _ in pairs], graph.leaves, [by for _, by in pairs], keep=keep
+    )
 
 
 def _bare(
-    graph: OutputGraph, outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor] | None, *, keep: bool
+    graph: OutputGraph,
+    outputs: list[Tensor],
+    inputs: list[Tensor],
+    cotangents: list[Tensor] | None,
+    *,
+    keep: bool,
 ) -> Sequence[Tensor | None]:
     """One pass of the engine; nothing from outputs that carry no graph."""
     if not any(output.requires_grad for output in outputs):

@@ -24,12 +24,17 @@ T = TypeVar("T")
 
 @overload
 def per_sample_grad(
-    f: Callable[..., Tensor], where: nn.Module | Selection, batch: Any, **options: Unpack[ChunkedOptions]
+    f: Callable[..., Tensor],
+    where: nn.Module | Selection,
+    batch: Any,
+    **options: Unpack[ChunkedOptions],
 ) -> dict[str, Tensor]: ...
 
 
 @overload
-def per_sample_grad(f: Callable[..., Tensor], where: T, batch: Any, **options: Unpack[ChunkedOptions]) -> T: ...
+def per_sample_grad(
+    f: Callable[..., Tensor], where: T, batch: Any, **options: Unpack[ChunkedOptions]
+) -> T: ...
 
 
 def per_sample_grad(
@@ -66,8 +71,8 @@ def per_sample_grad(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The gradients, with the structure of *where* and shape `(N, *shape)` on every leaf, `(N, K, *shape)` of K
-        numbers; for a module a dict by parameter name.
+        The gradients, with the structure of *where* and shape `(N, *shape)` on every leaf,
+        `(N, K, *shape)` of K numbers; for a module a dict by parameter name.
 
     Raises:
         InputError: `f` does not return a loss for each sample (a mean over the batch has no
@@ -79,7 +84,8 @@ def per_sample_grad(
     Cost:
         One evaluation, one pass for each of the K numbers, batched, and one that proves at every
         call that samples are apart, for layers that `hodiff.gram` names; 0.7 to 1 times the time of
-        what follows, 0.3 to 0.5 of it for a Laplacian. Under dropout the rows are those of one draw.
+        what follows, 0.3 to 0.5 of it for a Laplacian. Under dropout the rows are those of one
+        draw.
 
         Other layers, and all with a `chunk_size` of your own: one evaluation and one pass for each
         chunk of samples (K passes for K numbers), by `torch.vmap` with separate parameters for each
@@ -213,7 +219,9 @@ def _evaluation(
     samples = Samples(f, batch)
     _call.in_place_of(f, samples)
     if not any(isinstance(leaf, Tensor) for leaf in _tree.flatten(batch)[0]):
-        raise InputError(f"batch: got {_arguments.kind(batch)}, expected a tensor, or a container of them.")
+        raise InputError(
+            f"batch: got {_arguments.kind(batch)}, expected a tensor, or a container of them."
+        )
     return OutputGraph(call(samples, where, 1, *options)), samples, chunk
 
 
@@ -236,7 +244,9 @@ def _factored(graph: OutputGraph, losses: Tensor, largest: float = 0) -> _factor
     return _factors.Factors(graph, [losses], largest=largest)
 
 
-def in_factors(graph: OutputGraph, values: Tensor, largest: float = 0) -> list[_factors.Outer] | None:
+def in_factors(
+    graph: OutputGraph, values: Tensor, largest: float = 0
+) -> list[_factors.Outer] | None:
     """For each leaf the gradients of the samples' numbers in factors; None: one is not known so."""
     factors = _factored(graph, values, largest)
     if factors is None or factors.missing:
@@ -244,7 +254,9 @@ def in_factors(graph: OutputGraph, values: Tensor, largest: float = 0) -> list[_
     return [factors.of[number] for number in range(len(graph.leaves))]
 
 
-def in_rows(graph: OutputGraph, samples: Samples, values: Tensor, way_out: str) -> list[_factors.Outer]:
+def in_rows(
+    graph: OutputGraph, samples: Samples, values: Tensor, way_out: str
+) -> list[_factors.Outer]:
     """For each leaf the gradients of the samples' numbers themselves, where these fit."""
     _reverse.check_fits([values], graph.leaves, 0, way_out)
     pairs = zip(_rows(graph, samples, values, None), graph.leaves, strict=True)
@@ -263,7 +275,8 @@ def _rows(graph: OutputGraph, samples: Samples, losses: Tensor, chunk: int | Non
 
 
 WAY_OUT = (
-    "Give fewer samples at a time, take some parameters (hodiff.select), or keep their norms alone: "
+    "Give fewer samples at a time, take some parameters (hodiff.select), "
+    "or keep their norms alone: "
     "hodiff.sample_norm of each part."
 )
 
@@ -320,7 +333,8 @@ def _losses(graph: OutputGraph) -> Tensor:
 
 
 def check_not_crossed(graph: OutputGraph, samples: Samples, output: Tensor, name: str) -> None:
-    """Raise where `(N, N)` came of samples crossed with samples, as `(N, 1)` and `(N,)` are by broadcasting.
+    """Raise where `(N, N)` came of samples crossed with samples, as `(N, 1)` and `(N,)` are by
+    broadcasting.
 
     It may also be N numbers of each of N samples. These are as many where there are fewer samples.
     """
@@ -347,7 +361,9 @@ def check_not_crossed(graph: OutputGraph, samples: Samples, output: Tensor, name
         )
 
 
-def _by_samples(graph: OutputGraph, samples: Samples, losses: Tensor, chunk: int | None) -> list[Tensor] | None:
+def _by_samples(
+    graph: OutputGraph, samples: Samples, losses: Tensor, chunk: int | None
+) -> list[Tensor] | None:
     """Each sample with parameters of its own; None where that is not what the whole batch gives.
 
     The losses are compared one by one, up to rounding of those of the usual size; then the rows.
@@ -372,7 +388,8 @@ def _by_samples(graph: OutputGraph, samples: Samples, losses: Tensor, chunk: int
             rows = rows or [leaf.new_empty((*losses.shape, *leaf.shape)) for leaf in graph.leaves]
             for row, gradient in zip(rows, gradients, strict=True):
                 row[part] = gradient
-    except Exception as error:  # no batching rule, Python that looks at values, a change in place, the batch's length
+    except Exception as error:
+        # no batching rule, Python that looks at values, a change in place, the batch's length
         if not is_fault(error):
             error.add_note(
                 "hodiff: f was given one sample at a time, under torch.vmap. If f only takes the "
@@ -396,11 +413,15 @@ def _gradients(graph: OutputGraph, values: Tensor, own: list[Tensor]) -> list[Te
     numbers = values.shape[1]
     each = torch.eye(numbers, dtype=values.dtype, device=values.device)
     each = each.unsqueeze(1).expand(-1, *values.shape)
-    [(*_, stacked)] = _reverse.vjps(graph, [values], lambda *_: [each], numbers, chunk_size=numbers, inputs=own)
+    [(*_, stacked)] = _reverse.vjps(
+        graph, [values], lambda *_: [each], numbers, chunk_size=numbers, inputs=own
+    )
     return [gradients.transpose(0, 1) for gradients in stacked]
 
 
-def _chunk(graph: OutputGraph, samples: Samples, batch: list[Tensor], losses: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _chunk(
+    graph: OutputGraph, samples: Samples, batch: list[Tensor], losses: Tensor
+) -> tuple[Tensor, list[Tensor]]:
     """Some samples' losses, and the parameters of each, from which they were computed."""
     number, event = len(batch[0]), losses.shape[1:]
     own = [leaf.detach().expand(number, *leaf.shape).requires_grad_() for leaf in graph.leaves]
@@ -414,10 +435,16 @@ def _chunk(graph: OutputGraph, samples: Samples, batch: list[Tensor], losses: Te
 
 
 def _rows_add_up(graph: OutputGraph, losses: Tensor, rows: list[Tensor]) -> bool:
-    """Whether the rows of all samples, each counted as if of one size, add up to what the whole batch gives."""
-    # In the order of memory: a pass may give rows whose dimensions are turned, and their sum takes thirty times longer.
+    """Whether the rows of all samples, each counted as if of one size,
+    add up to what the whole batch gives.
+    """
+    # In the order of memory: a pass may give rows whose dimensions are turned, and their sum takes
+    # thirty times longer.
     orders = [sorted(range(1, row.ndim), key=row.stride, reverse=True) for row in rows]
-    lines = [row.permute(0, *order).reshape(len(row), -1) for row, order in zip(rows, orders, strict=True)]
+    lines = [
+        row.permute(0, *order).reshape(len(row), -1)
+        for row, order in zip(rows, orders, strict=True)
+    ]
     wide = reduce(torch.promote_types, (losses.dtype, *(row.dtype for row in rows)), torch.float32)
     # Named needlessly, it takes twice the time.
     types = [None if line.dtype == wide else wide for line in lines]
@@ -429,7 +456,8 @@ def _rows_add_up(graph: OutputGraph, losses: Tensor, rows: list[Tensor]) -> bool
     )
     weights = even_weights(torch.linalg.vector_norm(norms, dim=0))
     total = _reverse.vjp(graph, [losses], [weights.to(losses).reshape(losses.shape)], more=True)
-    sizes = torch.linalg.vector_norm(norms * weights, dim=1)  # about as large is a sum whose signs are random
+    # about as large is a sum whose signs are random
+    sizes = torch.linalg.vector_norm(norms * weights, dim=1)
     for line, whole, order, size in zip(lines, total, orders, sizes, strict=True):
         own = weights.to(line)
         if line.element_size() < 4:  # whose matrix products may add up in their own dtype
@@ -445,7 +473,9 @@ def _rows_add_up(graph: OutputGraph, losses: Tensor, rows: list[Tensor]) -> bool
 
 
 def even_weights(norms: Tensor) -> Tensor:
-    """Factors that make samples of these norms about as large as the usual one, none of them a multiple of another."""
+    """Factors that make samples of these norms about as large as the usual one,
+    none of them a multiple of another.
+    """
     some = norms[norms > 0]
     usual = some.median() if some.numel() else norms.new_ones(())
     return (
@@ -456,10 +486,15 @@ def even_weights(norms: Tensor) -> Tensor:
 
 
 def _auto(graph: OutputGraph, losses: Tensor) -> int:
-    """How many samples to take at once: as many as keep their gradients and activations within bounds."""
+    """How many samples to take at once: as many as keep their gradients and
+    activations within bounds.
+    """
     largest, count = _nodes.largest_output(_nodes.survey([losses])), losses.shape[0]
     itemsize = max(map(Tensor.element_size, graph.leaves))
     if 8 * largest * itemsize <= _reverse.CHUNK_BYTES:
         return count  # the pass writes the result itself: chunks would be copied into it
-    each = 8 * largest // count + 4 * sum(leaf.numel() for leaf in graph.leaves) * losses.shape[1:].numel()
+    each = (
+        8 * largest // count
+        + 4 * sum(leaf.numel() for leaf in graph.leaves) * losses.shape[1:].numel()
+    )
     return max(1, _reverse.CHUNK_BYTES // max(1, each * itemsize))

@@ -1,4 +1,5 @@
-"""Second derivatives: `hvp`, `cross_hvp`, `hessian_diagonal`; dense, `hessian`, `cross_hessian` with their kin.
+"""Second derivatives: `hvp`, `cross_hvp`, `hessian_diagonal`; dense, `hessian`, `cross_hessian`
+with their kin.
 
 Both differentiate a gradient that was formed with its graph: double backward, the route that
 is right through every layer measured.
@@ -19,7 +20,12 @@ from hodiff._core._call import call, cut
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Selection, Where
 from hodiff.calculus import _first
-from hodiff.calculus._options import ChunkedBatchedOptions, ProductOptions, ProductWithoutExtra, WithoutExtra
+from hodiff.calculus._options import (
+    ChunkedBatchedOptions,
+    ProductOptions,
+    ProductWithoutExtra,
+    WithoutExtra,
+)
 
 V = TypeVar("V")
 What = Callable[..., Any] | Tensor
@@ -107,14 +113,16 @@ def hvp(
         tensor([2., 1.])
 
     Reference:
-        Pearlmutter, B. A. (1994). Fast exact multiplication by the Hessian. Neural Computation 6(1).
-        doi:10.1162/neco.1994.6.1.147. Double backward is its reverse-over-reverse form.
+        Pearlmutter, B. A. (1994). Fast exact multiplication by the Hessian. Neural Computation
+        6(1). doi:10.1162/neco.1994.6.1.147. Double backward is its reverse-over-reverse form.
     """
     chunk = _arguments.check_chunk_size(chunk_size)
     where = Where(x)
     given = where.space().parse(v)
     if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
+        _independence.check(
+            f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux
+        )
     if checkpoint is not False:
         f = memory.in_blocks(f, where, checkpoint)
     with OutputGraph(
@@ -129,7 +137,9 @@ def hvp(
 
 
 @overload
-def hessian_diagonal(f: What, x: nn.Module | Selection, **options: Unpack[WithoutExtra]) -> ByName: ...
+def hessian_diagonal(
+    f: What, x: nn.Module | Selection, **options: Unpack[WithoutExtra]
+) -> ByName: ...
 
 
 @overload
@@ -138,7 +148,11 @@ def hessian_diagonal(f: What, x: V, **options: Unpack[WithoutExtra]) -> V: ...
 
 @overload
 def hessian_diagonal(
-    f: What, x: nn.Module | Selection, *, has_aux: Literal[True], **options: Unpack[ChunkedBatchedOptions]
+    f: What,
+    x: nn.Module | Selection,
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[ChunkedBatchedOptions],
 ) -> tuple[ByName, Any]: ...
 
 
@@ -180,7 +194,8 @@ def hessian_diagonal(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The diagonal, shaped like *x* (a dict by parameter name for a module). With *has_aux* `(result, extra)`.
+        The diagonal, shaped like *x* (a dict by parameter name for a module). With *has_aux*
+        `(result, extra)`.
 
     Raises:
         InputError: *x* is not real floating point, or `f` does not return one element (per sample).
@@ -200,18 +215,23 @@ def hessian_diagonal(
     chunk = _arguments.check_chunk_size(chunk_size)
     if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
-    with OutputGraph(call(f, x, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)) as graph:
+    with OutputGraph(
+        call(f, x, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
+    ) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
         pairs = list(zip(gradient, graph.leaves, strict=True))
         diagonals = [
-            _diagonal(graph, part, leaf, chunk, more=index < len(pairs) - 1) for index, (part, leaf) in enumerate(pairs)
+            _diagonal(graph, part, leaf, chunk, more=index < len(pairs) - 1)
+            for index, (part, leaf) in enumerate(pairs)
         ]
         graph.warn_of_zeros(diagonals)
     result = graph.call.where.result(diagonals)
     return (result, graph.extra()) if has_aux else result
 
 
-def _diagonal(graph: OutputGraph, gradient: Tensor, leaf: Tensor, chunk: int | None, *, more: bool) -> Tensor:
+def _diagonal(
+    graph: OutputGraph, gradient: Tensor, leaf: Tensor, chunk: int | None, *, more: bool
+) -> Tensor:
     """The diagonal of one leaf's block, keeping of each chunk of rows only the entries wanted."""
     count, units = _reverse.basis(gradient, graph.call.batch_ndim)
     samples = leaf.shape[: graph.call.batch_ndim].numel()
@@ -220,15 +240,19 @@ def _diagonal(graph: OutputGraph, gradient: Tensor, leaf: Tensor, chunk: int | N
         graph, [gradient], units, count, chunk_size=chunk, more=more, inputs=[leaf]
     ):
         entries = rows.reshape(stop - start, samples, count)[:, :, start:stop]
-        kept.append(entries.diagonal(dim1=0, dim2=2).clone())  # (samples, stop - start); the rows may go
+        # (samples, stop - start); the rows may go
+        kept.append(entries.diagonal(dim1=0, dim2=2).clone())
     return (torch.cat(kept, dim=1) if kept else leaf.new_zeros(0)).reshape(leaf.shape)
 
 
-# --- `cross_hvp`: a product with the mixed second derivatives of a function of two points, without the block ----------
+# --- `cross_hvp`: a product with the mixed second derivatives of a function of two points, without
+# the block
 
 
 @overload
-def cross_hvp(f: What, x: nn.Module | Selection, y: Any, v: Any, **options: Unpack[ProductOptions]) -> ByName: ...
+def cross_hvp(
+    f: What, x: nn.Module | Selection, y: Any, v: Any, **options: Unpack[ProductOptions]
+) -> ByName: ...
 
 
 @overload
@@ -278,8 +302,8 @@ def cross_hvp(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The product, with the structure and shapes of *x*; for K vectors, with one more leading dimension, and
-        columns for columns.
+        The product, with the structure and shapes of *x*; for K vectors, with one more leading
+        dimension, and columns for columns.
 
     Raises:
         InputError: *v* does not resemble *y*, a point is not real floating point, or `f` does not
@@ -297,7 +321,9 @@ def cross_hvp(
 
         >>> import torch, hodiff
         >>> A = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-        >>> hodiff.cross_hvp(lambda x, y: x @ A @ y, torch.ones(2), torch.ones(3), torch.tensor([1.0, 0.0, -1.0]))
+        >>> hodiff.cross_hvp(
+        ...     lambda x, y: x @ A @ y, torch.ones(2), torch.ones(3), torch.tensor([1.0, 0.0, -1.0])
+        ... )
         tensor([-2., -2.])
 
     Reference:
@@ -309,7 +335,9 @@ def cross_hvp(
     given = second.space().parse(v)
     where = Where.joined(first, second)
     if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True)
+        _independence.check(
+            f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True
+        )
     if checkpoint is not False:
         f = memory.in_blocks(f, where, checkpoint)
     with OutputGraph(
@@ -317,17 +345,23 @@ def cross_hvp(
     ) as graph:
         split, output = len(first.tensors), graph.scalars()
         gradient: Sequence[Any] = _reverse.vjp(
-            graph, [output], [torch.ones_like(output)], differentiated=True, inputs=graph.leaves[split:]
+            graph,
+            [output],
+            [torch.ones_like(output)],
+            differentiated=True,
+            inputs=graph.leaves[split:],
         )
         gradient = gradient if checkpoint is False else _nodes.without_values(gradient)
         inputs = graph.leaves[:split]
-        products = _reverse.products(graph, gradient, given.parts, given.number, chunk_size=chunk, inputs=inputs)
+        products = _reverse.products(
+            graph, gradient, given.parts, given.number, chunk_size=chunk, inputs=inputs
+        )
         return given.arranged(products, first.tree)
 
 
-# --- the Hessian itself, dense: `hessian`, `value_grad_and_hessian`, `cross_hessian` ----------------------------------
-# All of them differentiate a gradient that was formed with its graph: double backward, the route that
-# is right through every layer measured.
+# --- the Hessian itself, dense: `hessian`, `value_grad_and_hessian`, `cross_hessian` --------------
+# All of them differentiate a gradient that was formed with its graph: double backward, the route
+# that is right through every layer measured.
 
 
 K = TypeVar("K")
@@ -342,27 +376,45 @@ WAY_OUT = (
 
 @overload
 def hessian(
-    f: What, x: Tensor, *, has_aux: Literal[True], matrix: bool = False, **options: Unpack[ChunkedBatchedOptions]
+    f: What,
+    x: Tensor,
+    *,
+    has_aux: Literal[True],
+    matrix: bool = False,
+    **options: Unpack[ChunkedBatchedOptions],
 ) -> tuple[Tensor, Any]: ...
 
 
 @overload
 def hessian(
-    f: What, x: Any, *, has_aux: Literal[True], matrix: bool = False, **options: Unpack[ChunkedBatchedOptions]
+    f: What,
+    x: Any,
+    *,
+    has_aux: Literal[True],
+    matrix: bool = False,
+    **options: Unpack[ChunkedBatchedOptions],
 ) -> tuple[Any, Any]: ...
 
 
 @overload
-def hessian(f: What, x: Any, *, matrix: Literal[True], **options: Unpack[WithoutExtra]) -> Tensor: ...
-
-
-@overload
-def hessian(f: What, x: Tensor, *, matrix: Literal[False] = False, **options: Unpack[WithoutExtra]) -> Tensor: ...
+def hessian(
+    f: What, x: Any, *, matrix: Literal[True], **options: Unpack[WithoutExtra]
+) -> Tensor: ...
 
 
 @overload
 def hessian(
-    f: What, x: nn.Module | Selection, *, matrix: Literal[False] = False, **options: Unpack[WithoutExtra]
+    f: What, x: Tensor, *, matrix: Literal[False] = False, **options: Unpack[WithoutExtra]
+) -> Tensor: ...
+
+
+@overload
+def hessian(
+    f: What,
+    x: nn.Module | Selection,
+    *,
+    matrix: Literal[False] = False,
+    **options: Unpack[WithoutExtra],
 ) -> Blocks: ...
 
 
@@ -429,8 +481,9 @@ def hessian(
 
     Returns:
         For a tensor `(*x.shape, *x.shape)`; for containers, the structure of *x* filled with
-        structures of *x*; for a module `{name: {name: block}}`. With `matrix=True` a `(D, D)` tensor.
-        Under `batch_ndim=1`: `(N, *event, *event)`, or `(N, D, D)`. With *has_aux* `(result, extra)`.
+        structures of *x*; for a module `{name: {name: block}}`. With `matrix=True` a `(D, D)`
+        tensor. Under `batch_ndim=1`: `(N, *event, *event)`, or `(N, D, D)`. With *has_aux*
+        `(result, extra)`.
 
     Raises:
         InputError: *x* is not real floating point, or `f` does not return one element (per sample).
@@ -467,7 +520,11 @@ def hessian(
 
 @overload
 def value_grad_and_hessian(
-    f: What, x: nn.Module | Selection, *, matrix: Literal[True], **options: Unpack[ChunkedBatchedOptions]
+    f: What,
+    x: nn.Module | Selection,
+    *,
+    matrix: Literal[True],
+    **options: Unpack[ChunkedBatchedOptions],
 ) -> tuple[Tensor, ByName, Tensor]: ...
 
 
@@ -485,19 +542,31 @@ def value_grad_and_hessian(
 
 @overload
 def value_grad_and_hessian(
-    f: What, x: nn.Module | Selection, *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
+    f: What,
+    x: nn.Module | Selection,
+    *,
+    matrix: Literal[False] = False,
+    **options: Unpack[ChunkedBatchedOptions],
 ) -> tuple[Tensor, ByName, Blocks]: ...
 
 
 @overload
 def value_grad_and_hessian(
-    f: What, x: list[Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
+    f: What,
+    x: list[Tensor],
+    *,
+    matrix: Literal[False] = False,
+    **options: Unpack[ChunkedBatchedOptions],
 ) -> tuple[Tensor, list[Tensor], list[list[Tensor]]]: ...
 
 
 @overload
 def value_grad_and_hessian(
-    f: What, x: dict[K, Tensor], *, matrix: Literal[False] = False, **options: Unpack[ChunkedBatchedOptions]
+    f: What,
+    x: dict[K, Tensor],
+    *,
+    matrix: Literal[False] = False,
+    **options: Unpack[ChunkedBatchedOptions],
 ) -> tuple[Tensor, dict[K, Tensor], dict[K, dict[K, Tensor]]]: ...
 
 
@@ -527,7 +596,8 @@ def value_grad_and_hessian(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any, Any]:
-    r"""Value, gradient and Hessian of a scalar function from one evaluation, as a Newton step needs them.
+    r"""Value, gradient and Hessian of a scalar function from one evaluation, as a Newton step needs
+    them.
 
     Args:
         f: A function of *x* that returns one element, or such a tensor already computed from *x*.
@@ -560,7 +630,9 @@ def value_grad_and_hessian(
 
         >>> import torch, hodiff
         >>> x = torch.tensor([5.0, -3.0])
-        >>> value, g, H = hodiff.value_grad_and_hessian(lambda x: (x[0] - 1) ** 2 + 2 * (x[1] - 2) ** 2, x)
+        >>> value, g, H = hodiff.value_grad_and_hessian(
+        ...     lambda x: (x[0] - 1) ** 2 + 2 * (x[1] - 2) ** 2, x
+        ... )
         >>> value, x - torch.linalg.solve(H, g)
         (tensor(66.), tensor([1., 2.]))
     """
@@ -605,7 +677,9 @@ def _dense(
         gradient = _reverse.gradient(graph, differentiated=True)
         table = _reverse.blocks(graph, gradient, chunk_size=chunk)
         graph.warn_of_zeros([block for row in table for block in row])
-        gradient = _reverse.unaliased(gradient if graph.create_graph else [cut(part) for part in gradient])
+        gradient = _reverse.unaliased(
+            gradient if graph.create_graph else [cut(part) for part in gradient]
+        )
     if is_set(matrix, "matrix"):
         second = _first.joined(table, where.tensors, where.tensors, batch_ndim)
     else:
@@ -614,11 +688,15 @@ def _dense(
 
 
 @overload
-def cross_hessian(f: What, x: Tensor, y: nn.Module | Selection, **options: Unpack[ChunkedBatchedOptions]) -> ByName: ...
+def cross_hessian(
+    f: What, x: Tensor, y: nn.Module | Selection, **options: Unpack[ChunkedBatchedOptions]
+) -> ByName: ...
 
 
 @overload
-def cross_hessian(f: What, x: nn.Module | Selection, y: Tensor, **options: Unpack[ChunkedBatchedOptions]) -> ByName: ...
+def cross_hessian(
+    f: What, x: nn.Module | Selection, y: Tensor, **options: Unpack[ChunkedBatchedOptions]
+) -> ByName: ...
 
 
 @overload
@@ -692,7 +770,9 @@ def cross_hessian(
     _reverse.check_fits(first.tensors, second.tensors, batch_ndim, WAY_OUT)
     where = Where.joined(first, second)
     if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True)
+        _independence.check(
+            f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True
+        )
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)
     ) as graph:
@@ -704,7 +784,10 @@ def cross_hessian(
         gradient = _reverse.vjp(graph, [output], [None], differentiated=True, inputs=rows)
         table = _reverse.blocks(graph, gradient, chunk_size=chunk, inputs=columns)
     if swapped:
-        table = [[_transposed(table[j][i], ys[j], batch_ndim) for j in range(len(ys))] for i in range(len(xs))]
+        table = [
+            [_transposed(table[j][i], ys[j], batch_ndim) for j in range(len(ys))]
+            for i in range(len(xs))
+        ]
     return first.result([second.result(row) for row in table])
 
 

@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 1 where a command found something wrong.
     """
-    parser = argparse.ArgumentParser(prog="hodiff", description="Higher-order gradients for PyTorch.")
+    parser = argparse.ArgumentParser(
+        prog="hodiff", description="Higher-order gradients for PyTorch."
+    )
     parser.add_argument("--version", action="version", version=f"hodiff {hodiff.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
@@ -42,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # what was read is enough, as for `| head`
-            print(f"hodiff {options.command}: can't write the output: {error.strerror}", file=sys.stderr)
+            print(
+                f"hodiff {options.command}: can't write the output: {error.strerror}",
+                file=sys.stderr,
+            )
         return 1
     return status

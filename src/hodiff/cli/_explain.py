@@ -1,4 +1,6 @@
-"""`hodiff explain SCRIPT`: run a program as it is, then say why a backward pass failed, if one does."""
+"""`hodiff explain SCRIPT`: run a program as it is, then say why a backward pass failed,
+if one does.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,25 @@ from torch.overrides import handle_torch_function
 from hodiff.graph import _growth, _lifetime, _watch
 from hodiff.graph._explain import steps_of
 
-HELP = "run a script; if a backward pass fails, say which variable, which lines, why, and what to do"
+HELP = (
+    "run a script; if a backward pass fails, say which variable, which lines, why, and what to do"
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """`[--picture FILE.svg] [-m] SCRIPT [ARGS...]`; what follows SCRIPT is the script's."""
-    parser.add_argument("--picture", metavar="FILE.svg", help="draw what was saved when, and which pass freed it")
-    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
-    parser.add_argument("script", metavar="SCRIPT", help="the program, as it would be given to python")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its own arguments")
+    parser.add_argument(
+        "--picture", metavar="FILE.svg", help="draw what was saved when, and which pass freed it"
+    )
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
+    )
+    parser.add_argument(
+        "script", metavar="SCRIPT", help="the program, as it would be given to python"
+    )
+    parser.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its own arguments"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,8 +56,15 @@ def run(options: argparse.Namespace) -> int:
         program's.
     """
     if not options.is_module and not os.path.exists(options.script):
-        more = "; leave python out: hodiff explain SCRIPT" if options.script.startswith("python") else ""
-        print(f"hodiff explain: can't open file {os.path.abspath(options.script)!r}{more}", file=sys.stderr)
+        more = (
+            "; leave python out: hodiff explain SCRIPT"
+            if options.script.startswith("python")
+            else ""
+        )
+        print(
+            f"hodiff explain: can't open file {os.path.abspath(options.script)!r}{more}",
+            file=sys.stderr,
+        )
         return 2
     if not options.is_module and options.script.endswith(".ipynb"):
         return 2 * _told("a notebook is no script; make one of it: jupyter nbconvert --to script")
@@ -62,13 +81,17 @@ def run(options: argparse.Namespace) -> int:
     except SystemExit:
         raise
     except BaseException as error:
-        clean(error)  # the traceback as the program alone would have had it, with the note that the watch added
+        # the traceback as the program alone would have had it, with the note that the watch added
+        clean(error)
         flush()
         sys.excepthook(type(error), error, error.__traceback__)
         # Growth ends where memory does.
-        ended = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+        ended = isinstance(
+            error, (MemoryError, torch.OutOfMemoryError)
+        ) or "allocate memory" in str(error)
         if isinstance(error, KeyboardInterrupt):
-            sys.excepthook = lambda *_: None  # it was printed; but the process ends as by the signal
+            # it was printed; but the process ends as by the signal
+            sys.excepthook = lambda *_: None
             raise
         return 1
     finally:
@@ -86,9 +109,13 @@ def _told(refusal: str) -> bool:
 
 
 def _no_place(picture: str) -> str:
-    """Why a picture must not go where it would: nothing but pictures of ours is ever written over."""
+    """Why a picture must not go where it would:
+    nothing but pictures of ours is ever written over.
+    """
     if not picture.endswith(".svg"):
-        return f"--picture takes a file that ends in .svg, and got {picture!r}; SCRIPT comes after it"
+        return (
+            f"--picture takes a file that ends in .svg, and got {picture!r}; SCRIPT comes after it"
+        )
     try:
         with open(picture, "a+", encoding="utf-8", errors="replace") as file:
             file.seek(0)
@@ -101,14 +128,18 @@ def _no_place(picture: str) -> str:
 
 
 def flush() -> None:
-    """What the program has printed comes first, unless it closed its output, or has none, or nobody takes it."""
+    """What the program has printed comes first, unless it closed its output, or has none,
+    or nobody takes it.
+    """
     if sys.stdout is not None and not sys.stdout.closed:
         with suppress(OSError):  # Python says so at the end, and stderr has the explanation
             sys.stdout.flush()
 
 
 def _tell(growth: _growth.Growth, *, ended: bool) -> None:
-    """At the end, on stderr: which graphs grew, what holds them; parameters that were never trained."""
+    """At the end, on stderr: which graphs grew, what holds them;
+    parameters that were never trained.
+    """
     said = _growth.report(growth, ended=ended)
     if said and sys.stderr is not None:  # without it print would write to stdout, the program's
         flush()
@@ -138,7 +169,11 @@ def run_program(name: str, arguments: Sequence[str], *, is_module: bool) -> None
         _as_main("__main__", False)
     else:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-        facts = {"__file__": path, "__cached__": None, "__loader__": SourceFileLoader("__main__", path)}
+        facts = {
+            "__file__": path,
+            "__cached__": None,
+            "__loader__": SourceFileLoader("__main__", path),
+        }
         vars(main).update(facts, __builtins__=builtins)
         if sys.version_info < (3, 14):
             main.__annotations__ = {}
@@ -154,11 +189,12 @@ def _code(path: str) -> CodeType:
     return compiled
 
 
-# --- what a watch would change in what a program prints, undone: frames in tracebacks, and the places of warnings -----
-# PyTorch hands each call to the watch, and the watch calls PyTorch: the stack has frames that it
-# would not have,
+# --- what a watch would change in what a program prints, undone: frames in tracebacks, and the
+# places of warnings PyTorch hands each call to the watch, and the watch calls PyTorch: the stack
+# has frames that it would not have,
 #
-#     the user's line, functional.mse_loss, overrides.handle_torch_function, _watch.Watch..., functional.mse_loss, ...
+# the user's line, functional.mse_loss, overrides.handle_torch_function, _watch.Watch...,
+# functional.mse_loss, ...
 #
 # of which all between the user's line and the second `mse_loss` are left out.
 
@@ -172,11 +208,19 @@ def seen(codes: Sequence[CodeType]) -> list[int]:
     index = 0
     while index < len(codes):
         end = index
-        while end < len(codes) and (codes[end] is _HANDED_ON or codes[end].co_filename == _watch.__file__):
+        while end < len(codes) and (
+            codes[end] is _HANDED_ON or codes[end].co_filename == _watch.__file__
+        ):
             end += 1
         if any(codes[each] is not _HANDED_ON for each in range(index, end)):
-            again = codes[index] is _HANDED_ON and end < len(codes) and kept and codes[kept[-1]] is codes[end]
-            if again:  # PyTorch's function, which handed its call to the watch, and was called by it
+            again = (
+                codes[index] is _HANDED_ON
+                and end < len(codes)
+                and kept
+                and codes[kept[-1]] is codes[end]
+            )
+            # PyTorch's function, which handed its call to the watch, and was called by it
+            if again:
                 kept.pop()
             index = end
         else:
@@ -195,7 +239,11 @@ def clean(error: BaseException) -> None:
     while stack:
         each = stack.pop()
         each.__traceback__ = _without_watch(each.__traceback__)
-        more = [each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())]
+        more = [
+            each.__cause__,
+            each.__context__,
+            *(each.exceptions if isinstance(each, BaseExceptionGroup) else ()),
+        ]
         for other in more:
             if other is not None and id(other) not in seen:
                 seen.add(id(other))
@@ -204,7 +252,9 @@ def clean(error: BaseException) -> None:
 
 def _without_command(traceback: TracebackType | None) -> TracebackType | None:
     """Drop the frames that lead to the program."""
-    while traceback is not None and traceback.tb_frame.f_globals.get("__name__", "").startswith("hodiff.cli."):
+    while traceback is not None and traceback.tb_frame.f_globals.get("__name__", "").startswith(
+        "hodiff.cli."
+    ):
         traceback = traceback.tb_next
     return traceback
 
@@ -222,7 +272,9 @@ def _without_watch(traceback: TracebackType | None) -> TracebackType | None:
 
 
 class Warnings:
-    """A context in which a warning that PyTorch gives under a watch names the line that it names without."""
+    """A context in which a warning that PyTorch gives under a watch names the
+    line that it names without.
+    """
 
     def __enter__(self) -> Self:
         self._shown = warnings.showwarning
@@ -243,7 +295,10 @@ class Warnings:
         line: str | None = None,
     ) -> None:
         stack = [frame for frame, _ in walk_stack(sys._getframe(1))]
-        kept = [stack[-1 - index] for index in reversed(seen([frame.f_code for frame in reversed(stack)]))]
+        kept = [
+            stack[-1 - index]
+            for index in reversed(seen([frame.f_code for frame in reversed(stack)]))
+        ]
         places = [(frame.f_code.co_filename, frame.f_lineno) for frame in stack]
         place = places.index((filename, lineno)) if (filename, lineno) in places else len(kept)
         if place < len(kept) and kept[place] is not stack[place]:
@@ -253,8 +308,12 @@ class Warnings:
         self._shown(message, category, filename, lineno, file, line)
 
 
-def _known(given: FrameType, right: FrameType, message: Warning | str, category: type[Warning]) -> bool:
-    """Whether the right place has shown this warning before, which is noted there, and no longer at the given one."""
+def _known(
+    given: FrameType, right: FrameType, message: Warning | str, category: type[Warning]
+) -> bool:
+    """Whether the right place has shown this warning before, which is noted there,
+    and no longer at the given one.
+    """
     noted = given.f_globals.get("__warningregistry__", {})
     if not noted.pop((str(message), category, given.f_lineno), None):
         return False  # a filter shows it each time

@@ -48,7 +48,10 @@ def release() -> str:
 def devices() -> list[str]:
     """The devices that PyTorch can use here."""
     described = [f"cpu ({torch.backends.cpu.get_cpu_capability()})"]
-    described += [f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(torch.cuda.device_count())]
+    described += [
+        f"cuda:{index} ({torch.cuda.get_device_name(index)})"
+        for index in range(torch.cuda.device_count())
+    ]
     if torch.backends.mps.is_available():
         described.append("mps")
     return described

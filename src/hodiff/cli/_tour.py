@@ -1,4 +1,5 @@
-"""`hodiff tour`: what the library is for, on one screen; every number of hodiff's is checked as it is printed.
+"""`hodiff tour`: what the library is for, on one screen; every number of hodiff's is checked as it
+is printed.
 
 The tour shows what goes wrong elsewhere too, so it is the one place of the library that calls
 PyTorch's own second-order routes.
@@ -47,7 +48,10 @@ def run(options: argparse.Namespace) -> int:
 
 def second_order(screen: Screen) -> None:
     """A copied program for "higher-order gradients", and what it should have printed."""
-    screen.heading('1  A "second-order gradient" by retain_graph, as often copied: y = x**2, z = y**2, at x = 2')
+    screen.heading(
+        '1  A "second-order gradient" by retain_graph, as often copied: y = x**2, z = y**2, '
+        "at x = 2"
+    )
     x = torch.tensor([2.0], requires_grad=True, dtype=DOUBLE)
     y = x**2
     z = y**2
@@ -55,7 +59,9 @@ def second_order(screen: Screen) -> None:
     screen.compare("z.backward(retain_graph=True); x.grad     4 x^3", written(x).item(), 32, 0)
     written(x).zero_()
     y.backward(retain_graph=True)
-    screen.compare("x.grad.zero_(); y.backward(); x.grad     2 x", written(x).item(), 4, 0, "y', not z''")
+    screen.compare(
+        "x.grad.zero_(); y.backward(); x.grad     2 x", written(x).item(), 4, 0, "y', not z''"
+    )
     second: Tensor = hodiff.nth_derivative(lambda x: (x**2) ** 2, x, 2)
     screen.check("hodiff.nth_derivative(z, x, 2)           12 x^2", second.item(), 48, 1e-12)
 
@@ -63,7 +69,9 @@ def second_order(screen: Screen) -> None:
 def classifier() -> tuple[str, nn.Module, Loss]:
     """A small classifier of handwritten digits, trained a little, and its loss."""
     source, images, digits = data()
-    model = nn.Sequential(nn.Linear(64, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 10)).double()
+    model = nn.Sequential(
+        nn.Linear(64, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 10)
+    ).double()
 
     def loss(model: nn.Module) -> Tensor:
         return F.cross_entropy(model(images), digits)
@@ -84,16 +92,24 @@ def data() -> tuple[str, Tensor, Tensor]:
         from sklearn.datasets import load_digits
     except ImportError:
         digits = torch.randint(10, (1800,))
-        images = torch.randn(10, 64, dtype=DOUBLE)[digits] + 1.5 * torch.randn(1800, 64, dtype=DOUBLE)
+        images = torch.randn(10, 64, dtype=DOUBLE)[digits] + 1.5 * torch.randn(
+            1800, 64, dtype=DOUBLE
+        )
         return "1800 generated images (scikit-learn is not installed)", images, digits
     images, digits = load_digits(return_X_y=True)
-    return f"{len(images)} handwritten digits", torch.as_tensor(images, dtype=DOUBLE) / 16, torch.as_tensor(digits)
+    return (
+        f"{len(images)} handwritten digits",
+        torch.as_tensor(images, dtype=DOUBLE) / 16,
+        torch.as_tensor(digits),
+    )
 
 
 def parameters(screen: Screen, source: str, model: nn.Module, loss: Loss) -> None:
     """Second and third derivatives in the parameters, and two of PyTorch's own routes to each."""
     screen.heading(f"2  A classifier of {source}")
-    screen.say("relative errors, against central differences of what loss.backward() gives, in float64")
+    screen.say(
+        "relative errors, against central differences of what loss.backward() gives, in float64"
+    )
     vector = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
     length = distance(vector)
     vector = {name: part / length for name, part in vector.items()}
@@ -104,16 +120,27 @@ def parameters(screen: Screen, source: str, model: nn.Module, loss: Loss) -> Non
 
     again = by_hand(model, loss, vector)
     forward = by_torch_func(model, loss, vector)
-    screen.check("H v: hodiff.hvp(loss, model, v)", error(hodiff.hvp(loss, model, vector), second), 0, 1e-6)
+    screen.check(
+        "H v: hodiff.hvp(loss, model, v)", error(hodiff.hvp(loss, model, vector), second), 0, 1e-6
+    )
     screen.compare("H v: autograd.grad, twice", error(again[0], second), 0, 1e-6)
     screen.compare("H v: torch.func.jvp(jacrev(loss), ...)", error(forward[0], second), 0, 1e-6)
-    screen.check("gradient of v'Hv: hodiff.grad(v'hvp, model)", error(hodiff.grad(curvature, model), third), 0, 1e-6)
+    screen.check(
+        "gradient of v'Hv: hodiff.grad(v'hvp, model)",
+        error(hodiff.grad(curvature, model), third),
+        0,
+        1e-6,
+    )
     screen.compare("gradient of v'Hv: autograd.grad, three times", error(again[1], third), 0, 1e-6)
     screen.compare("gradient of v'Hv: torch.func.grad(v'jvp)", error(forward[1], third), 0, 1e-6)
 
 
-def differences(model: nn.Module, loss: Loss, vector: Named, step: float = 1e-2) -> tuple[Named, Named]:
-    """First and second derivative of the gradient along `vector`: five-point differences of what `backward()` gives."""
+def differences(
+    model: nn.Module, loss: Loss, vector: Named, step: float = 1e-2
+) -> tuple[Named, Named]:
+    """First and second derivative of the gradient along `vector`:
+    five-point differences of what `backward()` gives.
+    """
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     at = {}
     for multiple in (-2, -1, 1, 2, 0):  # the last one leaves the parameters as they were
@@ -125,7 +152,10 @@ def differences(model: nn.Module, loss: Loss, vector: Named, step: float = 1e-2)
         model.zero_grad()
 
     def combine(weights: Mapping[int, float]) -> Named:
-        return {name: sum(weight * at[multiple][name] for multiple, weight in weights.items()) for name in start}  # type: ignore[misc]
+        return {
+            name: sum(weight * at[multiple][name] for multiple, weight in weights.items())
+            for name in start
+        }  # type: ignore[misc]
 
     first = {-2: 1, -1: -8, 1: 8, 2: -1}
     second = {-2: -1, -1: 16, 0: -30, 1: 16, 2: -1}
@@ -136,7 +166,9 @@ def differences(model: nn.Module, loss: Loss, vector: Named, step: float = 1e-2)
 
 
 def by_torch_func(model: nn.Module, loss: Loss, vector: Named) -> tuple[Named, Named]:
-    """H v as `torch.func.hessian` forms it, forward mode over a batched reverse pass; and the gradient of v'Hv."""
+    """H v as `torch.func.hessian` forms it, forward mode over a batched reverse pass;
+    and the gradient of v'Hv.
+    """
     point = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def of_parameters(point: Named) -> Tensor:
@@ -156,7 +188,9 @@ def by_hand(model: nn.Module, loss: Loss, vector: Named) -> tuple[Named, Named]:
     gradient = torch.autograd.grad(loss(model), leaves, create_graph=True)
     product = torch.autograd.grad(gradient, leaves, vectors, create_graph=True)
     third = torch.autograd.grad(product, leaves, vectors)
-    return dict(zip(names, (part.detach() for part in product), strict=True)), dict(zip(names, third, strict=True))
+    return dict(zip(names, (part.detach() for part in product), strict=True)), dict(
+        zip(names, third, strict=True)
+    )
 
 
 def graphs(screen: Screen, model: nn.Module, loss: Loss) -> None:
@@ -166,13 +200,25 @@ def graphs(screen: Screen, model: nn.Module, loss: Loss) -> None:
     result = sum(part.nbytes for part in vector.values())  # a product is as large as its vector
     with _settings.on(LiveBytes()) as live:
         product = hodiff.hvp(loss, model, vector)
-        screen.check("function: after hvp(loss, model, v), the result", live.now, result, 0, f"peak {live.peak:,}")
+        screen.check(
+            "function: after hvp(loss, model, v), the result",
+            live.now,
+            result,
+            0,
+            f"peak {live.peak:,}",
+        )
         del product
         screen.check("function: without the result", live.now, 0, 0, "freed")
         value = loss(model)
         graph = live.now
         product = hodiff.hvp(value, model, vector)
-        screen.check("tensor: after hvp(value, model, v), beside result", live.now - result, graph, 0, "graph kept")
+        screen.check(
+            "tensor: after hvp(value, model, v), beside result",
+            live.now - result,
+            graph,
+            0,
+            "graph kept",
+        )
         value.backward()
         off = error(gradients(model), hodiff.grad(loss, model))
         screen.check("tensor: value.backward() still works; its error", off, 0, 1e-12)
@@ -201,7 +247,7 @@ PAGES = {
     "training steps with derivatives in them, compiled": "docs/api/steps.md",
     "are the derivatives of your own function right?": "docs/api/verify.md",
     "what stock PyTorch gets wrong, each with a program": "docs/explain/stock-pytorch.md",
-    "what snippets and libraries get wrong, each with a program": "docs/explain/wrong-derivatives.md",
+    "what snippets and libraries get wrong, with programs": "docs/explain/wrong-derivatives.md",
 }
 
 
@@ -233,7 +279,8 @@ def error(got: Named, expected: Named) -> float:
     return distance(got, expected) / distance(expected)
 
 
-# --- what a demonstration prints: headings, plain lines, and numbers that are checked as they are printed -------------
+# --- what a demonstration prints: headings, plain lines, and numbers that are checked as they are
+# printed
 
 
 class Screen:
@@ -260,15 +307,23 @@ class Screen:
         """A line of text below a heading."""
         print(f"   {text}")
 
-    def check(self, label: str, got: float, expected: float, tolerance: float, remark: str = "") -> None:
+    def check(
+        self, label: str, got: float, expected: float, tolerance: float, remark: str = ""
+    ) -> None:
         """A number and what it must be; `FAILED` where they differ by more than `tolerance`."""
         right = agree(got, expected, tolerance)
         self.passed += right
         self.failed += not right
-        self._line(f"   {label}", number(got), number(expected), "ok" if right else "FAILED", remark)
+        self._line(
+            f"   {label}", number(got), number(expected), "ok" if right else "FAILED", remark
+        )
 
-    def compare(self, label: str, got: float, expected: float, tolerance: float, remark: str = "") -> None:
-        """A number that is not ours, and what it should be: said, but neither a check nor a failure of this program."""
+    def compare(
+        self, label: str, got: float, expected: float, tolerance: float, remark: str = ""
+    ) -> None:
+        """A number that is not ours, and what it should be: said,
+        but neither a check nor a failure of this program.
+        """
         verdict = ("right", remark) if agree(got, expected, tolerance) else ("wrong", "silently")
         self._line(f"   {label}", number(got), number(expected), *verdict)
 

@@ -23,7 +23,9 @@ NARROW = 512
 """Up to so many columns a tall J lies column by column, for its products; more fill slowly."""
 
 ROUNDS, LOOSE = 10, 0.1
-"""How often the damping of a radius is sought, and how far the length may be from it, relatively."""
+"""How often the damping of a radius is sought, and how far the length may be from it,
+relatively.
+"""
 
 
 class DampedStep(NamedTuple):
@@ -58,8 +60,8 @@ class DampedSystem:
         in_samples: Whether it is solved with J J', else with J'J.
         norms: Those of the columns of J.
         scale: The largest of their squares.
-        weights: What damping is multiplied by, one number for all columns or one for each; they weigh
-            the squares of a step in its `norm` too.
+        weights: What damping is multiplied by, one number for all columns or one for each; they
+            weigh the squares of a step in its `norm` too.
     """
 
     weights: Tensor | float = 1.0
@@ -73,7 +75,8 @@ class DampedSystem:
         if 16 * side**2 > budget:
             raise InputError(
                 f"residuals: a step of {rows:,} residuals and {columns:,} parameters takes a "
-                f"matrix {side:,} x {side:,} and its factor in float64, {_memory.readable(16 * side**2)}, "
+                f"matrix {side:,} x {side:,} and its factor in float64, "
+                f"{_memory.readable(16 * side**2)}, "
                 f"but memory_budget is {_memory.readable(budget)}. Give fewer points a step."
             )
         self.in_samples = rows <= columns
@@ -182,9 +185,13 @@ class DampedSystem:
                 break
             again = self._solve(self.weights * solved)
             fall = (self.weights * change) @ (self._pull(again) if self.in_samples else again)
-            damping = max(least, damping + (part - 1) * (part * radius) ** 2 / (float(fall) or math.inf))
+            damping = max(
+                least, damping + (part - 1) * (part * radius) ** 2 / (float(fall) or math.inf)
+            )
             if not lower < damping < upper:  # as from far, where J has not full rank
-                damping = 10 * lower if upper == math.inf else math.sqrt(max(lower, upper / 1e6) * upper)
+                damping = (
+                    10 * lower if upper == math.inf else math.sqrt(max(lower, upper / 1e6) * upper)
+                )
         return damping
 
     def step(self, damping: float, drift: Tensor | None) -> DampedStep:
@@ -204,15 +211,19 @@ class DampedSystem:
         return DampedStep(change, moved, self.norm(change), decrease, residual)
 
     def bend(self, second: Tensor) -> Tensor:
-        """The change that undoes a term of second order in the residuals, as the last step would."""
+        """The change that undoes a term of second order in the residuals,
+        as the last step would.
+        """
         if self.in_samples:
             return -self._pull(self._solve(second))
         return -self._solve(self._pull(second))
 
     def _solved(self, b: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor | None, float]:
-        """The minimum d of |J d + b|^2 + damping |d|^2, J d, and how exactly it is solved, refined once.
+        """The minimum d of |J d + b|^2 + damping |d|^2, J d, and how exactly it is solved, refined
+        once.
 
-        Where J'J alone is known, J'b is given for b. The products with J are what costs, where one side of it is short.
+        Where J'J alone is known, J'b is given for b. The products with J are what costs, where one
+        side of it is short.
         """
         if self.in_samples:
             y = self._solve(-b)
@@ -227,13 +238,17 @@ class DampedSystem:
             change = self._solve(-slope)
             change = change - self._solve(self._pulled(change, b) + damping * change)
             moved = None if self._summed else self._push(change)
-            rest = (self._pulled(change, b) if moved is None else self._pull(moved + b)) + damping * change
+            rest = (
+                self._pulled(change, b) if moved is None else self._pull(moved + b)
+            ) + damping * change
             b = slope
         size = float(b.norm())
         return change, moved, float(rest.norm()) / size if size else 0.0
 
     def _pulled(self, change: Tensor, b: Tensor) -> Tensor:
-        """J'(J d + b), whose sum comes first, for it is small; where J'J alone is known, J'J d + b."""
+        """J'(J d + b), whose sum comes first, for it is small; where J'J alone is known,
+        J'J d + b.
+        """
         return self._matrix @ change + b if self._summed else self._pull(self._push(change) + b)
 
     def _factor(self, damping: float) -> None:

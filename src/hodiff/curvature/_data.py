@@ -42,7 +42,13 @@ class Batches:
     """
 
     def __init__(
-        self, data: Any, device: torch.device, *, keep: bool = False, progress: bool = False, shared: bool = False
+        self,
+        data: Any,
+        device: torch.device,
+        *,
+        keep: bool = False,
+        progress: bool = False,
+        shared: bool = False,
     ) -> None:
         check_data(data)
         self._data, self.given = data, data is not None
@@ -75,41 +81,59 @@ class Batches:
                 kept.append(moved)
             yield moved
         if not count and not self.shared:
-            raise InputError("data gave no batch. (Is it an exhausted iterator? Give a list or a DataLoader.)")
+            raise InputError(
+                "data gave no batch. (Is it an exhausted iterator? Give a list or a DataLoader.)"
+            )
         self.count = count
         if self._keep:
             self._kept = kept
 
     def check_items(self, shape_of: ShapeOf) -> None:
         """Raise where the items of a Dataset are samples, as a stack of two gives two outputs."""
-        if not self.count or not isinstance(self._data, Dataset) or isinstance(self._data, IterableDataset):
+        if (
+            not self.count
+            or not isinstance(self._data, Dataset)
+            or isinstance(self._data, IterableDataset)
+        ):
             return
         item = _tree.tree_map(self._move, self._data[0])
         if is_sample(item, shape_of) and shape_of(_tree.tree_map(_twice, item))[:1] == (2,):
             raise InputError(
-                f"data: the items of this {type(self._data).__name__} are single samples, without a batch "
-                f"dimension, and would be taken for batches. Give batches: "
-                f"data=torch.utils.data.DataLoader(data, batch_size=...)."
+                f"data: the items of this {type(self._data).__name__} are single samples, "
+                "without a batch dimension, and would be taken for batches. Give batches: "
+                "data=torch.utils.data.DataLoader(data, batch_size=...)."
             )
 
     def check_first(
-        self, batch: Any, weight: float | None, shape: tuple[int, ...], shape_of: ShapeOf, *, by_samples: bool
+        self,
+        batch: Any,
+        weight: float | None,
+        shape: tuple[int, ...],
+        shape_of: ShapeOf,
+        *,
+        by_samples: bool,
     ) -> None:
-        """Warn of the rows of a list; where each output counts as a sample's (`by_samples`), raise."""
+        """Warn of the rows of a list; where each output counts as a sample's (`by_samples`),
+        raise.
+        """
         tensors = [leaf for leaf in _tree.flatten(batch)[0] if isinstance(leaf, Tensor)]
         wide = any(leaf.ndim > 1 and leaf.shape[:1] == shape for leaf in tensors)
-        rows = isinstance(self._data, Sequence) and (self.count or 0) > 1 and weight not in (None, 1)
+        rows = (
+            isinstance(self._data, Sequence) and (self.count or 0) > 1 and weight not in (None, 1)
+        )
         if len(shape) != 1 or wide or not (rows or by_samples) or not is_sample(batch, shape_of):
             return
         said = "data: a batch gives outputs of one dimension, and looks like a single sample. "
         if by_samples:
             raise InputError(
-                f"{said}kind='empirical' would take its {shape[0]} outputs for {shape[0]} samples. Give batches, "
+                f"{said}kind='empirical' would take its {shape[0]} outputs for {shape[0]} "
+                "samples. Give batches, "
                 f"with the samples in the leading dimension: a DataLoader, or x[None]."
             )
         warnings.warn(
-            f"{said}The weight {weight:g} would count it as {weight:g} samples. Give batches, with the samples "
-            f"in the leading dimension (a DataLoader, or [(x, y)] for all of them); or return the weight 1.",
+            f"{said}The weight {weight:g} would count it as {weight:g} samples. Give batches, "
+            "with the samples in the leading dimension (a DataLoader, or [(x, "
+            "y)] for all of them); or return the weight 1.",
             HodiffWarning,
             stacklevel=_arguments.outside(),
         )
@@ -117,7 +141,11 @@ class Batches:
     def _move(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf if leaf.device == self._device else leaf.to(self._device, non_blocking=True)
-        if self._device.type != "cpu" and callable(getattr(leaf, "to", None)) and not isinstance(leaf, nn.Module):
+        if (
+            self._device.type != "cpu"
+            and callable(getattr(leaf, "to", None))
+            and not isinstance(leaf, nn.Module)
+        ):
             return leaf.to(self._device)
         return leaf
 
@@ -133,13 +161,19 @@ def is_sample(batch: Any, shape_of: ShapeOf) -> bool:
         return False
 
     def row(leaf: Any) -> Any:
-        return leaf[:1] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(first) else leaf
+        return (
+            leaf[:1] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(first) else leaf
+        )
 
     return shape_of(_tree.tree_map(row, batch))[:1] != (1,)
 
 
 def _twice(leaf: Any) -> Any:
-    return torch.stack([torch.as_tensor(leaf)] * 2) if isinstance(leaf, (Tensor, numbers.Number)) else leaf
+    return (
+        torch.stack([torch.as_tensor(leaf)] * 2)
+        if isinstance(leaf, (Tensor, numbers.Number))
+        else leaf
+    )
 
 
 def check_data(data: Any) -> None:
@@ -149,10 +183,14 @@ def check_data(data: Any) -> None:
     of_tensors = isinstance(data, tuple) and data and all(isinstance(item, Tensor) for item in data)
     if of_tensors or isinstance(data, (Tensor, str, Mapping)):
         what = _arguments.kind(data) + (" tensors" if of_tensors else "")
-        raise InputError(f"data: got {what}, which looks like one batch; expected several: data=[batch].")
+        raise InputError(
+            f"data: got {what}, which looks like one batch; expected several: data=[batch]."
+        )
     scalar = getattr(data, "ndim", None) == 0  # one of NumPy's has `__getitem__`
     if scalar or (not hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
-        raise InputError(f"data: got {_arguments.kind(data)}, expected batches: a list or a DataLoader.")
+        raise InputError(
+            f"data: got {_arguments.kind(data)}, expected batches: a list or a DataLoader."
+        )
     if inspect.isgenerator(data) or iter(data) is data:
         raise InputError(
             f"data: got a one-shot iterator ({type(data).__name__}), so the second product would "
@@ -215,13 +253,12 @@ class Weighted:
             return returned, 1.0
         if number or (self._batches.count or 1) > 1 or self._batches.shared:
             raise InputError(
-                f"{self._name} returned one value, but there are several batches (or processes): a mean of "
-                f"means is not the mean if batches are ragged, masked or weighted. Return the sum and the "
-                f"number to divide it by:\n"
-                f"    total = F.cross_entropy(model(inputs), targets, reduction='sum')\n"
-                f"    return total, len(targets)\n"
-                f"or give each batch's weight: batch_weight=lambda batch: len(batch[1]), or "
-                f"batch_weight='equal'."
+                f"{self._name} returned one value, but there are several batches (or processes): "
+                "a mean of means is not the mean if batches are ragged, masked or weighted. "
+                "Return the sum and the number to divide it by:\n    total = "
+                "F.cross_entropy(model(inputs), targets, reduction='sum')\n    return total, "
+                "len(targets)\nor give each batch's weight: batch_weight=lambda batch: "
+                "len(batch[1]), or batch_weight='equal'."
             )
         return returned, 1.0
 
@@ -231,17 +268,23 @@ class Weighted:
             raise InputError(f"{self._name} returned {kind}, expected (sum, weight).")
         if not self._batches.given:
             raise InputError(
-                f"{self._name} returned {kind}, expected one element; the pair (sum, weight) goes with data=[...]."
+                f"{self._name} returned {kind}, expected one element; the pair (sum, "
+                "weight) goes with data=[...]."
             )
         if self._weight is not None:
-            raise InputError(f"batch_weight: {self._name} already returns a weight, in (sum, weight); leave it out.")
+            raise InputError(
+                f"batch_weight: {self._name} already returns a weight, in (sum, weight); "
+                "leave it out."
+            )
         value, weight = returned[0], _checked(returned[1], f"{self._name}: the weight")
         if not self._warned and isinstance(value, Tensor):
             self._look(value, weight, batch, number)
         return value, weight
 
     def _look(self, value: Tensor, weight: float, batch: Any, number: int) -> None:
-        """Warn, once, of the two slips that this contract invites, where the last operation shows them."""
+        """Warn, once, of the two slips that this contract invites,
+        where the last operation shows them.
+        """
         how, shape = _versions.reduction(value)
         if how == "mean" and weight > 1:
             self._warn(
@@ -285,7 +328,11 @@ def _checked(weight: Any, name: str) -> Any:
         if weight.numel() != 1:
             raise InputError(f"{name} has shape {tuple(weight.shape)}, expected one number.")
         weight = float(weight)
-    if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not 0 <= float(weight) < math.inf:
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, numbers.Real)
+        or not 0 <= float(weight) < math.inf
+    ):
         raise InputError(f"{name} is {_arguments.shown(weight)}, expected a number of at least 0.")
     return float(weight)
 
@@ -293,10 +340,12 @@ def _checked(weight: Any, name: str) -> Any:
 def check_total(weight: float) -> None:
     """Raise where there is nothing to divide by."""
     if not weight > 0:
-        raise GraphError(f"the weights of all batches add up to {weight}, so there is nothing to average over.")
+        raise GraphError(
+            f"the weights of all batches add up to {weight}, so there is nothing to average over."
+        )
 
 
-# --- whether a user's function takes what it will be called with ------------------------------------------------------
+# --- whether a user's function takes what it will be called with ----------------------------------
 
 
 def check_signature(
@@ -316,10 +365,13 @@ def check_signature(
     try:
         signature.bind(*names, *args, **(kwargs or {}))
     except TypeError as error:
-        given = given or ("with data=, once for each batch" if "batch" in names else "without data=")
+        given = given or (
+            "with data=, once for each batch" if "batch" in names else "without data="
+        )
         called = ", ".join([*names, *(type(arg).__name__ for arg in args)])
         raise InputError(
-            f"{name} is called as {name}({called}) {given}, which its signature {signature} does not allow ({error})."
+            f"{name} is called as {name}({called}) {given}, which its signature {signature} does "
+            f"not allow ({error})."
         ) from error
 
 
@@ -328,24 +380,34 @@ def check_predict(predict: Any, has_data: bool) -> None:
     names = ("where", "batch") if has_data else ("where",)
     called = f"predict({', '.join(names)})"
     if isinstance(predict, nn.Module):
-        inputs = "lambda model, batch: model(batch[0])" if has_data else "lambda model: model(inputs)"
+        inputs = (
+            "lambda model, batch: model(batch[0])" if has_data else "lambda model: model(inputs)"
+        )
         raise InputError(
             f"predict: got the module {type(predict).__name__} itself, expected a function "
             f"{called} that returns the outputs; the module goes to where: {inputs}."
         )
     if not callable(predict) or isinstance(predict, type):
         got = _arguments.kind(predict)
-        raise InputError(f"predict: got {got}, expected a function {called} that returns the outputs.")
+        raise InputError(
+            f"predict: got {got}, expected a function {called} that returns the outputs."
+        )
     check_signature(predict, "predict", names)
 
 
 @contextmanager
 def told_what_it_got(name: str, batch: Any) -> Iterator[None]:
-    """Add to an error of the user's function what hodiff called it with: targets are not the whole batch."""
+    """Add to an error of the user's function what hodiff called it with:
+    targets are not the whole batch.
+    """
     try:
         yield
     except (AttributeError, TypeError) as error:
         if batch is not NONE:
-            got = _tree.describe(_tree.flatten(batch)[2]) if _tree.is_container(batch) else _arguments.kind(batch)
+            got = (
+                _tree.describe(_tree.flatten(batch)[2])
+                if _tree.is_container(batch)
+                else _arguments.kind(batch)
+            )
             error.add_note(f"hodiff called {name} with this batch: {got}.")
         raise

@@ -24,7 +24,7 @@ from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, share
 from hodiff.curvature._records import axes_or_new
 from hodiff.errors import GraphError, InputError
 
-# --- what an operator takes: `H.cost()` -------------------------------------------------------------------------------
+# --- what an operator takes: `H.cost()` -----------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,7 +35,8 @@ class Cost(_messages.Reported):
         size: The number of columns, D.
         dense_bytes: The matrix of `dense()`.
         product_bytes: One product: its result, and about its temporaries.
-        cache_bytes: The graphs of all batches, if kept; measured on one batch before the first product.
+        cache_bytes: The graphs of all batches, if kept; measured on one batch before the first
+            product.
         free_bytes: What is free on the device.
         batches: How many batches there are; None if that is unknown.
         kept: How many of them have their graph kept.
@@ -59,7 +60,9 @@ class Cost(_messages.Reported):
     peak_bytes: int
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw the bytes of the matrix, the cache and a product beside what is free; returns matplotlib's axes."""
+        """Draw the bytes of the matrix, the cache and a product beside what is free;
+        returns matplotlib's axes.
+        """
         sizes = {"free": self.free_bytes, "dense()": self.dense_bytes, "cache": self.cache_bytes}
         sizes["one product"] = self.product_bytes
         axes = axes_or_new(axes)
@@ -73,12 +76,13 @@ class Cost(_messages.Reported):
             f"one product: {_memory.readable(self.product_bytes)}, "
             f"{self.evaluations} evaluations, {self.passes} passes\n"
             f"peak of the first: {_memory.readable(self.peak_bytes)}\n"
-            f"cache: {_memory.readable(self.cache_bytes)}, {self.kept} of {self.batches} batches kept\n"
+            f"cache: {_memory.readable(self.cache_bytes)}, {self.kept} of {self.batches} batches "
+            "kept\n"
             f"free: {_memory.readable(self.free_bytes)}"
         )
 
 
-# --- what operators over data have in common: by-products, lifetime, cost; and sums over batches ----------------------
+# --- what operators over data have in common: by-products, lifetime, cost; and sums over batches --
 
 
 ChunkSize = int | Literal["auto"]
@@ -113,7 +117,9 @@ class DataOperator(LinearOperator, Generic[G]):
     ) -> None:
         super().__init__()
         point, others = Where(where), process_group is not None
-        batches = Batches(data, point.tensors[0].device, keep=keep, progress=progress, shared=others)
+        batches = Batches(
+            data, point.tensors[0].device, keep=keep, progress=progress, shared=others
+        )
         self._group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
         made = builder(batches, self._group_sum)
         _arguments.check_option(reduction, DataReduction, "reduction")
@@ -138,7 +144,10 @@ class DataOperator(LinearOperator, Generic[G]):
 
     @property
     def _graphs(self) -> GraphCache[G, Any]:
-        """Of the evaluation at hand. What reads it twice must read it once: `refresh()` puts another in its place."""
+        """Of the evaluation at hand.
+
+        What reads it twice must read it once: `refresh()` puts another in its place.
+        """
         return self._evaluation.graphs
 
     # --- by-products
@@ -177,7 +186,10 @@ class DataOperator(LinearOperator, Generic[G]):
         )
 
     def refresh(self) -> Self:
-        """Forget all graphs; the next product evaluates at the point as it is then. Returns the operator."""
+        """Forget all graphs; the next product evaluates at the point as it is then.
+
+        Returns the operator.
+        """
         self._evaluation.graphs = self._graphs.anew()
         return self
 
@@ -220,7 +232,8 @@ class DataOperator(LinearOperator, Generic[G]):
         return Cost(
             size=columns,
             dense_bytes=self.shape.numel() * itemsize,
-            product_bytes=rows * self._domain.batch.numel() * itemsize + 4 * graphs.largest() * itemsize,
+            product_bytes=rows * self._domain.batch.numel() * itemsize
+            + 4 * graphs.largest() * itemsize,
             cache_bytes=cache,
             free_bytes=_memory.free_bytes(self.device),
             batches=batches,
@@ -263,10 +276,14 @@ class DataOperator(LinearOperator, Generic[G]):
 
     def _about(self) -> str:
         graphs = self._graphs
-        batches = f", {graphs.batches.count} batches" if graphs.batches.count not in (None, 1) else ""
+        batches = (
+            f", {graphs.batches.count} batches" if graphs.batches.count not in (None, 1) else ""
+        )
         if graphs.first is None:
             return f"{self._route}{batches}, not evaluated"
-        held = f"cached {_memory.readable(graphs.cached_bytes())}" if graphs.kept else "nothing cached"
+        held = (
+            f"cached {_memory.readable(graphs.cached_bytes())}" if graphs.kept else "nothing cached"
+        )
         partly = graphs.kept and not graphs.first.own.complete
         some = f" ({len(graphs.kept)} of {graphs.batches.count})" if partly else ""
         return f"{self._route}{batches}, {held}{some}"
@@ -310,7 +327,9 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
         def add(graph: G, number: int) -> None:
             products = self._apply(graph, parts, count, chunk)
             # An expanded result cannot be added to.
-            total[:] = accumulate(total, products) if total else [part.contiguous() for part in products]
+            total[:] = (
+                accumulate(total, products) if total else [part.contiguous() for part in products]
+            )
 
         try:
             factor = 1 / self._graphs.each_graph(add).everywhere.weight
@@ -348,13 +367,22 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
         return [torch.stack(column).sum(0) / total for column in zip(*products, strict=True)]
 
     def _over_all(
-        self, group_sum: ProcessGroupSum, total: Leaves, parts: Leaves, count: int | None, factor: float
+        self,
+        group_sum: ProcessGroupSum,
+        total: Leaves,
+        parts: Leaves,
+        count: int | None,
+        factor: float,
     ) -> Leaves:
         """The mean over the batches of all processes, from the sum over those of this one."""
         own = total or [torch.zeros_like(part) for part in parts]
         digest = group_sum.digest(parts, count)
-        products, _ = group_sum.sum("multiplies", own, who=self._names(), count=count, digest=digest)
-        return [(part * factor).to(given.dtype) for part, given in zip(products, parts, strict=True)]
+        products, _ = group_sum.sum(
+            "multiplies", own, who=self._names(), count=count, digest=digest
+        )
+        return [
+            (part * factor).to(given.dtype) for part, given in zip(products, parts, strict=True)
+        ]
 
     def _names(self) -> Sequence[str]:
         """The leaves that this is a block of."""

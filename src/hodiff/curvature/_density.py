@@ -55,7 +55,8 @@ def spectral_density(
     callback: Callback | None = None,
     progress: bool | None = None,
 ) -> DensityRecord:
-    r"""The density of an operator's eigenvalues, ρ(t) = 1/D · Σᵢ g(t - λᵢ) with a narrow Gaussian g.
+    r"""The density of an operator's eigenvalues, ρ(t) = 1/D · Σᵢ g(t - λᵢ) with a narrow Gaussian
+    g.
 
     For each random vector, a Lanczos process of `steps` products gives the nodes and weights of a
     Gauss quadrature rule. The density is their mean, with each node drawn as a Gaussian
@@ -82,10 +83,10 @@ def spectral_density(
         progress: Whether to show a progress bar. None: in a terminal, after two seconds.
 
     Returns:
-        A record: `value`, the density on `grid`, and its standard error `stderr`, each of shape `(points,)` (`stderr`
-        is None for one vector); `nodes` and `weights` of shape `(samples, steps)`, from which every mean
-        \(\tfrac1D \sum f(\lambda_i)\) follows: `record.mean(f)`; `width`; `products`; and
-        `record.at(grid, width)`, the density elsewhere.
+        A record: `value`, the density on `grid`, and its standard error `stderr`, each of shape
+        `(points,)` (`stderr` is None for one vector); `nodes` and `weights` of shape
+        `(samples, steps)`, from which every mean \(\tfrac1D \sum f(\lambda_i)\) follows:
+        `record.mean(f)`; `width`; `products`; and `record.at(grid, width)`, the density elsewhere.
 
     Raises:
         InputError: The operator is not symmetric.
@@ -95,8 +96,8 @@ def spectral_density(
             `create_graph`).
 
     Cost:
-        `samples * steps` products, up to eight vectors in one. Memory: `steps` vectors for each of them, within
-        256 MiB.
+        `samples * steps` products, up to eight vectors in one. Memory: `steps` vectors for each of
+        them, within 256 MiB.
 
     Note:
         The standard error covers the random vectors only. A rule of *m* nodes is exact for
@@ -113,9 +114,9 @@ def spectral_density(
         (tensor([1., 5.], dtype=torch.float64), tensor([0.7500, 0.2500], dtype=torch.float64))
 
     Reference:
-        Ghorbani, B., Krishnan, S., Xiao, Y. (2019). An investigation into neural net optimization via Hessian
-        eigenvalue density. ICML. arXiv:1901.10159.
-        Lin, L., Saad, Y., Yang, C. (2016). Approximating spectral densities of large matrices. SIAM Review 58(1).
+        Ghorbani, B., Krishnan, S., Xiao, Y. (2019). An investigation into neural net optimization
+        via Hessian eigenvalue density. ICML. arXiv:1901.10159. Lin, L., Saad, Y., Yang, C. (2016).
+        Approximating spectral densities of large matrices. SIAM Review 58(1).
         doi:10.1137/130934283.
     """
     operator = check_square(operator, "spectral_density", symmetric=True, instead=UNSYMMETRIC)
@@ -131,14 +132,20 @@ def spectral_density(
         # A spectrum of one value has no extent, but for rounding; its own size is then the unit.
         largest = max(abs(low), abs(high))
         sigma = width or (high - low if high - low > 1e-6 * largest else largest) / 50 or 1.0
-        grid = torch.linspace(low - 4 * sigma, high + 4 * sigma, points, dtype=torch.float64, device="cpu")
+        grid = torch.linspace(
+            low - 4 * sigma, high + 4 * sigma, points, dtype=torch.float64, device="cpu"
+        )
         exact = quadrature.exact
         empty = torch.empty(0, device="cpu")
-        bare = DensityRecord(empty, None, grid, quadrature.nodes, quadrature.weights, sigma, exact, spent)
+        bare = DensityRecord(
+            empty, None, grid, quadrature.nodes, quadrature.weights, sigma, exact, spent
+        )
         value, error = bare.at(grid, sigma)
         return replace(bare, value=value, stderr=error)
 
-    with EstimatorProgress("spectral_density", operator, drawn.number * steps, callback, progress) as watch:
+    with EstimatorProgress(
+        "spectral_density", operator, drawn.number * steps, callback, progress
+    ) as watch:
 
         def look(so_far: GaussRules) -> bool:
             watch(lambda spent: record(so_far, spent))
@@ -198,8 +205,8 @@ def logdet(
         changed.
 
     Raises:
-        InputError: The operator is not symmetric, or has shown an eigenvalue of \(A + \mu I\) that is negative, or zero
-            up to rounding.
+        InputError: The operator is not symmetric, or has shown an eigenvalue of \(A + \mu I\) that
+            is negative, or zero up to rounding.
 
     Warns:
         ConvergenceWarning: `rtol` was not reached; or the error of the rules is larger than the
@@ -219,7 +226,10 @@ def logdet(
     Examples:
         >>> import torch, hodiff
         >>> A = hodiff.MatrixOperator(torch.tensor([1.0] * 300 + [4.0] * 100))
-        >>> hodiff.logdet(A, samples=4, steps=2).value.round(decimals=1), 100 * torch.tensor(4.0).log()
+        >>> (
+        ...     hodiff.logdet(A, samples=4, steps=2).value.round(decimals=1),
+        ...     100 * torch.tensor(4.0).log(),
+        ... )
         (tensor(138.6000), tensor(138.6294))
 
         The derivative of \(\log a b\) by *a* is \(1 / a\):
@@ -230,8 +240,8 @@ def logdet(
         (tensor([0.2500, 0.2000]),)
 
     Reference:
-        Ubaru, S., Chen, J., Saad, Y. (2017). Fast estimation of tr(f(A)) via stochastic Lanczos quadrature. SIAM J.
-        Matrix Anal. Appl. 38(4). doi:10.1137/16M1104974.
+        Ubaru, S., Chen, J., Saad, Y. (2017). Fast estimation of tr(f(A)) via stochastic Lanczos
+        quadrature. SIAM J. Matrix Anal. Appl. 38(4). doi:10.1137/16M1104974.
     """
     instead = "half the log-determinant of A.T @ A"
     operator = check_square(operator, "logdet", symmetric=True, instead=instead, stacks=True)
@@ -273,7 +283,9 @@ def _estimated_logdet(
 
     def estimate(quadrature: GaussRules) -> tuple[Tensor, Tensor | None, Tensor]:
         """Value, standard error over vectors, and the error of their rules."""
-        logs, error = quadrature.means(lambda nodes, weights: _logs(nodes, weights, shift, eps) * size)
+        logs, error = quadrature.means(
+            lambda nodes, weights: _logs(nodes, weights, shift, eps) * size
+        )
         spread = torch.zeros_like(logs[0]) if quadrature.exact else standard_error(logs)
         return logs.mean(0), spread, error
 
@@ -299,15 +311,14 @@ def _estimated_logdet(
     allowed = 1e-2 * value.abs() if spread is None else spread.maximum(1e2 * eps * value.abs())
     if bool((rest > allowed).any()):
         warn_not_converged(
-            f"logdet: the error of rules of {steps} steps is about {float(rest.max()):.2g}"
-            f"{told(rest > allowed)}, more than the spread over random vectors; allow more steps, or "
-            f"add a shift."
+            f"logdet: the error of rules of {steps} steps is about "
+            f"{float(rest.max()):.2g}{told(rest > allowed)}, more than the spread over random "
+            "vectors; allow more steps, or add a shift."
         )
     elif not all_reached(made.converged):
         warn_not_converged(
-            f"logdet: after {watch.spent} products the standard error is more than rtol={rtol:g} of "
-            f"the value{told(~torch.as_tensor(made.converged))}; "
-            f"allow more samples."
+            f"logdet: after {watch.spent} products the standard error is more than rtol={rtol:g} "
+            f"of the value{told(~torch.as_tensor(made.converged))}; allow more samples."
         )
     return made, quadrature
 
@@ -320,13 +331,16 @@ def _differentiable_logdet(
     columns: Tensor | None,
     start: Tensor,
 ) -> Tensor:
-    """The value with its graph: of the matrix where its columns are known, else of the estimate over these vectors."""
+    """The value with its graph: of the matrix where its columns are known,
+    else of the estimate over these vectors.
+    """
     with _settings.recording():
         rows, value = normal(rows.to(operator.dtype)), normal(value)
         live = operator._halves()
         images = (live._recorded_rows(rows) if columns is None else columns) + shift * rows
         if columns is not None:
-            matrix = images.to(value.dtype).movedim(0, -1)  # PyTorch has no determinant of half precision
+            # PyTorch has no determinant of half precision
+            matrix = images.to(value.dtype).movedim(0, -1)
             return torch.logdet((matrix + matrix.mT) / 2)
         return _LogDeterminant.apply((operator, live, rows, shift, start), value, images)
 
@@ -357,7 +371,11 @@ def _logs(nodes: Tensor, weights: Tensor, shift: float, eps: float) -> Tensor:
     if bool(lost.any()):
         least, largest = float(seen.amin(-1)[lost][0]), float(nodes.abs().amax(-1)[lost][0])
         below = shift - least > 10 * eps * largest
-        other = " hodiff.GaussNewtonOperator approximates a Hessian and is never negative." if below else ""
+        other = (
+            " hodiff.GaussNewtonOperator approximates a Hessian and is never negative."
+            if below
+            else ""
+        )
         raise InputError(
             f"logdet: the operator has an eigenvalue of about {least - shift:.3g}, which with "
             f"shift={shift:g} is not positive (up to rounding), so the log-determinant does not "
@@ -372,9 +390,10 @@ def extent(quadrature: GaussRules) -> tuple[float, float]:
     return float(seen.min()), float(seen.max())
 
 
-# --- stochastic Lanczos quadrature: eigenvalues and weights of Krylov spaces of random vectors ------------------------
-# A Lanczos process from z / |z| gives a tridiagonal matrix T; with its eigenvalues θ and the squares τ of the first
-# entries of its eigenvectors, |z|² Σ τ f(θ) is Gauss's rule for z'f(A)z, whose mean over z is the trace of f(A).
+# --- stochastic Lanczos quadrature: eigenvalues and weights of Krylov spaces of random vectors ----
+# A Lanczos process from z / |z| gives a tridiagonal matrix T; with its eigenvalues θ and the
+# squares τ of the first entries of its eigenvectors, |z|² Σ τ f(θ) is Gauss's rule for z'f(A)z,
+# whose mean over z is the trace of f(A).
 
 
 BASIS_BYTES = 256 * 2**20
@@ -403,7 +422,8 @@ class GaussRules(NamedTuple):
         return not self.coarser
 
     def means(self, f: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """What each vector says of the mean of a function (of nodes and weights), `(K,)`, and its error by the rule.
+        """What each vector says of the mean of a function (of nodes and weights), `(K,)`, and its
+        error by the rule.
 
         Of rules with ever twice as many nodes the differences fall by a factor r; those to come add
         up to r / (1 - r) of the last one, as in a geometric series.
@@ -462,7 +482,11 @@ def rules(
     if drawn.exhaust(drawn.number * steps) or not size:
         return exact_rules(operator, name, columns)
     steps = min(steps, operator.shape[-1])
-    together = max(1, BASIS_BYTES // (size * (steps + 1) * torch.empty((), dtype=dtype, device="cpu").element_size()))
+    together = max(
+        1,
+        BASIS_BYTES
+        // (size * (steps + 1) * torch.empty((), dtype=dtype, device="cpu").element_size()),
+    )
     count = min(together, 8 if look else drawn.number)
     quadrature = _of(operator, drawn.take(min(count, drawn.number)).to(dtype), steps, name, shift)
     while not (look and look(quadrature)) and len(quadrature.nodes) < drawn.number:
@@ -479,7 +503,9 @@ def _joined(first: GaussRules, second: GaussRules) -> GaussRules:
     return GaussRules(nodes, weights, whole, coarser, solutions)
 
 
-def _of(operator: LinearOperator, rows: Tensor, steps: int, name: str, shift: float | None) -> GaussRules:
+def _of(
+    operator: LinearOperator, rows: Tensor, steps: int, name: str, shift: float | None
+) -> GaussRules:
     """The rules of some vectors; steps that were not needed are nodes without a weight."""
     tridiagonal = lanczos(operator, rows, steps, name, shift)
     diagonal, offdiagonal, whole, unit, _ = tridiagonal
@@ -505,16 +531,18 @@ def _gauss(diagonal: Tensor, offdiagonal: Tensor) -> tuple[Tensor, Tensor]:
     return nodes, vectors[:, 0].square()
 
 
-# --- Lanczos processes side by side, each kept as orthogonal as its Gauss rule needs ----------------------------------
-# With A v_j = β_{j-1} v_{j-1} + α_j v_j + β_j v_{j+1} the vectors of a process are orthogonal but for rounding, which
-# grows. To take the parts in all vectors before out of each new one costs as much as a product of a small network.
-# But T is right up to rounding as long as all v_j'v_k stay below its square root, and how large they are follows from
-# the α and β alone (Simon 1984, doi:10.1090/S0025-5718-1984-0725988-X). So the parts are taken out only where that is
-# at stake.
+# --- Lanczos processes side by side, each kept as orthogonal as its Gauss rule needs --------------
+# With A v_j = β_{j-1} v_{j-1} + α_j v_j + β_j v_{j+1} the vectors of a process are orthogonal but
+# for rounding, which grows. To take the parts in all vectors before out of each new one costs as
+# much as a product of a small network. But T is right up to rounding as long as all v_j'v_k stay
+# below its square root, and how large they are follows from the α and β alone (Simon 1984,
+# doi:10.1090/S0025-5718-1984-0725988-X). So the parts are taken out only where that is at stake.
 
 
 NOISE = 16
-"""How many units of rounding each step adds to the overlaps: measured, they then stay below a tenth of the limit."""
+"""How many units of rounding each step adds to the overlaps: measured,
+they then stay below a tenth of the limit.
+"""
 
 
 class Tridiagonal(NamedTuple):
@@ -523,7 +551,8 @@ class Tridiagonal(NamedTuple):
     Attributes:
         diagonal: The α, `(K, steps)`, in double precision on the CPU.
         offdiagonal: The β between them, `(K, steps - 1)`.
-        whole: Whether a process has exhausted its space. It goes on with zeros, to which its rule gives no weight.
+        whole: Whether a process has exhausted its space. It goes on with zeros, to which its rule
+            gives no weight.
         unit: What α and β of each are measured in.
         basis: The v, `(K, steps, D)`.
     """
@@ -546,7 +575,9 @@ class Tridiagonal(NamedTuple):
             return (y.to(rows).unsqueeze(1) @ self.basis).reshape(rows.shape)
 
 
-def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str, shift: float | None = None) -> Tridiagonal:
+def lanczos(
+    operator: LinearOperator, rows: Tensor, steps: int, name: str, shift: float | None = None
+) -> Tridiagonal:
     """The processes that begin with the given rows z, `(K, *batch, D)`.
 
     With a shift they end where they know all solutions of (A + shift) x = z: the residual follows
@@ -561,7 +592,7 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str, shift
     overlaps = Overlaps(diagonal, offdiagonal, eps)
     lengths = rows.norm(dim=1, keepdim=True)
     if not bool(lengths.all()):
-        raise InputError("vectors: one of them is zero, and the Lanczos process cannot start from it.")
+        raise InputError("vectors: one of them is zero; no Lanczos process starts from it.")
     torch.div(rows, lengths, out=basis[:, 0])
     norms = unit = rows.new_zeros(count)
     scale = torch.zeros(count, dtype=torch.float64, device="cpu")
@@ -578,7 +609,8 @@ def lanczos(operator: LinearOperator, rows: Tensor, steps: int, name: str, shift
         if not j:
             unit = near(largest(image.abs().amax(1)))
         part = check_finite(_dots(v, image) / unit, name)
-        w = _next(image, basis[:, max(j - 1, 0) : j + 1], torch.stack([norms, part], 1)[:, 0 if j else 1 :], unit)
+        weights = torch.stack([norms, part], 1)[:, 0 if j else 1 :]
+        w = _next(image, basis[:, max(j - 1, 0) : j + 1], weights, unit)
         norms = w.norm(dim=1)
         diagonal[:, j], offdiagonal[:, j] = part.double().cpu(), norms.double().cpu()
         scale = scale.maximum(largest(diagonal[:, j].abs())).maximum(largest(offdiagonal[:, j]))
@@ -639,7 +671,9 @@ def _next(images: Tensor, last: Tensor, parts: Tensor, unit: Tensor) -> Tensor:
             images = (images / unit[:, None])[:, None]
             return torch.baddbmm(images, parts[:, None], last, alpha=-1)[:, 0]
         w = torch.empty_like(images)
-        for row, image, basis, part, size in zip(w, images, last, parts, unit.tolist(), strict=True):
+        for row, image, basis, part, size in zip(
+            w, images, last, parts, unit.tolist(), strict=True
+        ):
             torch.addmv(image, basis.T, part, beta=1 / size, alpha=-1, out=row)
     return w
 
@@ -663,7 +697,9 @@ class Overlaps:
         self._again = torch.zeros(len(diagonal), dtype=torch.bool, device="cpu")
 
     def to_orthogonalize(self, j: int, scale: Tensor) -> list[int]:
-        """The processes whose vector j + 1 has to be made orthogonal to those before; that is taken to be done."""
+        """The processes whose vector j + 1 has to be made orthogonal to those before;
+        that is taken to be done.
+        """
         alpha = self._diagonal[:, : j + 1]
         beta = self._beside[:, : j + 1]
         now = self._now

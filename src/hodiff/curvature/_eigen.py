@@ -46,7 +46,8 @@ def eigsh(
     callback: Callback | None = None,
     progress: bool | None = None,
 ) -> EigenRecord:
-    r"""Some eigenvalues of a symmetric operator and their vectors, A x = λ x, by restarted Lanczos iteration.
+    r"""Some eigenvalues of a symmetric operator and their vectors, A x = λ x, by restarted Lanczos
+    iteration.
 
     The basis is kept orthogonal, so that no eigenvalue appears more often than it occurs. When all
     *k* have converged, the search continues from a random vector orthogonal to them until it finds
@@ -61,9 +62,9 @@ def eigsh(
             derivative is that of \(x^\top H x\) with the eigenvector held fixed (Hellmann-Feynman);
             the second adds \(dx = -(H - \lambda)^{-1} dH\, x\), orthogonal to *x*; a third is
             refused. For `"largest"` and `"smallest"`; `vectors` are detached.
-        rtol: When a pair has converged: \(\lVert A x - \lambda x \rVert \le\) `rtol` times the largest
-            eigenvalue seen (in magnitude). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half
-            (5e-2 in bfloat16).
+        rtol: When a pair has converged: \(\lVert A x - \lambda x \rVert \le\) `rtol` times the
+            largest eigenvalue seen (in magnitude). None: 1e-8 in double precision, 1e-4 in single,
+            1e-2 in half (5e-2 in bfloat16).
         products: The maximal number of products; None: 1000, plus 50 for each pair.
         basis: How many vectors to keep before a restart; None: as many as fit into 8 MiB, between
             `max(2 k + 10, 30)` and 300.
@@ -74,9 +75,9 @@ def eigsh(
         progress: Whether to show a progress bar. None: in a terminal, after two seconds.
 
     Returns:
-        A record: `value`, of shape `(k,)`, in the order asked for; `vectors`, orthonormal columns of
-        shape `(D, k)` (`A.unflatten(vectors)` gives them the structure of the point); `residual`, true
-        ones of shape `(k,)`; `converged`; `products`.
+        A record: `value`, of shape `(k,)`, in the order asked for; `vectors`, orthonormal columns
+        of shape `(D, k)` (`A.unflatten(vectors)` gives them the structure of the point);
+        `residual`, true ones of shape `(k,)`; `converged`; `products`.
 
     Raises:
         InputError: The operator is not symmetric, or has fewer than *k* columns.
@@ -112,8 +113,8 @@ def eigsh(
         tensor([3., 1.])
 
     Reference:
-        Wu, K., Simon, H. (2000). Thick-restart Lanczos method for large symmetric eigenvalue problems.
-        SIAM J. Matrix Anal. Appl. 22(2). doi:10.1137/S0895479898334605.
+        Wu, K., Simon, H. (2000). Thick-restart Lanczos method for large symmetric eigenvalue
+        problems. SIAM J. Matrix Anal. Appl. 22(2). doi:10.1137/S0895479898334605.
     """
     operator = check_square(operator, "eigsh", symmetric=True, instead=UNSYMMETRIC)
     if not is_recorded("eigsh", operator, create_graph):
@@ -123,7 +124,9 @@ def eigsh(
         raise InputError("create_graph needs which='largest' or which='smallest'.")
     with _settings.grad_mode(False):  # one pair more, to know the gap
         more = min(k + 1, operator.shape[0])
-        record = _eigenpairs(operator, more, which, rtol, products, basis, generator, callback, progress)
+        record = _eigenpairs(
+            operator, more, which, rtol, products, basis, generator, callback, progress
+        )
     before, rtol = operator.products, default_rtol(operator.dtype) if rtol is None else rtol
     rtol += 10 * torch.finfo(operator.dtype).eps / _relative_gap(record.value, rtol, k)
     rows = record.vectors.T[:k].contiguous()
@@ -140,7 +143,9 @@ def eigsh(
 Moved = Callable[[Tensor], Tensor]
 
 
-def _moved(operator: LinearOperator, values: Tensor, rows: Tensor, rtol: float, w: Tensor) -> Tensor:
+def _moved(
+    operator: LinearOperator, values: Tensor, rows: Tensor, rtol: float, w: Tensor
+) -> Tensor:
     r"""\(-(A - \lambda)^{-1} w\), of each *w* beside an eigenvector *u*.
 
     The system has a multiple of \(u u^\top\) more, so that it is regular.
@@ -240,14 +245,20 @@ def _eigenpairs(
         raise InputError(f"k: got {k}, but the operator has {_arguments.plural(size, 'column')}.")
     room = kept_vectors(size, least=max(2 * k + 10, 30))
     max_basis = room if basis is None else _arguments.check_integer(basis, "basis", least=k + 2)
-    budget = 50 * k + 1000 if products is None else _arguments.check_integer(products, "products", least=2 * k + 2)
+    budget = (
+        50 * k + 1000
+        if products is None
+        else _arguments.check_integer(products, "products", least=2 * k + 2)
+    )
     if rtol is None:
         rtol = default_rtol(operator.dtype)
     dtype = _vectors.sum_dtype(operator.dtype)
 
     def record(pairs: Pairs, converged: bool | None, spent: int) -> EigenRecord:
         value, vectors, residual = pairs
-        return EigenRecord(value.to(dtype), vectors.T.to(operator.dtype), residual.to(dtype), converged, spent)
+        return EigenRecord(
+            value.to(dtype), vectors.T.to(operator.dtype), residual.to(dtype), converged, spent
+        )
 
     with EstimatorProgress("eigsh", operator, budget, callback, progress) as watch:
         limit = operator.products + budget - k  # the last projection
@@ -263,13 +274,13 @@ def _eigenpairs(
         if not converged:
             warn_not_converged(
                 f"eigsh: after {watch.spent} products the largest residual is "
-                f"{float(residual.max()) / (scale or 1.0):.2g} of the largest eigenvalue (rtol={rtol:g}); "
-                f"allow more products, or a larger basis."
+                f"{float(residual.max()) / (scale or 1.0):.2g} of the largest eigenvalue "
+                f"(rtol={rtol:g}); allow more products, or a larger basis."
             )
         return record(pairs, converged, watch.spent)
 
 
-# --- some eigenpairs of an operator, by restarted Lanczos iteration ---------------------------------------------------
+# --- some eigenpairs of an operator, by restarted Lanczos iteration -------------------------------
 
 
 Which = Literal["largest", "smallest", "magnitude"]
@@ -311,7 +322,8 @@ class Search:
         self.complete = False
         self.unit = 0.0
         self._eps = torch.finfo(operator.dtype).eps
-        # Products round as the operator does; a basis that rounds less keeps residuals at that level.
+        # Products round as the operator does; a basis that rounds less keeps residuals at that
+        # level.
         dtype = (
             _vectors.sum_dtype(operator.dtype)
             if rtol >= 100 * self._eps or operator.device.type == "mps"
@@ -321,9 +333,13 @@ class Search:
         self._values = torch.empty(0, dtype=torch.float64, device="cpu")
 
     def run(self) -> None:
-        """Search, lock what has converged, and search again beside it, until nothing better is left."""
+        """Search, lock what has converged, and search again beside it,
+        until nothing better is left.
+        """
         size = self._operator.shape[0]
-        while not self.complete and len(self._locked) < size and self._operator.products < self._limit:
+        while (
+            not self.complete and len(self._locked) < size and self._operator.products < self._limit
+        ):
             max_basis = min(self._max_basis, size - len(self._locked))
             self._grow_and_restart(  # no name keeps one basis while the next is made
                 Basis(
@@ -387,7 +403,9 @@ class Search:
             if not first and self._nothing_better(values, residuals, order, tolerance):
                 self.complete = True
                 return
-            better = wanted if first else wanted[self._rank(values[wanted]) > self._worst() + tolerance]
+            better = (
+                wanted if first else wanted[self._rank(values[wanted]) > self._worst() + tolerance]
+            )
             done = bool((residuals[better] <= 0.5 * tolerance).all()) and len(better) >= (
                 min(self._k, max_basis) if first else 1
             )
@@ -405,13 +423,19 @@ class Search:
         return values * self.unit, basis.combine(coordinates), residuals * self.unit
 
     def _worst(self) -> float:
-        """The rank of the last of the k best values locked; below everything while there are fewer."""
+        """The rank of the last of the k best values locked;
+        below everything while there are fewer.
+        """
         if len(self._values) < self._k:
             return -float("inf")
         return float(self._rank(self._values).sort(descending=True).values[self._k - 1])
 
-    def _nothing_better(self, values: Tensor, residuals: Tensor, order: Tensor, tolerance: float) -> bool:
-        """Whether the best value beside the locked ones is, within its error, no better than the k-th of them."""
+    def _nothing_better(
+        self, values: Tensor, residuals: Tensor, order: Tensor, tolerance: float
+    ) -> bool:
+        """Whether the best value beside the locked ones is, within its error,
+        no better than the k-th of them.
+        """
         if len(self._values) < self._k or len(order) < 4:
             return False
         best = order[0]
@@ -426,7 +450,8 @@ class Search:
         self._values = torch.cat([self._values, values])
 
     def polished(self) -> Pairs:
-        """The k best pairs, by one more projection on all that were found, and their true residuals.
+        """The k best pairs, by one more projection on all that were found, and their true
+        residuals.
 
         In single precision rounding may leave them above the tolerance; their residuals then show
         the way.
@@ -442,7 +467,9 @@ class Search:
             if not bool(large.any()) or not affordable:
                 break
             # A part without a length becomes an arbitrary direction, which does no harm.
-            missing = missing / missing.norm(dim=1, keepdim=True).clamp_min(torch.finfo(missing.dtype).tiny)
+            missing = missing / missing.norm(dim=1, keepdim=True).clamp_min(
+                torch.finfo(missing.dtype).tiny
+            )
             added, _ = torch.linalg.qr(torch.cat([space, missing]).T)
             space, images = added.T.contiguous(), self._images(added.T)
             values, vectors, rest = self._projected(space, images)

@@ -1,4 +1,6 @@
-"""Operators J' B J, a matrix over the outputs pulled back: `GaussNewtonOperator`, `FisherOperator`."""
+"""Operators J' B J, a matrix over the outputs pulled back: `GaussNewtonOperator`,
+`FisherOperator`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, check_generator, sum_dtype
 from hodiff._core._where import Where
 from hodiff.calculus._factors import Factors, Outer
-from hodiff.curvature._data import NONE, Batches, BatchWeight, DataReduction, Weighted, check_predict
+from hodiff.curvature._data import (
+    NONE,
+    Batches,
+    BatchWeight,
+    DataReduction,
+    Weighted,
+    check_predict,
+)
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._losses import (
@@ -38,7 +47,8 @@ from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum
 from hodiff.curvature._thin import Thin
 from hodiff.errors import InputError
 
-# --- the outputs of one batch, linearized: what Jacobian, Gauss-Newton and Fisher products run through ----------------
+# --- the outputs of one batch, linearized: what Jacobian, Gauss-Newton and Fisher products run
+# through
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +67,16 @@ class Linearized(BatchGraph):
     def jvp(self, parts: Leaves, count: int | None, chosen: list[int], chunk: int) -> Leaves:
         """The product J v, for the outputs."""
         pulled = [self.roots[index] for index in chosen]
-        return _reverse.products(self.evaluation, pulled, parts, count, chunk_size=chunk, inputs=self.cotangents)
+        return _reverse.products(
+            self.evaluation, pulled, parts, count, chunk_size=chunk, inputs=self.cotangents
+        )
 
     def vjp(self, parts: Leaves, count: int | None, chosen: list[int], chunk: int) -> Leaves:
         """The product J' u, for the point."""
         leaves = [self.evaluation.leaves[index] for index in chosen]
-        return _reverse.products(self.evaluation, self.outputs, parts, count, chunk_size=chunk, inputs=leaves)
+        return _reverse.products(
+            self.evaluation, self.outputs, parts, count, chunk_size=chunk, inputs=leaves
+        )
 
 
 def predicted(
@@ -78,8 +92,8 @@ def predicted(
     """The evaluation of a batch's outputs, not yet entered."""
     given = () if batch is NONE else (batch,)
     return OutputGraph(call(
-        predict, where, passes=2, create_graph=create_graph, args=given, keep=keep and not create_graph, allow=allow,
-        batch_ndim=batch_ndim,
+        predict, where, passes=2, create_graph=create_graph, args=given,
+        keep=keep and not create_graph, allow=allow, batch_ndim=batch_ndim,
     ))  # fmt: skip
 
 
@@ -89,7 +103,7 @@ def linearize(graph: OutputGraph, outputs: Leaves, at: list[Tensor]) -> tuple[Le
     return cotangents, _reverse.transposed_product(graph, outputs, cotangents)
 
 
-# --- operators J' B J: a matrix B over the outputs of each batch, pulled back to the parameters -----------------------
+# --- operators J' B J: a matrix B over the outputs of each batch, pulled back to the parameters ---
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +152,8 @@ class BlockOutputs(CurvedOutputs):
 
 @dataclass(frozen=True)
 class PullbackBuilder(Builder[CurvedOutputs]):
-    """Evaluates the outputs of a batch and the loss of these; the gradient comes free, as J' of the outputs' gradient.
+    """Evaluates the outputs of a batch and the loss of these; the gradient comes free, as J' of the
+    outputs' gradient.
 
     Attributes:
         predict: `predict(where, batch)`.
@@ -238,13 +253,17 @@ class PullbackOperator(SummedOperator[CurvedOutputs]):
         products: Leaves = []
         for start in range(0, count, chunk):  # the tangents at the outputs are temporaries too
             number = min(chunk, count - start)
-            own = self._through(graph, [part[start : start + number] for part in parts], number, chunk)
+            own = self._through(
+                graph, [part[start : start + number] for part in parts], number, chunk
+            )
             products = products or [part.new_empty((count, *part.shape[1:])) for part in own]
             for whole, part in zip(products, own, strict=True):
                 whole[start : start + number] = part
         return products
 
-    def _through(self, graph: CurvedOutputs, parts: Leaves, count: int | None, chunk: int) -> Leaves:
+    def _through(
+        self, graph: CurvedOutputs, parts: Leaves, count: int | None, chunk: int
+    ) -> Leaves:
         tangents = graph.jvp(parts, count, self._chosen, chunk)
         return graph.vjp(graph.curvature.times(tangents, count), count, self._chosen, chunk)
 
@@ -332,11 +351,15 @@ class PullbackOperator(SummedOperator[CurvedOutputs]):
 
 
 def check_operands(predict: Any, loss: Any, where: Any, data: Any) -> None:
-    """Raise unless `predict`, `loss`, `where` and `data` are what they should be, and in this order."""
+    """Raise unless `predict`, `loss`, `where` and `data` are what they should be,
+    and in this order.
+    """
     if _is_loss(predict) or _is_loss(where):
         raise InputError("the order is predict, loss, where; the loss was given in another place.")
     if data is None:
-        raise InputError("data: got None, expected an iterable of batches; for one batch, data=[batch].")
+        raise InputError(
+            "data: got None, expected an iterable of batches; for one batch, data=[batch]."
+        )
     check_predict(predict, True)
 
 
@@ -347,7 +370,7 @@ def _is_loss(value: Any) -> bool:
     return is_of_torch(value)
 
 
-# --- `GaussNewtonOperator`: the part of a Hessian that comes from the loss --------------------------------------------
+# --- `GaussNewtonOperator`: the part of a Hessian that comes from the loss ------------------------
 
 
 @final
@@ -425,14 +448,16 @@ class GaussNewtonOperator(PullbackOperator):
         >>> import torch, hodiff
         >>> X, y = torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.zeros(2)
         >>> predict = lambda w, batch: batch[0] @ w
-        >>> G = hodiff.GaussNewtonOperator(predict, torch.nn.MSELoss(), torch.ones(2), data=[(X, y)])
+        >>> G = hodiff.GaussNewtonOperator(
+        ...     predict, torch.nn.MSELoss(), torch.ones(2), data=[(X, y)]
+        ... )
         >>> G.dense()
         tensor([[1., 2.],
                 [2., 5.]])
 
     Reference:
-        Schraudolph, N. N. (2002). Fast curvature matrix-vector products for second-order gradient descent.
-        Neural Computation 14(7). doi:10.1162/08997660260028683.
+        Schraudolph, N. N. (2002). Fast curvature matrix-vector products for second-order gradient
+        descent. Neural Computation 14(7). doi:10.1162/08997660260028683.
     """
 
     def __init__(
@@ -468,7 +493,7 @@ class GaussNewtonOperator(PullbackOperator):
         self._route = f"linearized outputs, {form} loss"
 
 
-# --- `FisherOperator`: the Fisher information, exact, sampled, or "empirical" -----------------------------------------
+# --- `FisherOperator`: the Fisher information, exact, sampled, or "empirical" ---------------------
 
 
 Kind = Literal["exact", "mc", "empirical"]
@@ -477,7 +502,8 @@ Kind = Literal["exact", "mc", "empirical"]
 @final
 @dataclass(frozen=True)
 class FisherBuilder(PullbackBuilder):
-    """With the expected outer product of the scores, the gradients of each sample's loss by the outputs.
+    """With the expected outer product of the scores, the gradients of each sample's loss by the
+    outputs.
 
     Attributes:
         kind: Over what the expectation is taken.
@@ -486,7 +512,8 @@ class FisherBuilder(PullbackBuilder):
         group_sum: The processes that share the data.
         device: Where labels are drawn without a generator.
         source: The generator of this evaluation.
-        scores: Those of the labels drawn, by batch: they stay the same when a batch is evaluated again.
+        scores: Those of the labels drawn, by batch: they stay the same when a batch is evaluated
+            again.
     """
 
     kind: Kind
@@ -508,10 +535,12 @@ class FisherBuilder(PullbackBuilder):
         if self.kind == "empirical":
             _check_samples(outputs, at_outputs.curvature.dims)
             return OuterProducts(
-                [part.unsqueeze(0) for part in at_outputs.gradient], lambda s: tuple(range(1 - s.ndim, 0))
+                [part.unsqueeze(0) for part in at_outputs.gradient],
+                lambda s: tuple(range(1 - s.ndim, 0)),
             )
         if number not in self.scores:
-            source = self.source[0] if self.source else torch.Generator()  # for cost() any labels will do
+            # for cost() any labels will do
+            source = self.source[0] if self.source else torch.Generator()
             self.scores[number] = at_outputs.drawn(self.samples, source)  # pyright: ignore[reportOptionalCall] - see `_check_kind`
         return OuterProducts(self.scores[number], lambda s: at_outputs.curvature.dims)
 
@@ -533,8 +562,8 @@ class FisherOperator(PullbackOperator):
     \(g_i\) is the gradient of the loss of sample *i*, a negative log-likelihood. `kind` is the
     distribution of the labels in the expectation:
 
-    * `"exact"`: over labels drawn from the model's own distribution, in closed form. For cross-entropy and
-      squared error it equals the Gauss-Newton matrix.
+    * `"exact"`: over labels drawn from the model's own distribution, in closed form. For
+      cross-entropy and squared error it equals the Gauss-Newton matrix.
     * `"mc"`: the same, estimated without bias from `samples` labels for each position, drawn once.
     * `"empirical"`: the labels of the data, without an expectation. It is not an estimate of the
     Fisher information, and differs from it except at a perfect fit. A sample is one entry of the
@@ -573,8 +602,9 @@ class FisherOperator(PullbackOperator):
     exactly.
 
     Raises:
-        InputError: A loss that is not a likelihood for `"exact"` or `"mc"`: any function, class weights,
-            label smoothing, probabilities as targets. (Use `hodiff.GaussNewtonOperator` there.)
+        InputError: A loss that is not a likelihood for `"exact"` or `"mc"`: any function, class
+            weights, label smoothing, probabilities as targets. (Use `hodiff.GaussNewtonOperator`
+            there.)
         GraphError: The parameters have changed since the graphs were built (call `refresh()`); an
             operation has no derivative; or as for `hodiff.HessianOperator`.
 
@@ -590,14 +620,16 @@ class FisherOperator(PullbackOperator):
         >>> import torch, hodiff
         >>> X, y = torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([1.0, -1.0])
         >>> predict = lambda w, batch: batch[0] @ w
-        >>> hodiff.FisherOperator(predict, torch.nn.MSELoss(), torch.ones(2), data=[(X, y)], kind="exact").dense()
+        >>> hodiff.FisherOperator(
+        ...     predict, torch.nn.MSELoss(), torch.ones(2), data=[(X, y)], kind="exact"
+        ... ).dense()
         tensor([[1., 2.],
                 [2., 5.]])
 
     Reference:
-        Martens, J. (2020). New insights and perspectives on the natural gradient method. JMLR 21(146).
-        arXiv:1412.1193. Kunstner, F., Hennig, P., Balles, L. (2019). Limitations of the empirical Fisher
-        approximation for natural gradient descent. arXiv:1905.12558.
+        Martens, J. (2020). New insights and perspectives on the natural gradient method. JMLR
+        21(146). arXiv:1412.1193. Kunstner, F., Hennig, P., Balles, L. (2019). Limitations of the
+        empirical Fisher approximation for natural gradient descent. arXiv:1905.12558.
     """
 
     def __init__(
@@ -626,7 +658,9 @@ class FisherOperator(PullbackOperator):
         check_generator(generator)
 
         def builder(batches: Batches, group_sum: ProcessGroupSum | None) -> FisherBuilder:
-            weigh = Weighted(batches, batch_weight, "loss", bare=kind != "empirical", reduction=reduction)
+            weigh = Weighted(
+                batches, batch_weight, "loss", bare=kind != "empirical", reduction=reduction
+            )
             traits = (checkpoint, memory_budget != 0, group_sum is None)
             drawn = (kind or "exact", samples, generator, group_sum)
             return FisherBuilder(predict, loss, weigh, allow, *traits, *drawn)
@@ -648,7 +682,9 @@ def _check_kind(kind: Any, loss: Any) -> None:
             "labels of the data, which is not the Fisher information."
         )
     if not isinstance(kind, str) or kind not in get_args(Kind):
-        raise InputError(f"kind: got {kind!r}, expected one of {', '.join(map(repr, get_args(Kind)))}.")
+        raise InputError(
+            f"kind: got {kind!r}, expected one of {', '.join(map(repr, get_args(Kind)))}."
+        )
     if kind == "empirical":
         return
     if callable(loss) and not isinstance(loss, type) and type(loss) not in LIKELIHOODS:
@@ -659,7 +695,9 @@ def _check_kind(kind: Any, loss: Any) -> None:
             f"loss(outputs, batch) -> (sum, weight) and use kind='empirical' or "
             f"hodiff.GaussNewtonOperator."
         )
-    weighted = getattr(loss, "weight", None) is not None or getattr(loss, "pos_weight", None) is not None
+    weighted = (
+        getattr(loss, "weight", None) is not None or getattr(loss, "pos_weight", None) is not None
+    )
     if weighted or getattr(loss, "label_smoothing", 0.0):
         raise InputError(
             f"loss: with class weights or label smoothing, the loss is not a likelihood, so it has "
@@ -670,7 +708,10 @@ def _check_kind(kind: Any, loss: Any) -> None:
 
 def _check_samples(outputs: Leaves, classes: tuple[int, ...]) -> None:
     """Raise unless every output has samples, and not its classes, in its leading dimension."""
-    lengths = {output.shape[0] if output.ndim and -output.ndim not in classes else None for output in outputs}
+    lengths = {
+        output.shape[0] if output.ndim and -output.ndim not in classes else None
+        for output in outputs
+    }
     if None in lengths or len(lengths) != 1:
         raise InputError(
             f"predict returned shapes {[tuple(output.shape) for output in outputs]}; "

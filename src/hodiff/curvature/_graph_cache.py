@@ -1,4 +1,6 @@
-"""The graphs of all batches: built once, kept within a budget, shared by an operator and its blocks."""
+"""The graphs of all batches: built once, kept within a budget,
+shared by an operator and its blocks.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,17 @@ from hodiff._core._where import Where
 from hodiff.curvature import _memory
 from hodiff.curvature._data import NONE, Batches, check_total
 from hodiff.curvature._process_group import ProcessGroupSum
-from hodiff.curvature._staleness import Modules, Values, buffers_of, culprits, warn_buffers, warn_random
+from hodiff.curvature._staleness import (
+    Modules,
+    Values,
+    buffers_of,
+    culprits,
+    warn_buffers,
+    warn_random,
+)
 from hodiff.errors import GraphError, InputError
 
-# --- one batch, evaluated ---------------------------------------------------------------------------------------------
+# --- one batch, evaluated -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +73,10 @@ G = TypeVar("G", bound=BatchGraph)
 
 
 class Builder(ABC, Generic[G]):
-    """Evaluates one batch at a point. What belongs to one evaluation of all batches (labels drawn) it keeps itself."""
+    """Evaluates one batch at a point.
+
+    What belongs to one evaluation of all batches (labels drawn) it keeps itself.
+    """
 
     @property
     def functions(self) -> Sequence[Any]:
@@ -85,13 +97,17 @@ class Builder(ABC, Generic[G]):
         """The graph of batch `number`."""
 
     def fresh(self, *, begins: bool = False) -> Self:
-        """The builder before anything was built, or as an evaluation `begins`; itself, or a new one."""
+        """The builder before anything was built, or as an evaluation `begins`; itself,
+        or a new one.
+        """
         return self
 
 
 def accumulate(total: Leaves, terms: Sequence[Tensor]) -> Leaves:
     """A running sum of the caller's own, in the precision of sums from the second term on."""
-    return [sum_.to(sum_dtype(sum_.dtype)).add_(term) for sum_, term in zip(total, terms, strict=True)]
+    return [
+        sum_.to(sum_dtype(sum_.dtype)).add_(term) for sum_, term in zip(total, terms, strict=True)
+    ]
 
 
 def _shape_of(graph: OutputGraph) -> tuple[int, ...]:
@@ -100,7 +116,7 @@ def _shape_of(graph: OutputGraph) -> tuple[int, ...]:
     return next((shape for node in nodes for shape, _ in _versions.received(node) if shape), ())
 
 
-# --- all batches ------------------------------------------------------------------------------------------------------
+# --- all batches ----------------------------------------------------------------------------------
 
 
 B = TypeVar("B", bound=Builder[Any])
@@ -133,7 +149,8 @@ class RankFacts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FirstPass:
-    """One evaluation of all batches: what they add up to, and what it takes to evaluate one of them once more.
+    """One evaluation of all batches: what they add up to, and what it takes to evaluate one of them
+    once more.
 
     Attributes:
         value: The sum over all batches, of all processes.
@@ -155,7 +172,8 @@ class FirstPass:
 
 
 class GraphCache(Generic[G, B]):
-    """The graphs of an operator, one for each batch: built once, kept within a budget, or built again.
+    """The graphs of an operator, one for each batch: built once, kept within a budget, or built
+    again.
 
     All batches are kept or none, unless their order is fixed: of shuffled data, kept and new
     batches would overlap (a product was 23-93 % off).
@@ -184,7 +202,11 @@ class GraphCache(Generic[G, B]):
         self.undivided = undivided
         self.where = point if isinstance(point, Where) else Where(point)
         self.device = self.where.tensors[0].device
-        self.live = "the point has a grad_fn" if any(part.grad_fn is not None for part in self.where.tensors) else ""
+        self.live = (
+            "the point has a grad_fn"
+            if any(part.grad_fn is not None for part in self.where.tensors)
+            else ""
+        )
         self._closed = False
         self._modules = Modules(self.where)
         self.first: FirstPass | None = None
@@ -196,14 +218,17 @@ class GraphCache(Generic[G, B]):
     # --- the first pass
 
     def evaluate(self, take: Callable[[G, int], object] | None = None) -> FirstPass:
-        """The first pass over the data, unless it has been made; then whether the point is as it was.
+        """The first pass over the data, unless it has been made; then whether the point is as it
+        was.
 
         What is to `take` the graphs is shown each as it is made, in a first pass.
         """
         _call.refuse_stand_ins()
         if self.first is None:
             # Of several threads one evaluates, and those of later caches wait too.
-            on_all_ranks = nullcontext if self.group_sum is None else self.group_sum.raise_on_all_ranks
+            on_all_ranks = (
+                nullcontext if self.group_sum is None else self.group_sum.raise_on_all_ranks
+            )
             with _locks.ThreadClaim(self.batches), on_all_ranks():
                 return self.first or self._evaluate(take)
         first = self.first
@@ -213,7 +238,9 @@ class GraphCache(Generic[G, B]):
 
     def _evaluate(self, take: Callable[[G, int], object] | None = None) -> FirstPass:
         if self._closed:
-            raise GraphError("the operator is closed; H.refresh() opens it again at the current point.")
+            raise GraphError(
+                "the operator is closed; H.refresh() opens it again at the current point."
+            )
         self._modules.check()
         self.batches.check_items(self._shape)
         builder = self.builder.fresh(begins=True)
@@ -235,13 +262,13 @@ class GraphCache(Generic[G, B]):
         self, builder: B, graphs: dict[int, G], take: Callable[[G, int], object] | None = None
     ) -> FirstPass:
         """The sums over this process's own batches; graphs to keep are put into `graphs`."""
-        point, autocast = Values(self.where, builder.functions), _settings.autocast_now(self.device.type)
+        point = Values(self.where, builder.functions)
+        autocast = _settings.autocast_now(self.device.type)
         keeping = self._budget > 0
         limit = _memory.budget(self._budget, self.device) if self.batches.given and keeping else 0
         sums: Leaves = []
         weight, undivided = 0.0, False
-        largest = self._probed or 0
-        dtype = None
+        dtype, largest = None, self._probed or 0
         self._bytes = 0
         random: dict[int, _settings.RandomState] = {}
         for number, batch in enumerate(self.batches):
@@ -250,8 +277,8 @@ class GraphCache(Generic[G, B]):
             counts = self.batches.given and keeping
             graph, size = _memory.measured(build, self.device) if counts else (build(), 0)
             if self.batches.given and not number:
-                shape, by_samples = _shape_of(graph.evaluation), self.builder.by_samples
-                self.batches.check_first(batch, graph.weight, shape, self._shape, by_samples=by_samples)
+                at = graph.weight, _shape_of(graph.evaluation), self._shape
+                self.batches.check_first(batch, *at, by_samples=self.builder.by_samples)
             terms = [graph.value, *graph.gradient]
             dtype = dtype or graph.value.dtype
             sums = accumulate(sums, terms) if sums else [part.clone() for part in terms]
@@ -275,13 +302,17 @@ class GraphCache(Generic[G, B]):
         point.closed_over.settle()
         if random:
             warn_random(self.where)
-        value, *gradient = sums or [torch.zeros((), device="cpu"), *map(torch.zeros_like, self.where.tensors)]
+        nothing = torch.zeros((), device="cpu")
+        value, *gradient = sums or [nothing, *map(torch.zeros_like, self.where.tensors)]
         complete = len(graphs) == self.batches.count
         own = RankFacts(float(value.sum()), weight, undivided, largest, complete, dtype)
         return FirstPass(value, gradient, own, own, point, autocast, random)
 
     def _shape(self, batch: Any) -> tuple[int, ...]:
-        """The shape of what a batch gives; `()` where it is not taken. Draws of the function leave no trace."""
+        """The shape of what a batch gives; `()` where it is not taken.
+
+        Draws of the function leave no trace.
+        """
         now = _settings.RandomState(self.device)
         try:
             with now.replayed(), self.builder.fresh().evaluation(self.where, batch) as graph:
@@ -294,25 +325,34 @@ class GraphCache(Generic[G, B]):
         tensors, buffers = self.where.tensors, buffers_of(self.where)
         seen = group_sum.digest(buffers) if buffers else 0
         facts = first.own._replace(free_bytes=_memory.free_bytes(self.device), buffers=seen)
-        gradient, ranks = group_sum.sum("evaluates", first.gradient, digest=group_sum.digest(tensors), fact=facts)
+        gradient, ranks = group_sum.sum(
+            "evaluates", first.gradient, digest=group_sum.digest(tensors), fact=facts
+        )
         odd = [number for number, rank in enumerate(ranks) if rank.buffers != ranks[0].buffers]
         if odd:
             warn_buffers(odd)
         everywhere = facts._replace(
             value=sum(rank.value for rank in ranks),
-            weight=1.0 if any(rank.undivided for rank in ranks) else sum(rank.weight for rank in ranks),
+            weight=1.0
+            if any(rank.undivided for rank in ranks)
+            else sum(rank.weight for rank in ranks),
             largest=max(rank.largest for rank in ranks),
             complete=all(rank.complete for rank in ranks),
             free_bytes=min(rank.free_bytes for rank in ranks),
-            dtype=next((rank.dtype for rank in ranks if rank.dtype), None),  # one without data rounds as the others do
+            # one without data rounds as the others do
+            dtype=next((rank.dtype for rank in ranks if rank.dtype), None),
         )
         value = torch.tensor(everywhere.value, dtype=torch.float64, device=self.device)
-        return replace(first, value=value, gradient=[part.clone() for part in gradient], everywhere=everywhere)
+        return replace(
+            first, value=value, gradient=[part.clone() for part in gradient], everywhere=everywhere
+        )
 
     # --- later passes
 
     def check(self) -> FirstPass:
-        """The first pass, unless it has been made; else raise where the point has other values than then."""
+        """The first pass, unless it has been made;
+        else raise where the point has other values than then.
+        """
         made = self.first is not None
         first = self.evaluate()
         if made:
@@ -342,7 +382,9 @@ class GraphCache(Generic[G, B]):
         return total
 
     def each_graph(self, take: Callable[[G, int], object]) -> FirstPass:
-        """Show the graph of each batch, kept or made again, in the state in which a product may run."""
+        """Show the graph of each batch, kept or made again,
+        in the state in which a product may run.
+        """
         if self.first is None and not self._budget and self.group_sum is None:
             shown: list[int] = []
 
@@ -379,7 +421,9 @@ class GraphCache(Generic[G, B]):
         return self._replayed(number, partial(self.builder.build, self.where, batch, number))
 
     def _replayed(self, number: int, make: Callable[[], R]) -> R:
-        """A batch evaluated as in the first pass, if there was one: with its precision, and its random numbers."""
+        """A batch evaluated as in the first pass, if there was one: with its precision,
+        and its random numbers.
+        """
         first = self.first
         if first is None:
             return make()
@@ -391,12 +435,17 @@ class GraphCache(Generic[G, B]):
                 return make()
 
     def each(self, make: Callable[[Any, int], R]) -> list[R]:
-        """What `make` makes of each batch and its number, evaluated as in the first pass, if there was one."""
+        """What `make` makes of each batch and its number, evaluated as in the first pass,
+        if there was one.
+        """
         if self.first is not None or self._closed:
             self.check()
         else:
             self._modules.check()
-        return [self._replayed(number, partial(make, batch, number)) for number, batch in enumerate(self.batches)]
+        return [
+            self._replayed(number, partial(make, batch, number))
+            for number, batch in enumerate(self.batches)
+        ]
 
     def _compare(self, first: FirstPass, value: float, weight: float, scale: float) -> None:
         """Raise where a pass over the data found another function than the first pass."""
@@ -418,7 +467,9 @@ class GraphCache(Generic[G, B]):
         return _reverse.fitting(self.largest(), elements, itemsize, self.device)
 
     def largest(self) -> int:
-        """Elements of the largest tensor that a pass handles; of a batch that was only measured, if need be."""
+        """Elements of the largest tensor that a pass handles; of a batch that was only measured,
+        if need be.
+        """
         if self.first is None and self._probed is not None:
             return self._probed or 1
         return (self.first or self.evaluate()).everywhere.largest or 1
@@ -428,8 +479,14 @@ class GraphCache(Generic[G, B]):
         return size <= _memory.budget(self._budget, self.device)
 
     def cached_bytes(self) -> int:
-        """Bytes that the kept graphs hold; of a function without data they are counted by evaluating it again."""
-        if self.kept and not (self.batches.given or self._bytes) and self.kept[0].evaluation.call.builds_graph:
+        """Bytes that the kept graphs hold; of a function without data they are
+        counted by evaluating it again.
+        """
+        if (
+            self.kept
+            and not (self.batches.given or self._bytes)
+            and self.kept[0].evaluation.call.builds_graph
+        ):
             _, self._bytes = _memory.measured(lambda: self._again(NONE, 0), self.device)
         return self._bytes
 
@@ -458,10 +515,17 @@ class GraphCache(Generic[G, B]):
     def anew(self) -> Self:
         """An empty one in its place, whose first product evaluates at the point as it is then."""
         copied = type(self)(
-            self.builder.fresh(), self._point, self.batches, self._budget, self.group_sum, self.undivided
+            self.builder.fresh(),
+            self._point,
+            self.batches,
+            self._budget,
+            self.group_sum,
+            self.undivided,
         )
         tensors, now = self.where.tensors, copied.where
-        if now.names != self.where.names or [t.shape for t in now.tensors] != [t.shape for t in tensors]:
+        if now.names != self.where.names or [t.shape for t in now.tensors] != [
+            t.shape for t in tensors
+        ]:
             raise InputError(
                 "refresh: the leaves of the point have changed since the operator was made "
                 "(parameters were frozen, added or resized); make a new operator."

@@ -46,7 +46,11 @@ class HessianBuilder(Builder[BatchGraph]):
     @property
     def functions(self) -> Sequence[Any]:
         """The function, with its further arguments."""
-        return () if isinstance(self.f, Tensor) else [partial(self.f, *self.args, **(self.kwargs or {}))]
+        return (
+            ()
+            if isinstance(self.f, Tensor)
+            else [partial(self.f, *self.args, **(self.kwargs or {}))]
+        )
 
     def evaluation(self, where: Where, batch: Any) -> OutputGraph:
         """The sum over a batch, not yet entered."""
@@ -66,16 +70,31 @@ class HessianBuilder(Builder[BatchGraph]):
         return BatchGraph(evaluation, value, weight, gradient, graph, random, calls_back)
 
     def recorded(
-        self, where: Where, batch: Any, number: int, vectors: Leaves, count: int, chosen: list[int], chunk: int | None
+        self,
+        where: Where,
+        batch: Any,
+        number: int,
+        vectors: Leaves,
+        count: int,
+        chosen: list[int],
+        chunk: int | None,
     ) -> tuple[Leaves, float]:
-        """The products of one batch's sum with `count` vectors, which can be differentiated, and the batch's weight."""
+        """The products of one batch's sum with `count` vectors, which can be differentiated,
+        and the batch's weight.
+        """
         with self._evaluation(where, batch, number, create_graph=True) as graph:
             gradient = _reverse.gradient(graph, differentiated=True)
-            own, leaves = ([values[index] for index in chosen] for values in (gradient, graph.leaves))
-            products = _reverse.products(graph, own, vectors, count, chunk_size=chunk, inputs=leaves)
+            own, leaves = (
+                [values[index] for index in chosen] for values in (gradient, graph.leaves)
+            )
+            products = _reverse.products(
+                graph, own, vectors, count, chunk_size=chunk, inputs=leaves
+            )
         return products, 1.0 if isinstance(self.f, Tensor) else graph.aux
 
-    def _evaluation(self, where: Where, batch: Any, number: int, *, create_graph: bool) -> OutputGraph:
+    def _evaluation(
+        self, where: Where, batch: Any, number: int, *, create_graph: bool
+    ) -> OutputGraph:
         f, computed = self.f, isinstance(self.f, Tensor)
 
         def weighed(point: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -87,8 +106,8 @@ class HessianBuilder(Builder[BatchGraph]):
             what = memory.in_blocks(what, where, self.checkpoint)
         return OutputGraph(call(
             what, where, passes=2, create_graph=create_graph, has_aux=not computed,
-            keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args, kwargs=self.kwargs,
-            batch_ndim=self.batch_ndim,
+            keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args,
+            kwargs=self.kwargs, batch_ndim=self.batch_ndim,
         ))  # fmt: skip
 
 
@@ -107,9 +126,10 @@ class HessianOperator(SummedOperator[BatchGraph]):
 
     Args:
         f: A function of *where* that returns one element; with `data`, `f(where, batch)` returns
-            `(sum, weight)`. **The first is the sum over the batch, never its mean**, and the weights of all batches
-            are added up: for the mean over samples `(sum, number of samples)`. Or, without `data`,
-            such a tensor already computed, whose graph stays.
+            `(sum, weight)`. **The first is the sum over the batch, never its mean**, and the
+            weights of all batches are added up: for the mean over samples
+            `(sum, number of samples)`. Or, without `data`, such a tensor already computed, whose
+            graph stays.
         where: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
         data: Batches, as an iterable that can be iterated repeatedly: a list, a DataLoader. Tensors
             in a batch are moved to the device of *where*.
@@ -176,14 +196,16 @@ class HessianOperator(SummedOperator[BatchGraph]):
         tensor([4., 4.])
         >>> def loss(w, rows):
         ...     return (rows @ w).square().sum(), len(rows)
-        >>> H = hodiff.HessianOperator(loss, torch.zeros(2), data=[X[:2], X[2:]])  # the mean: 2 X'X / 3
+        >>> H = hodiff.HessianOperator(
+        ...     loss, torch.zeros(2), data=[X[:2], X[2:]]
+        ... )  # the mean: 2 X'X / 3
         >>> 3 * H.dense()
         tensor([[ 4.,  4.],
                 [ 4., 10.]])
 
     Reference:
-        Pearlmutter, B. A. (1994). Fast exact multiplication by the Hessian. Neural Computation 6(1).
-        doi:10.1162/neco.1994.6.1.147.
+        Pearlmutter, B. A. (1994). Fast exact multiplication by the Hessian. Neural Computation
+        6(1). doi:10.1162/neco.1994.6.1.147.
     """
 
     _route = "double backward"
@@ -224,17 +246,24 @@ class HessianOperator(SummedOperator[BatchGraph]):
     def _apply(self, graph: BatchGraph, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         ends = (graph.roots, graph.evaluation.leaves)
         gradient, leaves = ([values[index] for index in self._chosen] for values in ends)
-        return _reverse.products(graph.evaluation, gradient, parts, count, chunk_size=chunk, inputs=leaves)
+        return _reverse.products(
+            graph.evaluation, gradient, parts, count, chunk_size=chunk, inputs=leaves
+        )
 
 
-def _check_function(f: Any, data: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+def _check_function(
+    f: Any, data: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> None:
     """Raise unless `f` can be evaluated with the data."""
     if isinstance(f, Tensor):
         if data is not None:
-            raise InputError("data: batches are passed to a function, but f is a tensor already computed.")
+            raise InputError(
+                "data: batches are passed to a function, but f is a tensor already computed."
+            )
     elif callable(f):
         check_signature(f, "f", ("where",) if data is None else ("where", "batch"), args, kwargs)
     else:
         raise InputError(
-            f"f: got {_arguments.kind(f)}, expected a function of the point, or a tensor computed from it."
+            f"f: got {_arguments.kind(f)}, expected a function of the point, "
+            "or a tensor computed from it."
         )

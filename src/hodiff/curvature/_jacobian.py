@@ -29,8 +29,8 @@ class JacobianOperator(DataOperator[Linearized], TwoSpaces):
     With several batches, the outputs of all batches are concatenated along their leading dimension.
 
     Args:
-        predict: `predict(where)`, or with `data` `predict(where, batch)`, returns the outputs: a tensor
-            or a container of tensors.
+        predict: `predict(where)`, or with `data` `predict(where, batch)`, returns the outputs: a
+            tensor or a container of tensors.
         where: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
         data: Batches, as an iterable that can be iterated repeatedly. Unless it is a sequence, the
             batches of the first pass are kept, so that rows keep their order.
@@ -61,7 +61,9 @@ class JacobianOperator(DataOperator[Linearized], TwoSpaces):
 
     Examples:
         >>> import torch, hodiff
-        >>> J = hodiff.JacobianOperator(lambda x: torch.stack([x[0] * x[1], x[0] ** 2]), torch.tensor([2.0, 3.0]))
+        >>> J = hodiff.JacobianOperator(
+        ...     lambda x: torch.stack([x[0] * x[1], x[0] ** 2]), torch.tensor([2.0, 3.0])
+        ... )
         >>> J @ torch.tensor([1.0, 0.0]), J.T @ torch.tensor([1.0, 0.0])
         (tensor([3., 4.]), tensor([3., 2.]))
     """
@@ -109,12 +111,16 @@ class JacobianOperator(DataOperator[Linearized], TwoSpaces):
     @property
     def gradient(self) -> Any:
         """A Jacobian has none."""
-        raise AttributeError("a JacobianOperator has no gradient; J.T @ u is the gradient of the inner product u'f.")
+        raise AttributeError(
+            "a JacobianOperator has no gradient; J.T @ u is the gradient of the inner product u'f."
+        )
 
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         chunk, lead = (1, 0) if count is None else (self._inner_chunk(), 1)
         products: list[Leaves] = []
-        self._graphs.each_graph(lambda graph, number: products.append(graph.jvp(parts, count, self._chosen, chunk)))
+        self._graphs.each_graph(
+            lambda graph, number: products.append(graph.jvp(parts, count, self._chosen, chunk))
+        )
         if len(products) == 1:
             return products[0]
         return [torch.cat(column, dim=lead) for column in zip(*products, strict=True)]
@@ -127,9 +133,13 @@ class JacobianOperator(DataOperator[Linearized], TwoSpaces):
 
         def add(graph: Linearized, number: int) -> None:
             start, length = place[0], lengths[number]
-            own = parts if len(lengths) == 1 else [part.narrow(lead, start, length) for part in parts]
+            own = (
+                parts if len(lengths) == 1 else [part.narrow(lead, start, length) for part in parts]
+            )
             products = graph.vjp(own, count, self._chosen, chunk)
-            total[:] = accumulate([part.contiguous() for part in total], products) if total else products
+            total[:] = (
+                accumulate([part.contiguous() for part in total], products) if total else products
+            )
             place[0] = start + length
 
         graphs.each_graph(add)
@@ -154,7 +164,14 @@ class JacobianOperator(DataOperator[Linearized], TwoSpaces):
             if transposed and len(lengths) > 1:
                 own = [part[:, starts[number] : starts[number + 1]] for part in parts]
             return graphs.builder.recorded(
-                graphs.where, batch, number, own, count, self._chosen, self._chunk_size, transposed=transposed
+                graphs.where,
+                batch,
+                number,
+                own,
+                count,
+                self._chosen,
+                self._chunk_size,
+                transposed=transposed,
             )
 
         columns = zip(*graphs.each(made), strict=True)
@@ -163,7 +180,9 @@ class JacobianOperator(DataOperator[Linearized], TwoSpaces):
         return [torch.cat(column, 1) for column in columns]
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
-        raise InputError("block: a Jacobian's rows and columns differ; give hodiff.select(model, ...) as where.")
+        raise InputError(
+            "block: a Jacobian's rows and columns differ; give hodiff.select(model, ...) as where."
+        )
 
 
 def _outputs(graphs: GraphCache[Linearized, JacobianBuilder]) -> Outputs:
@@ -194,7 +213,10 @@ class Outputs:
             self._tree = tree
         different = _tree.difference(self._tree, tree, "f(x)")
         if different:
-            raise InputError(f"predict: outputs of all batches are joined, but {different}, as for the first batch.")
+            raise InputError(
+                f"predict: outputs of all batches are joined, but {different}, "
+                "as for the first batch."
+            )
         outputs = _tree.reordered(outputs, tree, self._tree)
         if number not in self._values:
             if self._values:
@@ -219,7 +241,8 @@ class Outputs:
 def _check_alike(first: Leaves, outputs: Leaves) -> None:
     shapes = [tuple(part.shape) for part in outputs]
     alike = len(first) == len(outputs) and all(
-        a.ndim and b.ndim and a.shape[1:] == b.shape[1:] for a, b in zip(first, outputs, strict=True)
+        a.ndim and b.ndim and a.shape[1:] == b.shape[1:]
+        for a, b in zip(first, outputs, strict=True)
     )
     if not alike or len({part.shape[0] for part in outputs}) != 1:
         raise InputError(
@@ -263,18 +286,27 @@ class JacobianBuilder(Builder[Linearized]):
         return predicted(self.predict, where, batch, self.allow, keep=False)
 
     def build(self, where: Where, batch: Any, number: int) -> Linearized:
-        """The graph of one batch; its value, by which passes are compared, is the sum of its outputs."""
+        """The graph of one batch; its value, by which passes are compared,
+        is the sum of its outputs.
+        """
         with predicted(self.predict, where, batch, self.allow, self.batch_ndim) as graph:
-            random, outputs = graph.context.random.moved(), self.outputs.noted(number, graph.tensors(), graph.outputs)
+            random, outputs = (
+                graph.context.random.moved(),
+                self.outputs.noted(number, graph.tensors(), graph.outputs),
+            )
             _check_samples(outputs, graph.call.batch)
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
-            cotangents, pulled = linearize(graph, outputs, [torch.ones_like(output) for output in outputs])
+            cotangents, pulled = linearize(
+                graph, outputs, [torch.ones_like(output) for output in outputs]
+            )
         value = sum(
             (part.detach().sum(dtype=sum_dtype(part.dtype)) for part in outputs),
             torch.zeros((), device=where.tensors[0].device),
         )
         gradient = [part.detach() for part in pulled]
-        return Linearized(graph, value, None, gradient, pulled, random, calls_back, outputs, cotangents)
+        return Linearized(
+            graph, value, None, gradient, pulled, random, calls_back, outputs, cotangents
+        )
 
     def recorded(
         self,

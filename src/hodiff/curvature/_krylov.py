@@ -137,7 +137,9 @@ class Block(ABC):
         return {"budget": over}
 
     def run(self, show: Callable[[], None] | None) -> Solutions:
-        """Steps, until each system has ended, or spent what is left to it; `show` looks on, if anybody does."""
+        """Steps, until each system has ended, or spent what is left to it; `show` looks on,
+        if anybody does.
+        """
         ends = self.spent(self.left <= 0)
         while True:
             over = functools.reduce(operator.or_, ends.values())
@@ -186,9 +188,14 @@ class Block(ABC):
         return r if self._systems.inverse is None else self._systems.inverse(r, numbers)
 
     def _form(self, r: Tensor, z: Tensor) -> Number:
-        """r'Mr, with z = M r. Raise where that shows, by more than rounding, that M is not positive definite."""
+        """r'Mr, with z = M r.
+
+        Raise where that shows, by more than rounding, that M is not positive definite.
+        """
         forms, eps = dots(r, z), self._systems.eps
-        if anywhere(forms <= 0) and anywhere((forms <= -10 * eps * norms(r) * norms(z)) & (norms(r) > 0)):
+        if anywhere(forms <= 0) and anywhere(
+            (forms <= -10 * eps * norms(r) * norms(z)) & (norms(r) > 0)
+        ):
             raise InputError(
                 "preconditioner is not positive definite (r'Mr <= 0 for a residual r). Give one "
                 "that is, such as hodiff.nystrom or a positive diagonal, or use method='gmres', "
@@ -282,7 +289,9 @@ class MINRES(Block):
         gbar = self._sn * self._dbar - self._cs * alpha
         self._epsilon, self._dbar = self._sn * self._beta, -self._cs * self._beta
         tiny = torch.finfo(v.dtype).tiny  # of a zero matrix
-        gamma = larger(larger(tiny, self._systems.eps * 1e-3 * self._scale), (gbar**2 + self._beta**2) ** 0.5)
+        gamma = larger(
+            larger(tiny, self._systems.eps * 1e-3 * self._scale), (gbar**2 + self._beta**2) ** 0.5
+        )
         self._cs, self._sn = gbar / gamma, self._beta / gamma
         step, self._phi = self._cs * self._phi, self._sn * self._phi
         w = along(along(v, -epsilon_old, self._w_old), -delta, self._w) / spread(gamma, v)
@@ -291,7 +300,8 @@ class MINRES(Block):
 
 
 class Neumann(Block):
-    """The first terms of the series x = Σ (I - M A / s)^j M b / s: with no product M b / s, with each one term more.
+    """The first terms of the series x = Σ (I - M A / s)^j M b / s: with no product M b / s, with
+    each one term more.
 
     The residual is that of the sum before the last term.
     """
@@ -339,11 +349,15 @@ class GMRES(Block):
         self._least = [LeastSquares(size, self._systems.eps) for size in listed(self.size)]
 
     def step(self) -> dict[Status, Number]:
-        """One more vector of the basis, and nothing else that keeps it; a new basis, where that is full."""
+        """One more vector of the basis, and nothing else that keeps it; a new basis,
+        where that is full.
+        """
         eps, before = self._systems.eps, self._before
         self._count += 1
         parts, w, norm = orthogonalized(
-            self._systems.product(self._inverse(self._basis[..., self._count - 1, :]), self.numbers),
+            self._systems.product(
+                self._inverse(self._basis[..., self._count - 1, :]), self.numbers
+            ),
             [self._basis[..., : self._count, :]],
             eps * self._scale,
         )
@@ -352,11 +366,18 @@ class GMRES(Block):
         self._scale = larger(larger(self._scale, most), norm)
         exhausted = norm <= 10 * eps * self._scale
         length = spread(select(exhausted, math.inf, norm), w)
-        w = torch.div(w, length, out=w if self._count == self._systems.room else self._basis[..., self._count, :])
+        w = torch.div(
+            w,
+            length,
+            out=w if self._count == self._systems.room else self._basis[..., self._count, :],
+        )
         systems = zip(self._least, columns, listed(select(exhausted, 0.0, norm)), strict=True)
         self.size = number([least.append([*column, end]) for least, column, end in systems], w)
         if self._count == self._systems.room:
-            everywhere, rests = [*range(len(self._places))], [least.solution()[1] for least in self._least]
+            everywhere, rests = (
+                [*range(len(self._places))],
+                [least.solution()[1] for least in self._least],
+            )
             self.x = self.solution(everywhere)
             w.mul_(spread(number([rest.pop() for rest in rests], w), w))
             self._restart(self._combined(w, rests, everywhere))
@@ -364,7 +385,9 @@ class GMRES(Block):
         return {"converged": self.size <= self.tolerance, "stagnation": exhausted}
 
     def _combined(self, start: Tensor, coordinates: list[list[float]], at: list[int]) -> Tensor:
-        """The vectors with these coordinates, each in the basis of one of some systems, beyond where they start."""
+        """The vectors with these coordinates, each in the basis of one of some systems,
+        beyond where they start.
+        """
         basis = self._some(self._basis[..., : len(coordinates[0]), :], at)
         lines = torch.tensor(coordinates, dtype=basis.dtype, device=basis.device)
         with as_given(basis):
@@ -421,7 +444,9 @@ class LeastSquares:
         return y, rest
 
 
-def orthogonalized(w: Tensor, bases: Sequence[Tensor], negligible: Number) -> tuple[Tensor, Tensor, Number]:
+def orthogonalized(
+    w: Tensor, bases: Sequence[Tensor], negligible: Number
+) -> tuple[Tensor, Tensor, Number]:
     """Vectors without their parts in orthonormal bases, again where much cancels.
 
     First their parts in the first of the bases, last their lengths.
@@ -468,7 +493,9 @@ def number(values: list[Any], like: Tensor) -> Number:
 
 
 def zeros(like: Tensor) -> Tensor:
-    """Zeros like vectors; one vector is replaced where others are written to, and takes no memory."""
+    """Zeros like vectors; one vector is replaced where others are written to,
+    and takes no memory.
+    """
     return like.new_zeros(()).expand_as(like) if like.ndim == 1 else torch.zeros_like(like)
 
 
@@ -513,11 +540,12 @@ def anywhere(where: Number) -> bool:
     return where if where is True or where is False else bool(where.any())
 
 
-# --- an orthonormal basis of a Krylov space with full reorthogonalization; the engine of `eigsh` ----------------------
+# --- an orthonormal basis of a Krylov space with full reorthogonalization; the engine of `eigsh` --
 
 
 class Basis:
-    r"""An orthonormal basis \(V\) of a Krylov space, and the operator's projection \(T = V A V^\top\) on it.
+    r"""An orthonormal basis \(V\) of a Krylov space, and the operator's projection \(T = V A
+    V^\top\) on it.
 
     The operator is symmetric (Lanczos): the lower half of the projection is kept.
 
@@ -528,7 +556,8 @@ class Basis:
     whose rest has no finite length is given to `check`, to be refused.
 
     Attributes:
-        vectors: The basis as rows, `(room + 1, D)`; the first `size` are in use, one more is the next.
+        vectors: The basis as rows, `(room + 1, D)`; the first `size` are in use, one more is the
+            next.
         projection: The lower half of `T`, with one row more, on the CPU in double precision.
         size: How many columns of `T` are known.
         scale: The largest |T| seen: an estimate of |A|, below it.
@@ -555,7 +584,9 @@ class Basis:
             start,
             "Ask for fewer eigenvalues, or give basis=.",
         )
-        self.projection = torch.zeros((max_basis + 1, max_basis + 1), dtype=torch.float64, device="cpu")
+        self.projection = torch.zeros(
+            (max_basis + 1, max_basis + 1), dtype=torch.float64, device="cpu"
+        )
         self._eps = eps  # of the products; the basis may be more precise
         self.size = 0
         self.scale = scale
@@ -586,7 +617,9 @@ class Basis:
 
     def _orthogonalized(self, w: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
         """`w` without its parts in the basis and the locked vectors."""
-        bases = [self.vectors[:count], self._locked] if len(self._locked) else [self.vectors[:count]]
+        bases = (
+            [self.vectors[:count], self._locked] if len(self._locked) else [self.vectors[:count]]
+        )
         return orthogonalized(w, bases, self._eps * self.scale)
 
     def _fresh(self, count: int) -> None:
@@ -621,7 +654,9 @@ class Basis:
             return coordinates.T @ self.vectors[: len(coordinates)]
 
     def restart(self, coordinates: Tensor, values: Tensor) -> None:
-        """Keep only these eigenvectors of the projection, with their values, and the vector that was next."""
+        """Keep only these eigenvectors of the projection, with their values,
+        and the vector that was next.
+        """
         count = coordinates.shape[1]
         kept, left = self.combine(coordinates), self.remainder @ coordinates
         following = self.vectors[self.size].clone()

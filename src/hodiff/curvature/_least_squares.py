@@ -32,13 +32,17 @@ DEVIATIONS = 4
 SHORTER = 0.9
 """Steps below rounding go on while each is shorter than the last by this factor."""
 SUFFICIENT, POOR, GOOD = 1e-4, 0.25, 0.75
-"""What part of the promised decrease a step must keep to be taken; for the radius to stay; for it to grow."""
+"""What part of the promised decrease a step must keep to be taken; for the radius to stay;
+for it to grow.
+"""
 CUT = 0.25
 """Of a poor step, the part that is the next radius."""
 SHORT = 0.1
 """The length of the trial that shows the residuals' second order, beside the first length."""
 BENT = 0.25
-"""The most that a path turns aside, as a part of its length: what is known of second order holds no further."""
+"""The most that a path turns aside, as a part of its length:
+what is known of second order holds no further.
+"""
 LOWER_FROM, RAISE_BELOW = 0.25, 0.125
 """The lengths of steps from which the damping falls, and below which it grows."""
 FALL, GROWTH, AFTER_FAILURE = 0.1, 4.0, 100.0
@@ -55,7 +59,9 @@ NONE = 1e-30
 
 
 _State = dict[str, Any]
-"""What a step leaves to the next: damping, scale, radius, the columns' largest norms, the last length and norm."""
+"""What a step leaves to the next: damping, scale, radius, the columns' largest norms,
+the last length and norm.
+"""
 
 
 class _Group(dict[str, Any]):
@@ -63,7 +69,8 @@ class _Group(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise InputError(
-            f"{key}: this optimizer has no learning rate to schedule; it chooses the length of each step itself."
+            f"{key}: this optimizer has no learning rate to schedule; it chooses the length of "
+            "each step itself."
         )
 
 
@@ -196,7 +203,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         self._functions: list[Callable[..., Any]] = [*residuals] if several else [residuals]  # pyright: ignore[reportGeneralTypeIssues, reportAttributeAccessIssue]
         good = [callable(f) and not isinstance(f, Tensor) for f in self._functions]
         if not good or not all(good):
-            raise InputError("residuals: expected a function of where and a batch, or a list of such functions.")
+            raise InputError(
+                "residuals: expected a function of where and a batch, or a list of such functions."
+            )
         _probes.check_positive(FIRST if damping is None else damping, "damping")
         _arguments.check_number(0 if min_damping is None else min_damping, "min_damping", least=0)
         _arguments.check_number(momentum, "momentum", least=0, below=1.0)
@@ -211,12 +220,15 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         point = call(lambda where: None, where, passes=1, create_graph=False).where
         if is_wrapped(point):
             raise InputError(
-                "where: the model is wrapped in DistributedDataParallel. A step is one of this rank's "
-                "residuals alone, so the ranks' parameters would drift apart. Give each rank all "
-                "residuals, and model.module."
+                "where: the model is wrapped in DistributedDataParallel. "
+                "A step is one of this rank's residuals alone, so the ranks' parameters would "
+                "drift apart. Give each rank all residuals, and model.module."
             )
         if any(tensor._is_zerotensor() for tensor in point.tensors):
-            raise InputError("where is an efficient zero tensor, which has no memory to change; give its .clone().")
+            raise InputError(
+                "where is an efficient zero tensor, which has no memory to change; "
+                "give its .clone()."
+            )
         try:
             super().__init__(point.tensors, {})
         except (TypeError, ValueError, RuntimeError) as error:
@@ -227,7 +239,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a second group: *where* is one point."""
         if self.param_groups:
-            raise InputError("param_group: LevenbergMarquardt has one group, its where; make another optimizer.")
+            raise InputError(
+                "param_group: LevenbergMarquardt has one group, its where; make another optimizer."
+            )
         super().add_param_group(_Group(param_group))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -251,15 +265,16 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         batches = batches or (None,) * len(self._functions)
         if any(callable(batch) and not isinstance(batch, Tensor) for batch in batches):
             raise InputError(
-                "step: got a closure. LevenbergMarquardt needs the residuals themselves, not the sum "
-                "of their squares: give LevenbergMarquardt(residuals, model) a function that "
-                "returns them, and step(batch) its batch; nothing calls backward()."
+                "step: got a closure. LevenbergMarquardt needs the residuals themselves, "
+                "not the sum of their squares: give LevenbergMarquardt(residuals, "
+                "model) a function that returns them, and step(batch) its batch; "
+                "nothing calls backward()."
             )
         if len(batches) != len(self._functions):
             raise InputError(
-                f"step: got {len(batches)} batch{'es' * (len(batches) != 1)}, expected "
-                f"{len(self._functions)}: one for each function of residuals (a batch of several tensors "
-                f"as a tuple), or None."
+                f"step: got {len(batches)} batch{'es' * (len(batches) != 1)}, "
+                f"expected {len(self._functions)}: one for each function of residuals (a batch of "
+                "several tensors as a tuple), or None."
             )
         self._check_signatures([batch is None for batch in batches])
         refuse_stand_ins()
@@ -267,11 +282,15 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             return self._stepped(batches)
 
     def _check_signatures(self, alone: list[bool]) -> None:
-        """Raise where a function does not take what it is given; looked at once, not in each step."""
+        """Raise where a function does not take what it is given; looked at once,
+        not in each step.
+        """
         if alone == self._alone:
             return
         for number, (function, without) in enumerate(zip(self._functions, alone, strict=True)):
-            names, given = (("where",), "in step()") if without else (("where", "batch"), "in step(batch)")
+            names, given = (
+                (("where",), "in step()") if without else (("where", "batch"), "in step(batch)")
+            )
             _data.check_signature(function, f"residuals[{number}]", names, given=given)
         self._alone = alone
 
@@ -299,7 +318,10 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 if len(before) == len(norms):  # else some were frozen since
                     norms = norms.maximum(norms.new_tensor(before))
                 # No tensor: `load_state_dict` makes tensors what the parameters are, float32.
-                state["norms"], system.weights = norms.tolist(), torch.where(norms > 0, norms**2, state["scale"])
+                state["norms"], system.weights = (
+                    norms.tolist(),
+                    torch.where(norms > 0, norms**2, state["scale"]),
+                )
             rule = self._by_search if search else self._by_gain
             at = _Trials(graph, system)
             record, trial = rule(system, at, state, self._drift(tensors))
@@ -333,7 +355,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             system.add(self._rows(graph, joint, output, i, budget))
         return system.closed()
 
-    def _rows(self, graph: OutputGraph, joint: _Joint, output: Tensor, number: int, budget: float) -> list[Outer]:
+    def _rows(
+        self, graph: OutputGraph, joint: _Joint, output: Tensor, number: int, budget: float
+    ) -> list[Outer]:
         """The rows of one function's residuals, by each leaf: in factors, where these are known."""
         samples = joint.parts[number]
         if isinstance(samples, Samples):
@@ -351,7 +375,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         return [Outer.of(part.reshape(output.numel(), 1, *x.shape), x.shape) for part, x in pairs]
 
     def _checked(self, graph: OutputGraph, joint: _Joint, given: Any, number: int) -> Tensor:
-        """The residuals of one function: finite, and not samples crossed with samples by broadcasting."""
+        """The residuals of one function: finite,
+        and not samples crossed with samples by broadcasting.
+        """
         name, samples = f"residuals[{number}]", joint.parts[number]
         output = _arguments.check_output(given, name)
         wrong = int((~output.detach().isfinite()).sum())
@@ -363,14 +389,14 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         if isinstance(samples, Samples) and output.ndim not in (1, 2):
             raise InputError(
                 f"{name} returned shape {tuple(output.shape)}, expected one residual per sample, "
-                f"(N,), or several, (N, K): the residuals, not the sum of their squares. (For a mean "
-                f"loss, return what it squares.)"
+                "(N,), or several, (N, K): the residuals, not the sum of their squares. "
+                "(For a mean loss, return what it squares.)"
             )
         if not output.ndim and _versions.reduction(output)[0]:
             warnings.warn(
                 f"{name} returned one number, a mean or a sum, which counts as one residual and is "
-                f"squared. Return the residuals themselves, (N,), not the loss; or, if one residual is "
-                f"meant, give it the shape (1,).",
+                "squared. Return the residuals themselves, (N,), not the loss; or, "
+                "if one residual is meant, give it the shape (1,).",
                 HodiffWarning,
                 stacklevel=_arguments.outside() + 1,
             )
@@ -379,11 +405,13 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 joint.only = number
                 check_not_crossed(graph, samples, output, name)
                 joint.only = None
-            if "step" not in self.state[self.param_groups[0]["params"][0]] and _are_sums(graph, output):
+            if "step" not in self.state[self.param_groups[0]["params"][0]] and _are_sums(
+                graph, output
+            ):
                 warnings.warn(
-                    f"{name}: {tuple(output.shape)}, are all sums of a number of the row and one of the column, as a "
-                    f"difference of (N, 1) and (N,) has by broadcasting. For N residuals give both the shape (N,): "
-                    f"model(x).squeeze(-1).",
+                    f"{name}: {tuple(output.shape)}, are all sums of a number of the row and one "
+                    "of the column, as a difference of (N, 1) and (N,) has by broadcasting. "
+                    "For N residuals give both the shape (N,): model(x).squeeze(-1).",
                     HodiffWarning,
                     stacklevel=_arguments.outside() + 1,
                 )
@@ -391,8 +419,12 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
     # --- the two rules
 
-    def _by_gain(self, system: DampedSystem, at: _Trials, state: _State, drift: Tensor | None) -> _Outcome:
-        """Take a step as long as a radius, bent where little of the promise comes true; else a shorter one."""
+    def _by_gain(
+        self, system: DampedSystem, at: _Trials, state: _State, drift: Tensor | None
+    ) -> _Outcome:
+        """Take a step as long as a radius, bent where little of the promise comes true;
+        else a shorter one.
+        """
         least = self._least or NONE
         if self._damping is None and at.start.any():
             state.setdefault("radius", system.norm(at.start))
@@ -405,7 +437,11 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             polished = self._polished(system, step, trial, at, state) if at.number == 1 else None
             if polished:
                 return polished
-            if step.moved is not None and -math.inf < trial.gain < GOOD * step.decrease and at.number < self._tries:
+            if (
+                step.moved is not None
+                and -math.inf < trial.gain < GOOD * step.decrease
+                and at.number < self._tries
+            ):
                 bend = system.bend(trial.r - system.r - step.moved)
                 if system.norm(bend) <= BENT * step.norm:
                     trial = max(trial, at(step.change + bend), key=lambda trial: trial.gain)
@@ -421,12 +457,14 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 return _outcome(system, step, trial, damping, accepted=accepted)
             drift = None  # which may have led uphill
 
-    def _by_search(self, system: DampedSystem, at: _Trials, state: _State, drift: Tensor | None) -> _Outcome:
+    def _by_search(
+        self, system: DampedSystem, at: _Trials, state: _State, drift: Tensor | None
+    ) -> _Outcome:
         """Halve the step until the loss falls, along a path that bends as the residuals do.
 
         A short trial shows what they are of second order, and the bend undoes that, as far as the
-        model can. It stays small beside the way ahead: a long one leads to where no model holds, and
-        networks end with all their units saturated. The damping follows the length.
+        model can. It stays small beside the way ahead: a long one leads to where no model holds,
+        and networks end with all their units saturated. The damping follows the length.
         """
         damping = state["damping"]
         least = LEAST if self._least is None else self._least
@@ -472,11 +510,14 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         state["norm"] = step.norm
         return _outcome(system, step, trial, state["damping"], accepted=True)
 
-    def _freer(self, system: DampedSystem, step: DampedStep, at: _Trials, state: _State) -> _Outcome:
-        """Take a step of less damping that gains more than rounding; none: the loss is at its minimum.
+    def _freer(
+        self, system: DampedSystem, step: DampedStep, at: _Trials, state: _State
+    ) -> _Outcome:
+        """Take a step of less damping that gains more than rounding; none: the loss is at its
+        minimum.
 
-        The step in hand promises nothing: for there is nothing to gain, or since its damping holds back
-        parameters that are large beside the others.
+        The step in hand promises nothing: for there is nothing to gain, or since its damping holds
+        back parameters that are large beside the others.
         """
         damping = state["damping"]
         least, floor = at.rounding(), NONE if self._least is None else self._least
@@ -488,7 +529,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 state["damping"] = damping
                 state["norm"] = state["radius"] = freer.norm
                 return _outcome(system, freer, trial, damping, accepted=True)
-        return _outcome(system, step, _Trial([], 0.0), state["damping"], accepted=False, converged=True)
+        return _outcome(
+            system, step, _Trial([], 0.0), state["damping"], accepted=False, converged=True
+        )
 
     # --- what changes
 
@@ -538,7 +581,9 @@ class _Joint:
             return self.parts[self.only](where)
         results: list[Any] = []
         for number, (part, batch) in enumerate(zip(self.parts, self._batches, strict=True)):
-            with _data.told_what_it_got(f"residuals[{number}]", _data.NONE if batch is None else batch):
+            with _data.told_what_it_got(
+                f"residuals[{number}]", _data.NONE if batch is None else batch
+            ):
                 results.append(part(where))
         return results
 
@@ -617,21 +662,29 @@ class _Trials:
 
 
 def _are_sums(graph: OutputGraph, output: Tensor) -> bool:
-    """Whether a matrix is a_i + b_j, in value and in derivative: what adds up to 0 in each row and column, is 0."""
+    """Whether a matrix is a_i + b_j, in value and in derivative:
+    what adds up to 0 in each row and column, is 0.
+    """
     some = generic(output.numel()).to(output).reshape(output.shape)
     even = some - some.mean(0)
     even = even - even.mean(1, keepdim=True)
     device = output.device
-    slopes = [flat(_reverse.vjp(graph, [output], [w], more=True), device).norm() for w in (even, some)]
+    slopes = [
+        flat(_reverse.vjp(graph, [output], [w], more=True), device).norm() for w in (even, some)
+    ]
     small = torch.finfo(output.dtype).eps ** 0.5 * even.norm()
     alike = (even * output.detach()).sum().abs() <= small * output.detach().norm()
     return bool(alike and slopes[0] <= small * slopes[1] / some.norm())
 
 
 def _check_apart(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Raise where parameters share memory: what a step adds to one is added to the other as well."""
+    """Raise where parameters share memory: what a step adds to one is added to
+    the other as well.
+    """
     last, end = "", 0
-    for start, name, x in sorted((x.data_ptr(), name, x) for name, x in zip(names, tensors, strict=True) if x.numel()):
+    for start, name, x in sorted(
+        (x.data_ptr(), name, x) for name, x in zip(names, tensors, strict=True) if x.numel()
+    ):
         span = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) + 1
         if start < end or span < x.numel():
             other = last if start < end else "itself"

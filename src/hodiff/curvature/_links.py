@@ -1,4 +1,6 @@
-"""A solution of equations attached to the graph: frozen linear systems, and the links that they make."""
+"""A solution of equations attached to the graph: frozen linear systems,
+and the links that they make.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from hodiff.curvature._records import SolveRecord, Status
 from hodiff.errors import ConvergenceWarning, GraphError, InputError
 
 Solver = Callable[..., tuple[SolveRecord[Tensor], "str | None"]]
-"""Solves an operator's system for a flat right-hand side, with `preconditioner=` and `rtol=`; says what went wrong."""
+"""Solves an operator's system for a flat right-hand side, with `preconditioner=` and `rtol=`;
+says what went wrong.
+"""
 
 
 GROWS = (
@@ -47,15 +51,21 @@ class CallSite(NamedTuple):
             return cls("<unknown>", 0, "<unknown>", {})
         names = frame.f_globals
         registry = names.setdefault("__warningregistry__", {})
-        return cls(frame.f_code.co_filename, frame.f_lineno, names.get("__name__", "<unknown>"), registry)
+        return cls(
+            frame.f_code.co_filename, frame.f_lineno, names.get("__name__", "<unknown>"), registry
+        )
 
     def warn(self, text: str) -> None:
         """A ConvergenceWarning there, also from a backward pass elsewhere."""
-        warnings.warn_explicit(text, ConvergenceWarning, self.file, self.number, self.module, self.registry)
+        warnings.warn_explicit(
+            text, ConvergenceWarning, self.file, self.number, self.module, self.registry
+        )
 
 
 class ImplicitSystem:
-    """J and Jᵀ at a solution, and how systems with them are solved; what fails is said of the line of the call."""
+    """J and Jᵀ at a solution, and how systems with them are solved;
+    what fails is said of the line of the call.
+    """
 
     def __init__(
         self,
@@ -102,9 +112,15 @@ class ImplicitSystem:
 
     def _parts(self, vectors: Tensor) -> Leaves:
         domain = self.operator._domain
-        return [vectors] if self._stacked else domain.split(vectors.reshape((*domain.batch, self._size)))
+        return (
+            [vectors]
+            if self._stacked
+            else domain.split(vectors.reshape((*domain.batch, self._size)))
+        )
 
-    def solved(self, v: Sequence[Tensor], *, transposed: bool, least: list[float] | None = None) -> Leaves:
+    def solved(
+        self, v: Sequence[Tensor], *, transposed: bool, least: list[float] | None = None
+    ) -> Leaves:
         """J⁻ᵀ v, or J⁻¹ v, to a tolerance relative to each |v|, or to a larger `least`."""
         vectors = self.vectors(v)
         known, lengths = None, listed(norms(vectors.double()))
@@ -117,7 +133,10 @@ class ImplicitSystem:
                 return self._parts(torch.where(known, vectors, torch.nan))
         operator, preconditioner = self.operator, self._preconditioner
         if not transposed and not operator.symmetric:
-            operator, preconditioner = operator.T, None if preconditioner is None else preconditioner.T
+            operator, preconditioner = (
+                operator.T,
+                None if preconditioner is None else preconditioner.T,
+            )
         rows = vectors.ndim == 2
         given = Vectors("rows", [vectors], len(vectors), operator._domain.tree) if rows else vectors
         with _settings.grad_mode(False):  # what is differentiable of it, the caller's node says
@@ -134,7 +153,9 @@ class ImplicitSystem:
         return self._parts(value)
 
     def _report(self, record: SolveRecord[Tensor]) -> Tensor:
-        """Warn where a solution is less exact than asked for; raise, or of samples say which, where there is none."""
+        """Warn where a solution is less exact than asked for; raise, or of samples say which,
+        where there is none.
+        """
         place = f"{self.name}, called at {self.line.file}:{self.line.number}"
         batch = torch.Size() if self._stacked else self.operator._domain.batch
         residual = torch.as_tensor(record.residual, device="cpu")
@@ -174,13 +195,15 @@ def told(which: Tensor) -> str:
     return f" for {len(numbers)} of {which.numel()} samples (number {first}{more})"
 
 
-# --- attaching a solution to the graph, so that derivatives of it are those of the implicit function theorem ----------
-# With the residual \(F(x, \theta)\), zero at \(x^*\), and its Jacobian \(J\) by *x*, frozen there, the links
+# --- attaching a solution to the graph, so that derivatives of it are those of the implicit
+# function theorem With the residual \(F(x, \theta)\), zero at \(x^*\), and its Jacobian \(J\) by
+# *x*, frozen there, the links
 #
 # \[ x_j = x_{j-1} - J^{-1} F(x_{j-1}, \theta), \qquad x_0 = x^* \text{ without a graph} \]
 #
-# all have the value \(x^*\), and the j-th has its first j derivatives: each link is a step of Newton's iteration with a
-# frozen Jacobian, which gains an order. (One link is the usual surrogate; its second derivative is silently wrong.)
+# all have the value \(x^*\), and the j-th has its first j derivatives: each link is a step of
+# Newton's iteration with a frozen Jacobian, which gains an order. (One link is the usual surrogate;
+# its second derivative is silently wrong.)
 
 
 class Chain:
@@ -251,9 +274,15 @@ class _Link(torch.autograd.Function):
                 f"at a time."
             )
         if not torch.is_grad_enabled():
-            # All links have the same first derivative: the innermost solves once for what they all are given.
+            # All links have the same first derivative: the innermost solves once for what they all
+            # are given.
             u = chain.system.solved(v, transposed=True) if ctx.number == 1 else None
-            return None, None, *v, *((None for _ in residual) if u is None else (-part for part in u))
+            return (
+                None,
+                None,
+                *v,
+                *((None for _ in residual) if u is None else (-part for part in u)),
+            )
         u = list(_Solve.apply(chain.system, True, chain.scale, *v))
         if ctx.number == 1:
             u = _limited(chain.system, chain.system.order - 1, u, residual)
@@ -264,7 +293,9 @@ class _Solve(torch.autograd.Function):
     """J⁻ᵀ v, or J⁻¹ v: linear in v, so that its derivative is the other one."""
 
     @staticmethod
-    def forward(ctx: Any, system: ImplicitSystem, transposed: bool, scale: Scale, *v: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, system: ImplicitSystem, transposed: bool, scale: Scale, *v: Tensor
+    ) -> tuple[Tensor, ...]:
         least = scale.met(system.vectors(v))
         ctx.system = system
         ctx.transposed = transposed
@@ -276,8 +307,11 @@ class _Solve(torch.autograd.Function):
         return None, None, None, *_Solve.apply(ctx.system, not ctx.transposed, ctx.scale, *w)
 
 
-def _limited(system: ImplicitSystem, left: int, u: Sequence[Tensor], residual: Sequence[Tensor]) -> Leaves:
-    """What a differentiable pass gives the innermost residual, itself differentiable so many times more.
+def _limited(
+    system: ImplicitSystem, left: int, u: Sequence[Tensor], residual: Sequence[Tensor]
+) -> Leaves:
+    """What a differentiable pass gives the innermost residual, itself differentiable so many times
+    more.
 
     With nothing left, everything that the solution depends on is reached through a node that
     raises.
@@ -290,7 +324,9 @@ class _OrderGuard(torch.autograd.Function):
     """The identity, which counts the passes through it that are differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, system: ImplicitSystem, left: int, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, system: ImplicitSystem, left: int, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.system, ctx.left = system, left
         ctx.save_for_backward(*tensors[2 * count :])
         return tuple(part.view_as(part) for part in tensors[:count])
@@ -298,8 +334,13 @@ class _OrderGuard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *w: Tensor) -> tuple[Any, ...]:
         residual = ctx.saved_tensors
-        through = _limited(ctx.system, max(ctx.left - 1, 0), w, residual) if torch.is_grad_enabled() else list(w)
-        nothing = [torch.zeros_like(part) for part in residual]  # not None: the guards' node must run
+        through = (
+            _limited(ctx.system, max(ctx.left - 1, 0), w, residual)
+            if torch.is_grad_enabled()
+            else list(w)
+        )
+        # not None: the guards' node must run
+        nothing = [torch.zeros_like(part) for part in residual]
         return None, None, None, *through, *nothing, *nothing
 
 
@@ -314,7 +355,10 @@ class _OrderExceeded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *w: Tensor) -> Any:
         system = ctx.system
-        inside = "Call solve inside the function that a hodiff call differentiates so often: there it allows as many."
+        inside = (
+            "Call solve inside the function that a hodiff call differentiates so often: "
+            "there it allows as many."
+        )
         raise GraphError(
             f"{system.name}, called at {system.line.file}:{system.line.number}, allows derivatives "
             f"up to order {system.order}, and this one is higher and would be wrong. "

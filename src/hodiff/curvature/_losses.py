@@ -1,7 +1,8 @@
-"""Losses as functions of a network's outputs: their sum, what it is divided by, their output Hessian.
+"""Losses as functions of a network's outputs: their sum, what it is divided by, their output
+Hessian.
 
-For the likelihoods of `LIKELIHOODS` the Hessian is written out; any other twice differentiable loss is differentiated
-twice, which concerns the outputs only and is cheap.
+For the likelihoods of `LIKELIHOODS` the Hessian is written out; any other twice differentiable loss
+is differentiated twice, which concerns the outputs only and is cheap.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from hodiff._core._vectors import Leaves, draw, generic, sum_dtype
 from hodiff.curvature._data import NONE, Weighted, check_signature, told_what_it_got
 from hodiff.errors import GraphError, InputError
 
-# --- a loss on one batch of outputs: its sum, its gradient, a matrix over the outputs by its products -----------------
+# --- a loss on one batch of outputs: its sum, its gradient, a matrix over the outputs by its
+# products
 
 
 class OutputCurvature(NamedTuple):
@@ -33,7 +35,8 @@ class OutputCurvature(NamedTuple):
 
     Attributes:
         times: The product with one vector like the outputs, or with so many stacked ones.
-        dims: The dimensions, counted from the end, within which it mixes entries of one output: the classes.
+        dims: The dimensions, counted from the end, within which it mixes entries of one output: the
+            classes.
     """
 
     times: Callable[[Leaves, int | None], Leaves]
@@ -54,9 +57,10 @@ class LossAtOutputs:
         weight: What it is divided by; None: by nothing.
         gradient: The gradient of the sum by each output, detached.
         curvature: Its Hessian by the outputs.
-        drawn: The gradients by the outputs for labels drawn from the model, `(samples, *shape)` on each; None for a
-            loss that does not say what distribution it is the likelihood of.
-        fisher: The expectation of the Hessian over labels of the model's own; None where it is the same.
+        drawn: The gradients by the outputs for labels drawn from the model, `(samples, *shape)` on
+            each; None for a loss that does not say what distribution it is the likelihood of.
+        fisher: The expectation of the Hessian over labels of the model's own; None where it is the
+            same.
     """
 
     value: Tensor
@@ -71,7 +75,8 @@ def check_shapes(z: Tensor, target: Tensor) -> None:
     """Raise unless targets have the shape of the outputs."""
     if z.shape != target.shape:
         raise InputError(
-            f"loss: targets have shape {tuple(target.shape)}, the outputs {tuple(z.shape)}; they must agree."
+            f"loss: targets have shape {tuple(target.shape)}, the outputs {tuple(z.shape)}; "
+            "they must agree."
         )
 
 
@@ -103,8 +108,8 @@ def pair_curvature(first: Tensor, mixed: Tensor | float, second: Tensor) -> Outp
 class OuterProducts:
     r"""A mean over M draws of \(\sum_i s_i s_i^\top\): Fisher matrices of given scores.
 
-    The scores are stacked, `(M, *outputs)` on each leaf; `dims` says which dimensions, counted from the
-    end, belong to one sample. The others tell the samples apart.
+    The scores are stacked, `(M, *outputs)` on each leaf; `dims` says which dimensions, counted from
+    the end, belong to one sample. The others tell the samples apart.
     """
 
     def __init__(self, scores: Leaves, dims: Callable[[Tensor], tuple[int, ...]]) -> None:
@@ -117,7 +122,11 @@ class OuterProducts:
         for each in range(draws):
             scores = [score[each] for score in self._scores]
             inner = [self._inner(s, v) for s, v in zip(scores, tangents, strict=True)]
-            weight = inner[0].flatten(lead) if len(inner) == 1 else torch.stack([p.flatten(lead) for p in inner]).sum(0)
+            weight = (
+                inner[0].flatten(lead)
+                if len(inner) == 1
+                else torch.stack([p.flatten(lead) for p in inner]).sum(0)
+            )
             for sum_, s, part in zip(total, scores, inner, strict=True):
                 sum_ += s * weight.reshape(part.shape) / draws
         return [sum_.to(v.dtype) for sum_, v in zip(total, tangents, strict=True)]
@@ -141,7 +150,8 @@ class OuterProducts:
 
     def _inner(self, s: Tensor, v: Tensor) -> Tensor:
         dims = self._dims(s)
-        return (s * v).sum(dims, keepdim=True) if dims else s * v  # an empty tuple would sum over all
+        # an empty tuple would sum over all
+        return (s * v).sum(dims, keepdim=True) if dims else s * v
 
 
 Curvature = OutputCurvature | OuterProducts
@@ -206,12 +216,17 @@ def check_loss(loss: Any, batch_weight: Any) -> None:
     if is_of_torch(loss):
         if type(loss) not in LIKELIHOODS:  # a subclass computes what it likes
             takes = list(inspect.signature(loss.forward).parameters)
-            more = ["outputs", "batch[1]"] if len(takes) == 2 else [*takes[:1], *(f"... {name}" for name in takes[1:])]
+            more = (
+                ["outputs", "batch[1]"]
+                if len(takes) == 2
+                else [*takes[:1], *(f"... {name}" for name in takes[1:])]
+            )
             raise InputError(
                 f"loss: hodiff knows the sums and weights of {likelihood_names()}, not of "
                 f"{type(loss).__name__}. Give a function that returns (sum, weight):\n"
                 f"    def loss(outputs, batch):\n"
-                f"        return {type(loss).__name__}(reduction='sum')({', '.join(more)}), len(outputs)"
+                f"        return {type(loss).__name__}(reduction='sum')({', '.join(more)}), "
+                "len(outputs)"
             )
         if loss.reduction == "none":
             raise InputError('loss: reduction="none" gives no scalar; use "mean" or "sum".')
@@ -267,11 +282,15 @@ def loss_at_outputs(
         return _reverse.products(at, gradient, tangents, count, chunk_size=count)
 
     in_place_of(loss, weighed)
-    with OutputGraph(call(weighed, point, passes=2, create_graph=False, has_aux=True, keep=True, allow=allow)) as at:
+    with OutputGraph(
+        call(weighed, point, passes=2, create_graph=False, has_aux=True, keep=True, allow=allow)
+    ) as at:
         _refuse_shortcut(graph, at.scalars())
         gradient = _reverse.gradient(at, differentiated=True)
         value = at.scalars().detach().reshape(())
-    return LossAtOutputs(value, at.aux, [part.detach() for part in gradient], OutputCurvature(times))
+    return LossAtOutputs(
+        value, at.aux, [part.detach() for part in gradient], OutputCurvature(times)
+    )
 
 
 def recorded_curvature(
@@ -298,7 +317,9 @@ def recorded_curvature(
         return summed(first, target if labels else target.to(first), *more)
 
     point = _tree.rebuild(tree, iter(outputs))
-    with OutputGraph(call(in_place_of(loss, total), point, passes=2, create_graph=True, allow=allow)) as at:
+    with OutputGraph(
+        call(in_place_of(loss, total), point, passes=2, create_graph=True, allow=allow)
+    ) as at:
         gradient = _reverse.gradient(at, differentiated=True)
         return _reverse.products(at, gradient, tangents, count, chunk_size=count)
 
@@ -307,11 +328,12 @@ def _refuse_functional(loss: Any, batch: Any) -> None:
     """Raise for `F.mse_loss`: it would get the whole batch for its targets."""
     if getattr(loss, "__module__", "") == "torch.nn.functional" and _tree.is_container(batch):
         raise InputError(
-            f"loss: F.{loss.__name__} takes targets, but loss(outputs, batch) is called with the whole batch, "
-            f"{_tree.describe(_tree.flatten(batch)[2])}. Give nn.CrossEntropyLoss(), nn.MSELoss() or "
-            f"nn.BCEWithLogitsLoss(), which take batch[1], or a function that returns (sum, weight):\n"
-            f"    def loss(outputs, batch):\n"
-            f"        return F.{loss.__name__}(outputs, batch[1], reduction='sum'), len(outputs)"
+            f"loss: F.{loss.__name__} takes targets, but loss(outputs, batch) is called with the "
+            f"whole batch, {_tree.describe(_tree.flatten(batch)[2])}. Give nn.CrossEntropyLoss(), "
+            "nn.MSELoss() or nn.BCEWithLogitsLoss(), which take batch[1], "
+            "or a function that returns (sum, weight):\n    def loss(outputs, "
+            f"batch):\n        return F.{loss.__name__}(outputs, batch[1], reduction='sum'), "
+            "len(outputs)"
         )
 
 
@@ -327,13 +349,15 @@ def _refuse_shortcut(graph: OutputGraph, value: Tensor) -> None:
             )
 
 
-# --- likelihoods: losses of `torch.nn`, written out -------------------------------------------------------------------
+# --- likelihoods: losses of `torch.nn`, written out -----------------------------------------------
 
 
 def _single(loss: nn.Module, outputs: Leaves, target: Tensor | None = None) -> Tensor:
     """The one output, of the shape of the targets where these are given."""
     if len(outputs) != 1:
-        raise InputError(f"loss: {type(loss).__name__} takes one tensor, but predict returned {len(outputs)}.")
+        raise InputError(
+            f"loss: {type(loss).__name__} takes one tensor, but predict returned {len(outputs)}."
+        )
     if target is not None:
         check_shapes(outputs[0], target)
     return outputs[0]
@@ -342,8 +366,9 @@ def _single(loss: nn.Module, outputs: Leaves, target: Tensor | None = None) -> T
 def cross_entropy(loss: nn.CrossEntropyLoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:
     r"""Cross-entropy with class weights, ignored positions and label smoothing.
 
-    At each position it is \(-\sum_c t_c \log p_c\) with weights \(t\) that do not depend on *z*, so its
-    gradient is \(s p - t\) and its Hessian \(s (\operatorname{diag} p - p p^\top)\), with \(s = \sum_c t_c\).
+    At each position it is \(-\sum_c t_c \log p_c\) with weights \(t\) that do not depend on *z*, so
+    its gradient is \(s p - t\) and its Hessian \(s (\operatorname{diag} p - p p^\top)\), with \(s =
+    \sum_c t_c\).
     """
     from hodiff.memory import _cross_entropy as closed
 
@@ -361,7 +386,9 @@ def cross_entropy(loss: nn.CrossEntropyLoss, outputs: Leaves, target: Tensor) ->
         rows = z.softmax(classes).movedim(classes, -1)
         flat = rows.reshape(-1, rows.shape[-1])
         device = z.device if generator is None else generator.device
-        labels = torch.multinomial(flat.to(device), samples, replacement=True, generator=generator).to(z.device)
+        labels = torch.multinomial(
+            flat.to(device), samples, replacement=True, generator=generator
+        ).to(z.device)
         scores = flat - F.one_hot(labels.T, rows.shape[-1]).to(flat.dtype)
         scores = scores.reshape((samples, *rows.shape)).movedim(-1, classes - z.ndim)
         return [scores * (scored.scale() > 0)]
@@ -386,7 +413,9 @@ def _counted(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int)
         return float(z.numel() // z.shape[classes])
     expected = tuple(z.shape[:classes] + z.shape[classes + 1 :])
     if tuple(target.shape) != expected:
-        raise InputError(f"loss: targets have shape {tuple(target.shape)}, expected {expected} for the outputs.")
+        raise InputError(
+            f"loss: targets have shape {tuple(target.shape)}, expected {expected} for the outputs."
+        )
     used = target != loss.ignore_index
     if loss.weight is None:
         return float(used.sum())
@@ -401,31 +430,44 @@ def squared_error(loss: nn.MSELoss, outputs: Leaves, target: Tensor) -> LossAtOu
     def drawn(samples: int, generator: torch.Generator | None) -> Leaves:
         return [draw((samples, *z.shape), z, "gaussian", generator) * 2**0.5]
 
-    return LossAtOutputs(r.square().sum(), float(z.numel()), [2 * r], diagonal_curvature(2.0), drawn)
+    return LossAtOutputs(
+        r.square().sum(), float(z.numel()), [2 * r], diagonal_curvature(2.0), drawn
+    )
 
 
-def binary_cross_entropy(loss: nn.BCEWithLogitsLoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:
-    r"""\(-y \log p - (1 - y) \log (1 - p)\) of \(p = \sigma(z)\), with weights of entries and of positive ones."""
+def binary_cross_entropy(
+    loss: nn.BCEWithLogitsLoss, outputs: Leaves, target: Tensor
+) -> LossAtOutputs:
+    r"""\(-y \log p - (1 - y) \log (1 - p)\) of \(p = \sigma(z)\),
+    with weights of entries and of positive ones.
+    """
     z = _single(loss, outputs, target)
     target = target.to(z)
     weight = torch.ones_like(z) if loss.weight is None else loss.weight.detach().to(z).expand_as(z)
     positive = 1.0 if loss.pos_weight is None else loss.pos_weight.detach().to(z)
     p = torch.sigmoid(z)
-    value = F.binary_cross_entropy_with_logits(z, target, loss.weight, reduction="sum", pos_weight=loss.pos_weight)
+    value = F.binary_cross_entropy_with_logits(
+        z, target, loss.weight, reduction="sum", pos_weight=loss.pos_weight
+    )
     mass = weight * (positive * target + 1 - target)
 
     def drawn(samples: int, generator: torch.Generator | None) -> Leaves:
         device = z.device if generator is None else generator.device
         dtype = sum_dtype(z.dtype)
-        uniform = torch.rand((samples, *z.shape), generator=generator, device=device, dtype=dtype).to(z.device)
+        uniform = torch.rand(
+            (samples, *z.shape), generator=generator, device=device, dtype=dtype
+        ).to(z.device)
         return [p - (uniform < p).to(z.dtype)]
 
     gradient = mass * p - weight * positive * target
-    return LossAtOutputs(value, float(z.numel()), [gradient], diagonal_curvature(mass * p * (1 - p)), drawn)
+    return LossAtOutputs(
+        value, float(z.numel()), [gradient], diagonal_curvature(mass * p * (1 - p)), drawn
+    )
 
 
 def gaussian(loss: nn.GaussianNLLLoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:
-    r"""\(\tfrac12 (\log v + (y - m)^2 / v)\) of outputs (m, v); a variance below `eps` counts as `eps`.
+    r"""\(\tfrac12 (\log v + (y - m)^2 / v)\) of outputs (m, v); a variance below `eps` counts as
+    `eps`.
 
     Its Hessian depends on the labels, so the Fisher information, the expectation of that, is
     another matrix.
@@ -447,11 +489,15 @@ def gaussian(loss: nn.GaussianNLLLoss, outputs: Leaves, target: Tensor) -> LossA
 
     gradient = [r / v, 0.5 * (1 / v - r**2 / v**2)]
     hessian = pair_curvature(1 / v, -r / v**2, r**2 / v**3 - 0.5 / v**2)
-    return LossAtOutputs(value, float(m.numel()), gradient, hessian, drawn, pair_curvature(1 / v, 0.0, 0.5 / v**2))
+    return LossAtOutputs(
+        value, float(m.numel()), gradient, hessian, drawn, pair_curvature(1 / v, 0.0, 0.5 / v**2)
+    )
 
 
 def poisson(loss: nn.PoissonNLLLoss, outputs: Leaves, target: Tensor) -> LossAtOutputs:
-    r"""\(e^z - y z\), or \(z - y \log (z + \epsilon)\) without `log_input`, whose Hessian depends on the labels."""
+    r"""\(e^z - y z\), or \(z - y \log (z + \epsilon)\) without `log_input`,
+    whose Hessian depends on the labels.
+    """
     z = _single(loss, outputs, target)
     y = target.to(z)
     value = F.poisson_nll_loss(z, y, loss.log_input, loss.full, eps=loss.eps, reduction="sum")
@@ -477,7 +523,8 @@ LIKELIHOODS: dict[type[Any], Callable[[Any, Leaves, Tensor], LossAtOutputs]] = {
     nn.GaussianNLLLoss: gaussian,
     nn.PoissonNLLLoss: poisson,
 }
-"""Of each kind of loss: (loss, outputs, targets) -> what stands in `LossAtOutputs`, with what a mean is divided by.
+"""Of each kind of loss: (loss, outputs, targets) -> what stands in `LossAtOutputs`, with what a
+mean is divided by.
 
 To add one is a function above, which checks what it takes, and a line here."""
 

@@ -1,9 +1,11 @@
-"""Matrices that are known: entry by entry (`MatrixOperator`), or by some eigenvectors (`nystrom`)."""
+"""Matrices that are known: entry by entry (`MatrixOperator`),
+or by some eigenvectors (`nystrom`).
+"""
 
 from __future__ import annotations
 
 import copy
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -12,7 +14,13 @@ from hodiff._core import _arguments, _call, _reverse, _vectors
 from hodiff._core._arguments import check_integer, check_real_tensor, is_set
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given
-from hodiff.curvature._probes import check_positive, check_square, flat_product, power_of_two, source
+from hodiff.curvature._probes import (
+    check_positive,
+    check_square,
+    flat_product,
+    power_of_two,
+    source,
+)
 from hodiff.errors import InputError
 
 LARGEST_VIEW = 2**36
@@ -34,8 +42,8 @@ class MatrixOperator(LinearOperator):
             result for each.
 
     Raises:
-        InputError: *A* is not a real floating point matrix or vector, is an expanded view of more than 64 GiB, or
-            `symmetric=True` is not true.
+        InputError: *A* is not a real floating point matrix or vector, is an expanded view of more
+            than 64 GiB, or `symmetric=True` is not true.
 
     Cost:
         A product is a matrix product. The matrix is not copied.
@@ -45,7 +53,9 @@ class MatrixOperator(LinearOperator):
         >>> A = hodiff.MatrixOperator(torch.tensor([[2.0, 1.0], [1.0, 3.0]]))
         >>> (A + 1.0) @ torch.tensor([1.0, 0.0])
         tensor([3., 1.])
-        >>> hodiff.eigsh(hodiff.MatrixOperator(torch.tensor([1.0, 5.0, 3.0])), k=1).value.round(decimals=4)
+        >>> hodiff.eigsh(hodiff.MatrixOperator(torch.tensor([1.0, 5.0, 3.0])), k=1).value.round(
+        ...     decimals=4
+        ... )
         tensor([5.])
 
         Two systems at once:
@@ -62,16 +72,7 @@ class MatrixOperator(LinearOperator):
         if fits:
             check_real_tensor(A, "A")
         if not fits or A.ndim - batch_ndim not in (1, 2) or not A.shape[batch_ndim:].numel():
-            what = f"{A.layout}, {A.dtype} of shape {tuple(A.shape)}" if isinstance(A, Tensor) else _arguments.kind(A)
-            if fits and not A.numel():
-                raise InputError(f"A has shape {tuple(A.shape)}, expected at least one row and column.")
-            stack = f", each with {batch_ndim} leading dimensions of a batch" if batch_ndim else ""
-            way = ""
-            if not isinstance(A, Tensor):
-                way = " Make it a tensor: torch.as_tensor(A)."
-            elif fits and A.ndim > 2 and not batch_ndim:
-                way = " For one matrix in each of several systems: batch_ndim=1."
-            raise InputError(f"A: got {what}; expected a dense real matrix (M, D), or a diagonal (D,){stack}.{way}")
+            raise _no_matrix(A, batch_ndim, dense=fits)
         if A.requires_grad:
             _call.refuse_transforms()
         if _call.is_hidden(A):
@@ -90,7 +91,9 @@ class MatrixOperator(LinearOperator):
         self._matrix = A.detach()
         symmetric = None if symmetric is None else is_set(symmetric, "symmetric")
         self._diagonal = A.ndim == batch_ndim + 1
-        symmetric_made = self._diagonal or (A.shape[-2] == A.shape[-1] and _is_symmetric(self._matrix))
+        symmetric_made = self._diagonal or (
+            A.shape[-2] == A.shape[-1] and _is_symmetric(self._matrix)
+        )
         self._symmetric, self._told = symmetric is not False and symmetric_made, bool(symmetric)
         if symmetric and not self._symmetric:
             raise InputError("symmetric=True: A differs from its transpose; give (A + A.T) / 2.")
@@ -156,14 +159,32 @@ class MatrixOperator(LinearOperator):
         return "diagonal" if self._diagonal else "matrix"
 
 
+def _no_matrix(A: Any, batch_ndim: int, *, dense: bool) -> InputError:
+    """The error for what cannot be read as a matrix, with the way out."""
+    if dense and not A.numel():
+        return InputError(f"A has shape {tuple(A.shape)}, expected at least one row and column.")
+    if isinstance(A, Tensor):
+        got, way = f"{A.layout}, {A.dtype} of shape {tuple(A.shape)}", ""
+    else:
+        got, way = _arguments.kind(A), " Make it a tensor: torch.as_tensor(A)."
+    if dense and A.ndim > 2 and not batch_ndim:
+        way = " For one matrix in each of several systems: batch_ndim=1."
+    stack = f", each with {batch_ndim} leading dimensions of a batch" if batch_ndim else ""
+    return InputError(
+        f"A: got {got}; expected a dense real matrix (M, D), or a diagonal (D,){stack}.{way}"
+    )
+
+
 def _is_symmetric(A: Tensor) -> bool:
-    """Whether a matrix is its own transpose, but for rounding: Q diag(d) Q', computed, is so nearly.
+    """Whether a matrix is its own transpose, but for rounding: Q diag(d) Q', computed, is so
+    nearly.
 
     Of a stack, each of them.
     """
     if torch.equal(A, A.mT):
         return True
-    if not bool(A.sum().isfinite()):  # what is no number differs from itself, and is said of the products
+    # what is no number differs from itself, and is said of the products
+    if not bool(A.sum().isfinite()):
         A = torch.where(A.isfinite() & A.mT.isfinite(), A, 0)
     # In units of the largest entries: squares may have no place.
     unit = A.abs().amax((-2, -1)).to(torch.promote_types(A.dtype, torch.float32))
@@ -173,7 +194,7 @@ def _is_symmetric(A: Tensor) -> bool:
     return bool((off / unit <= 8 * torch.finfo(A.dtype).eps * size).all())
 
 
-# --- `nystrom`: an approximate inverse of A + μ I from a few products, as a preconditioner ------
+# --- `nystrom`: an approximate inverse of A + μ I from a few products, as a preconditioner --------
 
 
 def nystrom(
@@ -203,11 +224,12 @@ def nystrom(
         `hodiff.solve(A, b, damping=shift, preconditioner=...)` any number of times.
 
     Raises:
-        InputError: The operator is not symmetric or found not to be semidefinite, `rank` exceeds its columns, or
-            `shift` is not positive.
+        InputError: The operator is not symmetric or found not to be semidefinite, `rank` exceeds
+            its columns, or `shift` is not positive.
 
     Cost:
-        `rank` products, once. Memory: `rank` vectors. Each application: two products with a `(D, rank)` matrix.
+        `rank` products, once. Memory: `rank` vectors. Each application: two products with a
+            `(D, rank)` matrix.
 
     Examples:
         Eigenvalues that fall from 1e6 to nothing, of which some 150 are above the shift:
@@ -221,13 +243,17 @@ def nystrom(
         Without it the same takes more than a thousand.
 
     Reference:
-        Frangella, Z., Tropp, J. A., Udell, M. (2023). Randomized Nyström preconditioning. SIAM J. Matrix Anal. Appl.
-        44(2). doi:10.1137/21M1466244.
+        Frangella, Z., Tropp, J. A., Udell, M. (2023). Randomized Nyström preconditioning. SIAM J.
+        Matrix Anal. Appl. 44(2). doi:10.1137/21M1466244.
     """
-    operator = check_square(operator, "nystrom", symmetric=True, instead="a preconditioner of your own")
+    operator = check_square(
+        operator, "nystrom", symmetric=True, instead="a preconditioner of your own"
+    )
     size = operator.shape[0]
     if check_integer(rank, "rank", least=1) > size:
-        raise InputError(f"rank: got {rank}, but the operator has {_arguments.plural(size, 'column')}.")
+        raise InputError(
+            f"rank: got {rank}, but the operator has {_arguments.plural(size, 'column')}."
+        )
     check_positive(shift, "shift", ": the damping of the system")
     _vectors.check_generator(generator)
     like = operator._domain.zeros_flat(0).to(sum_dtype(operator.dtype))
@@ -266,7 +292,9 @@ def nystrom_eigenpairs(omega: Tensor, images: Tensor, dtype: torch.dtype) -> tup
 class NystromOperator(SymmetricOperator):
     """U (Λ + μ)⁻¹ U' + (I - U U') / (λ + μ), with the last λ."""
 
-    def __init__(self, domain: Space, vectors: Tensor, values: Tensor, shift: float, live: str) -> None:
+    def __init__(
+        self, domain: Space, vectors: Tensor, values: Tensor, shift: float, live: str
+    ) -> None:
         super().__init__()
         self._space = domain
         self._shift = shift

@@ -24,7 +24,9 @@ UNKNOWN = 4 * 2**30
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device: of a GPU what is left (PyTorch's own reserve included), else of the machine."""
+    """Memory that is free on a device: of a GPU what is left (PyTorch's own reserve included),
+    else of the machine.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -53,7 +55,11 @@ def _container(group: Path = Path("/sys/fs/cgroup")) -> int:
         return 1 << 62
     try:
         limit = (group / "memory.max").read_text("ascii").strip()
-        return int(limit) - int((group / "memory.current").read_text("ascii")) if limit != "max" else 1 << 62
+        return (
+            int(limit) - int((group / "memory.current").read_text("ascii"))
+            if limit != "max"
+            else 1 << 62
+        )
     except (OSError, ValueError) as error:
         if not is_fault(error):
             raise
@@ -79,7 +85,9 @@ def budget(value: float, device: torch.device) -> int:
 def check_budget(value: Any) -> None:
     """Raise unless `memory_budget=` is a number of bytes or a fraction."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(f"memory_budget: got {kind(value)}, expected bytes (int) or a fraction (float).")
+        raise InputError(
+            f"memory_budget: got {kind(value)}, expected bytes (int) or a fraction (float)."
+        )
     if not value >= 0 or (isinstance(value, float) and value > 1):
         raise InputError(
             f"memory_budget: got {value!r}, expected bytes (an int, 0 to keep nothing), or a "
@@ -98,14 +106,15 @@ def measured(call: Callable[[], T], device: torch.device) -> tuple[T, int]:
         return result, live.now
 
 
-# --- the exact bytes of tensors alive, and their peak, without the garbage collector ----------------------------------
+# --- the exact bytes of tensors alive, and their peak, without the garbage collector --------------
 
 
 class LiveBytes(DispatchMode):
     """Counts the storages that operations make while it is on, those of reverse passes included.
 
-    A storage that only a graph holds counts too: its weak reference ends when the memory goes, in any thread, or in the
-    middle of a line. So what has gone is only listed then, and taken off when the thread of the mode looks.
+    A storage that only a graph holds counts too: its weak reference ends when the memory goes, in
+    any thread, or in the middle of a line. So what has gone is only listed then, and taken off when
+    the thread of the mode looks.
 
     Attributes:
         peak: The largest value of `now` since the last `restart`.
@@ -116,9 +125,11 @@ class LiveBytes(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = self._now = 0
-        self._alive: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # of a reference: itself, storage and size
+        # of a reference: itself, storage and size
+        self._alive: dict[int, tuple[weakref.ref[Any], int, int]] = {}
         self._known: set[int] = set()
-        self._gone: list[weakref.ref[Any]] = []  # which C fills: in Python code an interrupt would be lost there
+        # which C fills: in Python code an interrupt would be lost there
+        self._gone: list[weakref.ref[Any]] = []
 
     @property
     def now(self) -> int:
@@ -137,7 +148,8 @@ class LiveBytes(DispatchMode):
         outputs = func(*args, **(kwargs or {}))
         before = {storage._cdata for storage in _storages([*args, *(kwargs or {}).values()])}
         for storage in _storages([outputs]):
-            if storage._cdata not in before:  # a view, or an argument changed in place, is no new memory
+            # a view, or an argument changed in place, is no new memory
+            if storage._cdata not in before:
                 self._count(storage)
         return outputs
 
@@ -156,7 +168,8 @@ def _storages(values: Sequence[Any]) -> list[Any]:
     storages: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
-            with suppress(NotImplementedError):  # a sparse tensor has none: its parts were counted when they were made
+            # a sparse tensor has none: its parts were counted when they were made
+            with suppress(NotImplementedError):
                 storages += [value.untyped_storage()]
         elif isinstance(value, (tuple, list)):
             storages += _storages(value)

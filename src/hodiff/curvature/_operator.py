@@ -26,7 +26,7 @@ from hodiff.curvature._staleness import one_look
 from hodiff.curvature._thin import Thin, ThinMatrix
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
-# --- `LinearOperator` -------------------------------------------------------------------------------------------------
+# --- `LinearOperator` -----------------------------------------------------------------------------
 
 
 Container = TypeVar("Container", bound="dict[Any, Any] | tuple[Any, ...] | list[Tensor]")
@@ -123,7 +123,9 @@ class LinearOperator(_arguments.Unlike):
 
     @property
     def _turns(self) -> bool:
-        """Whether it may be symmetric at its values alone; its transpose has other derivatives then."""
+        """Whether it may be symmetric at its values alone;
+        its transpose has other derivatives then.
+        """
         return any(part._turns for part in self._made_of)
 
     def _halves(self) -> LinearOperator:
@@ -160,7 +162,9 @@ class LinearOperator(_arguments.Unlike):
         return nullcontext() if self._group_sum is None else self._group_sum.raise_on_all_ranks()
 
     def _recorded(self, parts: Leaves, count: int) -> Leaves:
-        """The products with `count` stacked vectors, differentiable in them and in what the operator is made of."""
+        """The products with `count` stacked vectors, differentiable in them and in what the
+        operator is made of.
+        """
         raise InputError(
             f"create_graph: products of {_arguments.kind(self)} cannot be differentiated; those of "
             f"hodiff.HessianOperator, GaussNewtonOperator, JacobianOperator and MatrixOperator "
@@ -172,13 +176,19 @@ class LinearOperator(_arguments.Unlike):
         return LinearOperator._recorded(self, parts, count)
 
     def _recorded_rows(self, rows: Tensor) -> Tensor:
-        """The products with flat rows `(K, D)`, as rows, with their graph whatever the caller's modes are."""
+        """The products with flat rows `(K, D)`, as rows,
+        with their graph whatever the caller's modes are.
+        """
         domain = self._domain
         if domain.batch and rows.ndim == 2:
             count = len(rows) // max(1, domain.batch.numel())
-            return self._recorded_rows(rows.reshape(count, *domain.batch, domain.size)).flatten(0, -2)
+            return self._recorded_rows(rows.reshape(count, *domain.batch, domain.size)).flatten(
+                0, -2
+            )
         with _settings.recording():
-            return self._range.join(self._recorded(self._domain.split(normal(rows)), len(rows)), len(rows))
+            return self._range.join(
+                self._recorded(self._domain.split(normal(rows)), len(rows)), len(rows)
+            )
 
     def _recorded_forms(self, rows: Tensor) -> Tensor:
         """The forms v'Av of each flat row, in the dtype of sums, likewise."""
@@ -227,9 +237,11 @@ class LinearOperator(_arguments.Unlike):
         return copied
 
     def _fixed(self, made: dict[int, Any] | None = None) -> Self:
-        """A copy for what takes several products: it stays with the evaluation at hand, and counts its own.
+        """A copy for what takes several products: it stays with the evaluation at hand, and counts
+        its own.
 
-        Another thread's `refresh()` does not reach it, and the products that others take are not among its own.
+        Another thread's `refresh()` does not reach it, and the products that others take are not
+        among its own.
         """
         if self._fixed_of is not None:
             return self
@@ -269,7 +281,12 @@ class LinearOperator(_arguments.Unlike):
             return self.T @ u
         if isinstance(u, Tensor) and u.ndim == 2 and u.shape[1] == self.shape[0]:
             return (self.T @ u.T).T
-        if isinstance(u, Tensor) and u.ndim == 2 and u.shape[0] == self.shape[0] and [u.shape] != self._range.shapes:
+        if (
+            isinstance(u, Tensor)
+            and u.ndim == 2
+            and u.shape[0] == self.shape[0]
+            and [u.shape] != self._range.shapes
+        ):
             raise InputError(
                 f"u has shape {tuple(u.shape)}, expected ({len(u)},), or (K, {len(u)}) for K "
                 f"vectors; several vectors on the left are rows: give u.T."
@@ -277,7 +294,9 @@ class LinearOperator(_arguments.Unlike):
         return self.T @ u
 
     def _applied(self, v: Any, live: str | None = None) -> Any:
-        """`A @ v`; without `live`, of which nobody is told that it is detached: a step on the way to another result."""
+        """`A @ v`; without `live`, of which nobody is told that it is detached:
+        a step on the way to another result.
+        """
         domain, target = self._domain, self._range
         with self._raise_on_all_ranks():
             kind, parts, count, tree = domain.parse(v)
@@ -312,7 +331,10 @@ class LinearOperator(_arguments.Unlike):
     def _columns(self, columns: Tensor) -> Tensor:
         """Products with columns `(D, K)`, as columns."""
         count = columns.shape[1]
-        size, rows = self._chunk(count), columns.new_empty((count, self._range.size), dtype=self._range.dtype)
+        size, rows = (
+            self._chunk(count),
+            columns.new_empty((count, self._range.size), dtype=self._range.dtype),
+        )
         block = self._domain.turned_at_once(size)
         with one_look():
             for first in range(0, count, block):
@@ -330,7 +352,9 @@ class LinearOperator(_arguments.Unlike):
         return self._product(some, len(some[0]))
 
     def _times(self, flat: Tensor) -> Tensor:
-        """The product with one flat vector of the operator's own, whose spelling need not be recognized."""
+        """The product with one flat vector of the operator's own,
+        whose spelling need not be recognized.
+        """
         with self._raise_on_all_ranks():
             return self._range.join(self._product(self._domain.split(flat), None), None)
 
@@ -344,8 +368,11 @@ class LinearOperator(_arguments.Unlike):
     def _times_some(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """The products of systems with these numbers, by vector and then by place in the batch."""
         batch, count = self._domain.batch, self._domain.batch.numel()
-        if not len(numbers) % count and torch.equal(numbers, torch.arange(len(numbers), device="cpu")):
-            return self._times_rows(rows.reshape(-1, *batch, rows.shape[-1])).flatten(0, -2)  # all, without a copy
+        if not len(numbers) % count and torch.equal(
+            numbers, torch.arange(len(numbers), device="cpu")
+        ):
+            # all, without a copy
+            return self._times_rows(rows.reshape(-1, *batch, rows.shape[-1])).flatten(0, -2)
         kinds, places = (numbers // count).unique(return_inverse=True)
         at = (places * count + numbers % count).to(rows.device)
         whole = rows.new_zeros((len(kinds) * count, rows.shape[1]))
@@ -358,7 +385,8 @@ class LinearOperator(_arguments.Unlike):
 
     @property
     def products(self) -> int:
-        """How many products with a single vector have been computed, those of its transpose and its blocks among them.
+        """How many products with a single vector have been computed, those of its transpose and its
+        blocks among them.
 
         In all threads. A pass for rows (see `hodiff.GaussNewtonOperator`) counts as one.
         """
@@ -368,12 +396,19 @@ class LinearOperator(_arguments.Unlike):
         """A product of a transpose or of a block is one of the operator that it belongs to."""
         me = _locks.here.thread
         self._taken[me] = self._taken.get(me, 0) + number
-        for whole in (self._fixed_of,) if self._fixed_of is not None else (self._transpose_of, self._block_of):
+        for whole in (
+            (self._fixed_of,)
+            if self._fixed_of is not None
+            else (self._transpose_of, self._block_of)
+        ):
             if whole is not None:
                 whole._count(number)
 
     def flatten(self, v: Any) -> Tensor:
-        """A vector like the point as a flat one `(D,)`; K stacked ones as columns `(D, K)`. A flat one is itself."""
+        """A vector like the point as a flat one `(D,)`; K stacked ones as columns `(D, K)`.
+
+        A flat one is itself.
+        """
         vectors = self._domain.parse(v)
         if vectors.kind == "columns":
             return v if self._domain.batch else vectors.parts[0]
@@ -383,7 +418,9 @@ class LinearOperator(_arguments.Unlike):
         return joined if vectors.number is None else joined.movedim(0, -1)
 
     def unflatten(self, flat: Any) -> Any:
-        """A flat vector `(D,)` with the structure of the point, as views; columns `(D, K)` as K stacked ones."""
+        """A flat vector `(D,)` with the structure of the point, as views;
+        columns `(D, K)` as K stacked ones.
+        """
         kind, parts, _, _ = self._domain.parse(flat)
         if kind == "columns" and not self._domain.flat:
             return self._domain.result(self._domain.rows(parts[0]))
@@ -406,8 +443,8 @@ class LinearOperator(_arguments.Unlike):
         """The diagonal block of some leaves of the point, by name.
 
         Args:
-            *patterns: Names of leaves (`"0.weight"`, `"x[1]"`), of submodules, or patterns with `*`,
-                `?` and `[...]`, as for `hodiff.select`.
+            *patterns: Names of leaves (`"0.weight"`, `"x[1]"`), of submodules, or patterns with
+                `*`, `?` and `[...]`, as for `hodiff.select`.
 
         Returns:
             An operator whose vectors are dicts by name. It shares what has been computed.
@@ -416,7 +453,9 @@ class LinearOperator(_arguments.Unlike):
             InputError: A pattern that matches nothing, or an operator that is not square.
         """
         if self.shape[-2] != self.shape[-1] or not self._domain.like(self._range):
-            raise InputError(f"block: {self!r} has rows and columns of different kinds; a block needs the same.")
+            raise InputError(
+                f"block: {self!r} has rows and columns of different kinds; a block needs the same."
+            )
         return self._block(self._domain.numbers_of(patterns or ("*",)))
 
     def _block(self, chosen: list[int]) -> LinearOperator:
@@ -458,7 +497,9 @@ class LinearOperator(_arguments.Unlike):
     # --- exports
 
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
-        """NumPy would make an array without dimensions that holds the operator, and fail later and elsewhere."""
+        """NumPy would make an array without dimensions that holds the operator,
+        and fail later and elsewhere.
+        """
         raise TypeError(
             f"{self!r} is not an array: it does not store its entries. Give SciPy's routines "
             f"H.to_scipy(), which computes products; the whole matrix is H.dense().numpy()."
@@ -468,12 +509,17 @@ class LinearOperator(_arguments.Unlike):
         """What to write for a name of other libraries."""
         if name == "matvec":  # SciPy asks for it by `hasattr`, which would hide the words
             self.__array__()
-        return WRITTEN.get(name, "write H @ v for a product; hodiff.eigsh, trace, diagonal, logdet and solve take H.")
+        return WRITTEN.get(
+            name,
+            "write H @ v for a product; hodiff.eigsh, trace, diagonal, logdet and solve take H.",
+        )
 
     if not TYPE_CHECKING:  # a checker of types says it before anything runs
 
         def __call__(self, *args: object) -> NoReturn:
-            """As other libraries write a product; a power or an inverse is taken for one as well."""
+            """As other libraries write a product;
+            a power or an inverse is taken for one as well.
+            """
             raise InputError(
                 "an operator is not a function or a number: write H @ v for a product, H @ H for a "
                 "power, hodiff.solve(H, b) for its inverse times b, and H.to_scipy() for SciPy."
@@ -496,7 +542,8 @@ class LinearOperator(_arguments.Unlike):
             A tensor of `M * D` entries, in the order of flat vectors.
 
         Raises:
-            InputError: It would not fit into the memory that is free; the message says how large it is.
+            InputError: It would not fit into the memory that is free; the message says how large it
+                is.
 
         Cost:
             One product for each column (or, where there are fewer, for each row), in chunks.
@@ -526,7 +573,8 @@ class LinearOperator(_arguments.Unlike):
         return turned.movedim(0, -2 if A is not self else -1)
 
     def to_scipy(self) -> Any:
-        """A `scipy.sparse.linalg.LinearOperator` with the same products, in the operator's own dtype.
+        """A `scipy.sparse.linalg.LinearOperator` with the same products, in the operator's own
+        dtype.
 
         Raises:
             ImportError: SciPy is not installed.
@@ -534,7 +582,10 @@ class LinearOperator(_arguments.Unlike):
         """
         say_detached("A.to_scipy()", self._live)
         if self._domain.batch:
-            raise InputError("to_scipy takes one matrix at a time; make an operator of each, without batch_ndim=.")
+            raise InputError(
+                "to_scipy takes one matrix at a time; make an operator of each, "
+                "without batch_ndim=."
+            )
         try:
             from scipy.sparse.linalg import LinearOperator as ScipyOperator
         except ImportError as error:
@@ -544,7 +595,8 @@ class LinearOperator(_arguments.Unlike):
         dtype = torch.empty((), dtype=self.dtype, device="cpu").numpy().dtype
 
         def product(turned: bool, straight: bool, array: Any) -> Any:
-            array = array.reshape(-1) if straight else array  # SciPy may spell a vector as one column
+            # SciPy may spell a vector as one column
+            array = array.reshape(-1) if straight else array
             v = torch.from_numpy(array.astype(dtype, copy=True)).to(self.device)
             return (self.T if turned else self)._applied(v, "").cpu().numpy()
 
@@ -570,8 +622,14 @@ WRITTEN = {
         ("t transpose mT H adjoint", "write H.T."),
         ("norm", "write H.dense().norm()."),
         ("size ndim dim numel __len__", "its size is H.shape."),
-        ("to cpu cuda double float half", "it has the dtype and device of its point; convert that, and make it again."),
-        ("detach requires_grad backward", "its products are detached; for derivatives use hodiff.hvp, jvp or vjp."),
+        (
+            "to cpu cuda double float half",
+            "it has the dtype and device of its point; convert that, and make it again.",
+        ),
+        (
+            "detach requires_grad backward",
+            "its products are detached; for derivatives use hodiff.hvp, jvp or vjp.",
+        ),
         ("value gradient", "only the Hessian and Gauss-Newton operators evaluate a function."),
     )
     for name in names.split()
@@ -597,14 +655,16 @@ def as_number(value: object, sign: str) -> float:
     else:
         what = _arguments.kind(value)
     raise InputError(
-        f"operator {sign} {what}: expected a number or an operator; wrap a matrix: hodiff.MatrixOperator(A)."
+        f"operator {sign} {what}: expected a number or an operator; wrap a matrix: "
+        "hodiff.MatrixOperator(A)."
     )
 
 
 def check_sizes(left: Space, right: Space, what: str) -> None:
     if left.batch != right.batch:
         raise InputError(
-            f"{what}: got stacks of {tuple(left.batch)} and {tuple(right.batch)} matrices; give both the same batch."
+            f"{what}: got stacks of {tuple(left.batch)} and {tuple(right.batch)} matrices; "
+            "give both the same batch."
         )
     compatible = left.size == right.size and (left.like(right) or left.flat or right.flat)
     if not compatible:
@@ -615,7 +675,8 @@ def check_sizes(left: Space, right: Space, what: str) -> None:
         )
     if left.dtype != right.dtype or left.device != right.device:
         raise InputError(
-            f"{what}: got {left.dtype} on {left.device} and {right.dtype} on {right.device}; make both the same."
+            f"{what}: got {left.dtype} on {left.device} and {right.dtype} on {right.device}; "
+            "make both the same."
         )
 
 
@@ -628,12 +689,15 @@ class SymmetricOperator(LinearOperator):
         return True
 
 
-# --- what is made of operators: sums, multiples, products, transposes, blocks, each an operator itself ---
-# The transpose of a sum is the sum of the transposes; so is the block of one the sum of the blocks.
+# --- what is made of operators: sums, multiples, products, transposes, blocks, each an operator
+# itself --- The transpose of a sum is the sum of the transposes; so is the block of one the sum of
+# the blocks.
 
 
 ProductOf = Callable[[LinearOperator, Leaves, Any], Leaves]
-"""What an operator makes of the parts of one vector, or of so many stacked ones: detached, or with a graph."""
+"""What an operator makes of the parts of one vector, or of so many stacked ones: detached,
+or with a graph.
+"""
 
 
 class ComposedOperator(LinearOperator):
@@ -663,7 +727,9 @@ class SumOperator(ComposedOperator):
 
     def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
         left, right = (
-            self._range.take(product(A, A._domain.take(parts, count, self._domain), count), count, A._range)
+            self._range.take(
+                product(A, A._domain.take(parts, count, self._domain), count), count, A._range
+            )
             for A in self._made_of
         )
         return [a + b for a, b in zip(left, right, strict=True)]
@@ -682,7 +748,11 @@ class SumOperator(ComposedOperator):
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         left, right = self._made_of
         alike = left._domain.like(right._domain)
-        return SumOperator(left._block(chosen), right._block(chosen)) if alike else super()._blocked(chosen)
+        return (
+            SumOperator(left._block(chosen), right._block(chosen))
+            if alike
+            else super()._blocked(chosen)
+        )
 
     def _about(self) -> str:
         return " + ".join(map(repr, self._made_of))
@@ -713,7 +783,9 @@ class AffineOperator(ComposedOperator):
         if not self._shift:
             return products
         own = self._range.take(parts, count, self._domain)
-        return [torch.add(part, v, alpha=self._shift) for part, v in zip(products, own, strict=True)]
+        return [
+            torch.add(part, v, alpha=self._shift) for part, v in zip(products, own, strict=True)
+        ]
 
     def _thin(self) -> Thin | None:
         thin, c = self._inner._thin(), self._factor
@@ -748,7 +820,11 @@ class ProductOperator(ComposedOperator):
     def symmetric(self) -> bool:
         """Whether the product is one of the form A' A, as is the square of a symmetric operator."""
         left, right = self._made_of
-        return (left is right and left.symmetric) or left._transpose_of is right or right._transpose_of is left
+        return (
+            (left is right and left.symmetric)
+            or left._transpose_of is right
+            or right._transpose_of is left
+        )
 
     @property
     def _turns(self) -> bool:
@@ -816,7 +892,9 @@ class TransposedOperator(TwoSpaces):
 
 @final
 class BlockOperator(ComposedOperator):
-    """Some rows, and the same columns, of an operator that has no way of its own: vectors are padded with zeros."""
+    """Some rows, and the same columns, of an operator that has no way of its own:
+    vectors are padded with zeros.
+    """
 
     def __init__(self, inner: LinearOperator, chosen: list[int]) -> None:
         super().__init__(inner)
@@ -845,22 +923,29 @@ class BlockOperator(ComposedOperator):
 
 
 def _structured(first: Space, second: Space) -> Space:
-    """Of two spaces of one size that with more structure: vectors beside a flat matrix are those of the point."""
+    """Of two spaces of one size that with more structure:
+    vectors beside a flat matrix are those of the point.
+    """
     return second if first.flat and first.size == second.size else first
 
 
-# --- what products round as, and that they are detached ---------------------------------------------------------------
+# --- what products round as, and that they are detached -------------------------------------------
 
 
 def as_given(tensor: Tensor) -> _settings.Context:
-    """Matrix products in the dtype of their factors, whatever the caller's autocast would have them rounded to."""
+    """Matrix products in the dtype of their factors,
+    whatever the caller's autocast would have them rounded to.
+    """
     return _settings.autocast(tensor.device.type)
 
 
 WAYS = {
-    "A @ v": "hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True; for a matrix, PyTorch's own product",
-    "A.dense()": "hodiff.hessian(..., matrix=True) or hodiff.jacobian with create_graph=True; for a matrix, itself",
-    "A.to_scipy()": "hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True (NumPy arrays carry no derivative)",
+    "A @ v": "hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True; for a matrix, "
+    "PyTorch's own product",
+    "A.dense()": "hodiff.hessian(..., matrix=True) or hodiff.jacobian with create_graph=True; "
+    "for a matrix, itself",
+    "A.to_scipy()": "hodiff.hvp, hodiff.jvp or hodiff.vjp with create_graph=True (NumPy arrays "
+    "carry no derivative)",
     "A.value": "the function itself, or hodiff.value_and_grad with create_graph=True",
     "A.gradient": "hodiff.grad with create_graph=True",
     **dict.fromkeys(
@@ -869,20 +954,23 @@ WAYS = {
         "MatrixOperator, and their blocks, sums, products and multiples",
     ),
     "spectral_density": (
-        "torch.linalg.eigvalsh of hodiff.hessian(..., matrix=True, create_graph=True), or of the matrix"
+        "torch.linalg.eigvalsh of hodiff.hessian(..., matrix=True, create_graph=True), "
+        "or of the matrix"
     ),
 }
 """Where the derivative of a detached result is to be had."""
 
 
 def say_detached(name: str, live: str) -> None:
-    """Of a result that is made detached: raise inside the `f` of another hodiff call; warn where it should not be.
+    """Of a result that is made detached: raise inside the `f` of another hodiff call; warn where it
+    should not be.
 
     The warning is given once for each line of the caller's, by Python's own rule.
 
     Args:
         name: The result, a key of `WAYS`.
-        live: What requires grad of all that it is computed from, in words; nothing, where nothing does.
+        live: What requires grad of all that it is computed from, in words; nothing, where nothing
+            does.
     """
     if not torch.is_grad_enabled():
         return

@@ -50,7 +50,9 @@ class RandomVectors:
         self._shape = (*operator._domain.batch, self._size)
         self._probes: _arguments.Probes = probes
         self._generator = source(operator, generator)
-        self._rows = None if vectors is None else _distinct(_rows(operator._domain, vectors, live=live))
+        self._rows = (
+            None if vectors is None else _distinct(_rows(operator._domain, vectors, live=live))
+        )
         self.given = self._rows is not None
         self.number = samples if self._rows is None else len(self._rows)
         self._taken = 0
@@ -81,7 +83,11 @@ class RandomVectors:
 def source(operator: LinearOperator, generator: torch.Generator | None) -> torch.Generator | None:
     """Where to draw from: of several processes that share the data all draw the same."""
     group_sum = operator._group_sum
-    return generator if generator is not None or group_sum is None else group_sum.generator(operator.device)
+    return (
+        generator
+        if generator is not None or group_sum is None
+        else group_sum.generator(operator.device)
+    )
 
 
 def _rows(domain: _vectors.Space, vectors: Any, *, live: bool) -> Tensor:
@@ -90,7 +96,9 @@ def _rows(domain: _vectors.Space, vectors: Any, *, live: bool) -> Tensor:
             return _rows(domain, vectors, live=True)
     kind, parts, number, _ = domain.parse(vectors, "vectors")
     if number == 0 or not all(bool(part.isfinite().all()) for part in parts):
-        raise InputError(f"vectors: {'got none' if number == 0 else 'some entries are not finite'}.")
+        raise InputError(
+            f"vectors: {'got none' if number == 0 else 'some entries are not finite'}."
+        )
     parts = parts if live else [part.detach() for part in parts]
     if number is None:
         return domain.join(parts, None)[None]
@@ -98,7 +106,8 @@ def _rows(domain: _vectors.Space, vectors: Any, *, live: bool) -> Tensor:
 
 
 def _distinct(rows: Tensor) -> Tensor:
-    """The first row alone where all are the same, up to sign; with a warning where some repeat others.
+    """The first row alone where all are the same, up to sign; with a warning where some repeat
+    others.
 
     What repeats tells nothing more: several that are one would have a standard error of zero.
     """
@@ -107,7 +116,12 @@ def _distinct(rows: Tensor) -> Tensor:
         return rows[:1]
     if number > 1 and size >= REPEATS_BY_CHANCE:
         keys, order = (
-            (rows.flatten(1) @ torch.arange(1, size + 1, dtype=rows.dtype, device=rows.device).cos()).abs().sort()
+            (
+                rows.flatten(1)
+                @ torch.arange(1, size + 1, dtype=rows.dtype, device=rows.device).cos()
+            )
+            .abs()
+            .sort()
         )
         near = (keys.diff() <= 1e-2 * keys[1:]).nonzero()[:, 0]
         repeated = sum(_same(rows[order[i]], rows[order[i + 1]]) for i in near.tolist())
@@ -132,15 +146,19 @@ UNSYMMETRIC = "scipy.sparse.linalg.eigs(A.to_scipy())"
 def check_square(
     operator: object, name: str, *, symmetric: bool = False, instead: str = "", stacks: bool = False
 ) -> LinearOperator:
-    """The operator, fixed (see there), checked to be one, square, and symmetric where that matters (else `instead`).
+    """The operator, fixed (see there), checked to be one, square, and symmetric where that matters
+    (else `instead`).
 
     One of a stack of matrices is refused, unless `stacks` are taken.
     """
     if isinstance(operator, torch.Tensor):
-        raise InputError(f"{name}: got a tensor, expected an operator; wrap it: hodiff.MatrixOperator(A).")
+        raise InputError(
+            f"{name}: got a tensor, expected an operator; wrap it: hodiff.MatrixOperator(A)."
+        )
     if not isinstance(operator, LinearOperator):
         raise InputError(
-            f"{name}: got {_arguments.kind(operator)}, expected an operator (hodiff.HessianOperator, ...)."
+            f"{name}: got {_arguments.kind(operator)}, "
+            "expected an operator (hodiff.HessianOperator, ...)."
         )
     *batch, rows, columns = operator.shape
     if batch and not stacks:
@@ -150,7 +168,9 @@ def check_square(
             f"hodiff.logdet."
         )
     if rows != columns:
-        raise InputError(f"{name}: the operator is {rows} x {columns}, expected a square one (J.T @ J?).")
+        raise InputError(
+            f"{name}: the operator is {rows} x {columns}, expected a square one (J.T @ J?)."
+        )
     if not rows:
         raise InputError(f"{name}: the operator has no columns; is it the block of an empty leaf?")
     if symmetric and not operator.symmetric:
@@ -162,17 +182,28 @@ def check_square(
 
 
 def check_detached(name: str, operator: object, create_graph: bool | None, **given: Any) -> None:
-    """Say that a result is detached, unless the caller has; `given` are the vectors that it is computed from."""
+    """Say that a result is detached, unless the caller has;
+    `given` are the vectors that it is computed from.
+    """
     if create_graph is not None:
         if _arguments.is_set(create_graph, "create_graph"):
-            raise InputError(f"create_graph: {name} cannot be differentiated. For its derivative, use {WAYS[name]}.")
+            raise InputError(
+                f"create_graph: {name} cannot be differentiated. For its derivative, "
+                f"use {WAYS[name]}."
+            )
     elif isinstance(operator, LinearOperator):
-        live = [f"{argument} requires grad" for argument, value in given.items() if _requires_grad(value, argument)]
+        live = [
+            f"{argument} requires grad"
+            for argument, value in given.items()
+            if _requires_grad(value, argument)
+        ]
         say_detached(name, operator._live or "".join(live[:1]))
 
 
 def is_recorded(name: str, operator: object, create_graph: bool | None, **given: Any) -> bool:
-    """Whether a result keeps its graph; where it does not, it is said to be detached, unless the caller has."""
+    """Whether a result keeps its graph; where it does not, it is said to be detached,
+    unless the caller has.
+    """
     recorded = _call.recorded(create_graph)
     if not recorded:
         check_detached(name, operator, create_graph, **given)
@@ -187,7 +218,9 @@ def refuse_live(why: str, **given: Any) -> None:
 
 
 def _requires_grad(value: Any, name: str) -> bool:
-    """Whether something of it does; raise where it carries a tangent, which would be lost likewise."""
+    """Whether something of it does; raise where it carries a tangent,
+    which would be lost likewise.
+    """
     if isinstance(value, LinearOperator):
         return bool(value._live)
     leaves = [leaf for leaf in _tree.flatten(value)[0] if isinstance(leaf, Tensor)]
@@ -197,15 +230,21 @@ def _requires_grad(value: Any, name: str) -> bool:
 
 
 def check_rtol(rtol: object, number: int | None = None) -> None:
-    """Raise unless the tolerance is a positive number, or None; and where so many vectors cannot tell the error."""
+    """Raise unless the tolerance is a positive number, or None;
+    and where so many vectors cannot tell the error.
+    """
     if rtol is None:
         return
     check_positive(rtol, "rtol", ", or None")
     if number == 1:
-        raise InputError("rtol: the error of one random vector is unknown; give several, or no rtol.")
+        raise InputError(
+            "rtol: the error of one random vector is unknown; give several, or no rtol."
+        )
 
 
-def reached(value: Tensor, error: Tensor | None, rtol: float | None, batch_ndim: int = 0) -> bool | Tensor | None:
+def reached(
+    value: Tensor, error: Tensor | None, rtol: float | None, batch_ndim: int = 0
+) -> bool | Tensor | None:
     """Whether an error, in norm, is within a tolerance, for each of a batch; None without one."""
     if rtol is None:
         return None
@@ -230,7 +269,7 @@ def default_rtol(dtype: torch.dtype) -> float:
 
 
 def kept_vectors(size: int, *, least: int) -> int:
-    """How many vectors a basis keeps before a restart: as many as fit into 8 MiB, but not more than 300."""
+    """How many vectors a basis keeps before a restart: as many as 8 MiB hold, at most 300."""
     return max(least, min(_reverse.CHUNK_BYTES // (32 * size), 300))
 
 
@@ -242,19 +281,23 @@ def check_finite(product: Tensor, name: str, why: str = "") -> Tensor:
 
 
 _NOT_FINITE = (
-    "is not finite, so the operator has NaN or infinite entries. Are the parameters finite, and the "
-    "function smooth where they are (sqrt at 0, norm at 0)?"
+    "is not finite, so the operator has NaN or infinite entries. Are the parameters finite, "
+    "and the function smooth where they are (sqrt at 0, norm at 0)?"
 )
 
 
 def power_of_two(product: Tensor) -> float:
-    """One near the largest entry, to measure products in: squares of very large or small ones have no place; or 0."""
+    """One near the largest entry, to measure products in: squares of very large or small ones have
+    no place; or 0.
+    """
     largest, room = float(product.abs().max()), 1000 if product.dtype is torch.float64 else 120
     return 2.0 ** max(-room, min(room, math.frexp(largest)[1])) if largest else 0.0
 
 
 def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:
-    """A times a flat vector, or each row of `(K, D)`, in the precision of sums (the product itself has its own)."""
+    """A times a flat vector, or each row of `(K, D)`,
+    in the precision of sums (the product itself has its own).
+    """
     times = operator._times if rows.ndim == 1 else operator._times_rows
     return times(rows.to(operator.dtype)).to(_vectors.sum_dtype(operator.dtype))
 
@@ -282,7 +325,7 @@ def warn_not_converged(text: str) -> None:
     warnings.warn(text, ConvergenceWarning, stacklevel=_arguments.outside())
 
 
-# --- who looks on while an estimator loops: a bar, and the caller's own function --------------------------------------
+# --- who looks on while an estimator loops: a bar, and the caller's own function ------------------
 
 
 Callback = Callable[[Any], object]
@@ -294,14 +337,17 @@ WAIT = 2.0
 
 
 def _a_terminal_waits() -> bool:
-    """Whether what is written of progress is read as it is: by no file, no pipe, and from one process."""
+    """Whether what is written of progress is read as it is: by no file, no pipe,
+    and from one process.
+    """
     if not getattr(sys.stderr, "isatty", bool)() or importlib.util.find_spec("tqdm") is None:
         return False
     return not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 class EstimatorProgress:
-    """The bar and the callback of one call: `with EstimatorProgress(...) as watch`, and `watch(record)` at each look.
+    """The bar and the callback of one call: `with EstimatorProgress(...) as watch`, and
+    `watch(record)` at each look.
 
     Attributes:
         spent: How many products the call has taken.
@@ -309,16 +355,26 @@ class EstimatorProgress:
     """
 
     def __init__(
-        self, name: str, operator: LinearOperator, total: int | None, callback: Callback | None, progress: bool | None
+        self,
+        name: str,
+        operator: LinearOperator,
+        total: int | None,
+        callback: Callback | None,
+        progress: bool | None,
     ) -> None:
         if callback is not None and not callable(callback):
-            raise InputError(f"callback: got {_arguments.kind(callback)}, expected a function of the record so far.")
+            raise InputError(
+                f"callback: got {_arguments.kind(callback)}, expected a function of the record so "
+                "far."
+            )
         self._operator = operator
         self._before, self._said = operator.products, _refusals.said.times
         self._callback = callback
         self._bar: Any = None
         self._name, self._total = name, total
-        self._show_at = time.monotonic() + WAIT if progress is None and _a_terminal_waits() else math.inf
+        self._show_at = (
+            time.monotonic() + WAIT if progress is None and _a_terminal_waits() else math.inf
+        )
         if progress is not None and _arguments.is_set(progress, "progress"):
             self._show()
         self.seen = callback is not None or self._bar is not None or self._show_at < math.inf
@@ -338,21 +394,34 @@ class EstimatorProgress:
             self._callback(record(self.spent))
 
     def warn_if_not_finite(self, value: Tensor) -> None:
-        """Say of a result that it is not finite, where the rest of it is worth having; unless a product has said so."""
+        """Say of a result that it is not finite, where the rest of it is worth having; unless a
+        product has said so.
+        """
         if self._said == _refusals.said.times and not bool(value.isfinite().all()):
-            warnings.warn(f"{self._name}: the result {_NOT_FINITE}", HodiffWarning, stacklevel=_arguments.outside())
+            warnings.warn(
+                f"{self._name}: the result {_NOT_FINITE}",
+                HodiffWarning,
+                stacklevel=_arguments.outside(),
+            )
 
     def _show(self) -> None:
         from tqdm import tqdm
 
         self._show_at = math.inf
-        self._bar = tqdm(total=self._total, desc=f"hodiff: {self._name}", unit="product", leave=False)
+        self._bar = tqdm(
+            total=self._total, desc=f"hodiff: {self._name}", unit="product", leave=False
+        )
 
     def __enter__(self) -> EstimatorProgress:
         self._raise_on_all_ranks.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.close()
         self._raise_on_all_ranks.__exit__(kind, error, at)
@@ -361,4 +430,6 @@ class EstimatorProgress:
 def check_positive(value: Any, name: str, more: str = "") -> None:
     """Raise unless `value` is a finite number above 0."""
     if not _arguments.is_number(value) or value <= 0:
-        raise InputError(f"{name}: got {_arguments.shown(value)}, expected a positive number{more}.")
+        raise InputError(
+            f"{name}: got {_arguments.shown(value)}, expected a positive number{more}."
+        )

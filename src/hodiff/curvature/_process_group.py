@@ -1,4 +1,5 @@
-"""Several processes, each with its share of the data: sums over all, by one collective for each product.
+"""Several processes, each with its share of the data: sums over all, by one collective for each
+product.
 
 What a rank adds travels in one flat buffer, behind a *line* of each rank: did it fail, and a
 checksum of what it says of itself, which step it is at and what it multiplies. A rank fills its own
@@ -48,7 +49,10 @@ class ProcessGroupSum:
 
     def __init__(self, group: ProcessGroup, where: Where, owner: str, chunk_size: object) -> None:
         self._group = group
-        self.rank, self.world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        self.rank, self.world = (
+            torch.distributed.get_rank(group),
+            torch.distributed.get_world_size(group),
+        )
         self._owner, self._chunk_size = owner, chunk_size
         with _locks.lock:
             self._number = _made[group] = _made.get(group, 0) + 1
@@ -68,7 +72,9 @@ class ProcessGroupSum:
 
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """What one rank raises in here, all raise: that one its own error, the others one that names it."""
+        """What one rank raises in here, all raise: that one its own error,
+        the others one that names it.
+        """
         self._in_one_thread()
         if self._inside:
             yield
@@ -93,7 +99,9 @@ class ProcessGroupSum:
         digest: int = 0,
         fact: Any = None,
     ) -> tuple[Leaves, list[Any]]:
-        """The sums over all ranks, in the precision of sums, to be copied at once; and each rank's fact."""
+        """The sums over all ranks, in the precision of sums, to be copied at once;
+        and each rank's fact.
+        """
         self._greet()
         size = sum(part.numel() for part in parts)
         buffer = self._room(self._head + max(size, self._size))
@@ -111,13 +119,19 @@ class ProcessGroupSum:
         return places, [other.fact for other in said]
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """One that draws the same on every rank, from a seed that rank 0 draws from its default generator."""
+        """One that draws the same on every rank,
+        from a seed that rank 0 draws from its default generator.
+        """
         with self.raise_on_all_ranks():
             seed = int(torch.randint(2**48, (), device=device))
-            return torch.Generator(device).manual_seed(self.sum("draws a seed", [], fact=seed)[1][0])
+            return torch.Generator(device).manual_seed(
+                self.sum("draws a seed", [], fact=seed)[1][0]
+            )
 
     def own(self, generator: torch.Generator | None) -> torch.Generator:
-        """One that draws other numbers on each rank; what seeds it is drawn, alike on every rank, from a generator."""
+        """One that draws other numbers on each rank; what seeds it is drawn, alike on every rank,
+        from a generator.
+        """
         device = self._device if generator is None else generator.device
         seeds = torch.randint(2**48, (self.world,), generator=generator, device=device)
         return torch.Generator(device).manual_seed(int(seeds[self.rank]))
@@ -128,8 +142,11 @@ class ProcessGroupSum:
         """Once: raise where the ranks' points differ, for then the sizes of the buffers would."""
         if self._greeted:
             return
-        mine = (self._owner, self._number, self._structure, self._chunk_size, torch.get_num_threads())
-        owners, numbers, structures, chunks, self._threads = map(list, zip(*self._all_of(mine), strict=True))
+        threads = torch.get_num_threads()
+        mine = (self._owner, self._number, self._structure, self._chunk_size, threads)
+        owners, numbers, structures, chunks, self._threads = map(
+            list, zip(*self._all_of(mine), strict=True)
+        )
         if _differ(owners):
             raise _told(
                 InputError(
@@ -149,25 +166,35 @@ class ProcessGroupSum:
         if _differ(structures):
             sizes = [sum(math.prod(shape) for _, shape, _ in structure) for structure in structures]
             names = ", ".join(
-                f"{name} {shape} {dtype.removeprefix('torch.')}" for name, shape, dtype in self._structure[:4]
+                f"{name} {shape} {dtype.removeprefix('torch.')}"
+                for name, shape, dtype in self._structure[:4]
             ) + (", ..." if len(self._structure) > 4 else "")
             raise _told(
                 InputError(
                     f"process_group: the points of the ranks differ in names, shapes or dtypes "
-                    f"(sizes {sizes}); rank {self.rank} has {names}. Build the same model on every rank."
+                    f"(sizes {sizes}); rank {self.rank} has {names}. "
+                    "Build the same model on every rank."
                 )
             )
         if _differ(chunks):
-            raise _told(InputError(f"chunk_size differs between the ranks: {chunks}; give the same on all of them."))
+            raise _told(
+                InputError(
+                    f"chunk_size differs between the ranks: {chunks}; give the same on all of them."
+                )
+            )
         self._greeted = True
 
     def _exchange(self, buffer: Tensor, status: RankStatus) -> list[RankStatus]:
-        """The first collective of a step; what each rank says in full, where they differ or have a fact."""
+        """The first collective of a step; what each rank says in full,
+        where they differ or have a fact.
+        """
         lines = buffer[: self._head].zero_().view(self.world, LENGTH)
         lines[self.rank] = torch.tensor(status.line(), dtype=buffer.dtype, device="cpu")
         self._reduce(buffer)
         said = lines.tolist()
-        return self._all_of(status) if said[0][0] or _differ(said) or status.fact is not None else []
+        return (
+            self._all_of(status) if said[0][0] or _differ(said) or status.fact is not None else []
+        )
 
     def _all_of(self, mine: Any) -> list[Any]:
         """What each rank gives."""
@@ -177,7 +204,9 @@ class ProcessGroupSum:
         return given
 
     def _in_one_thread(self) -> None:
-        """Raise in another thread than the group's first, while that one lives: ranks would take turns otherwise."""
+        """Raise in another thread than the group's first, while that one lives:
+        ranks would take turns otherwise.
+        """
         me = threading.get_ident()
         with _locks.lock:
             first = _threads.setdefault(self._group, me)
@@ -216,21 +245,31 @@ class ProcessGroupSum:
             ) from error
 
     def _room(self, size: int) -> Tensor:
-        """The buffer: one for all products with a vector, kept; a larger one only while it is used."""
+        """The buffer: one for all products with a vector, kept;
+        a larger one only while it is used.
+        """
         least = self._head + self._size
         if self._buffer is None:
             self._buffer = torch.zeros(least, dtype=self._dtype, device=self._device)
-        return self._buffer if size == least else torch.zeros(size, dtype=self._dtype, device=self._device)
+        return (
+            self._buffer
+            if size == least
+            else torch.zeros(size, dtype=self._dtype, device=self._device)
+        )
 
     # --- failures
 
     def _tell(self, error: Exception) -> None:
-        """Take part in the step that the others are at, or come to next, and say that this one has failed."""
+        """Take part in the step that the others are at, or come to next,
+        and say that this one has failed.
+        """
         _told(error)
         try:
             self._greet()
             buffer = self._room(self._head + self._size).zero_()
-            self._exchange(buffer, RankStatus("fails", (), 1, 0, f"{type(error).__name__}: {error}"))
+            self._exchange(
+                buffer, RankStatus("fails", (), 1, 0, f"{type(error).__name__}: {error}")
+            )
         except (GraphError, InputError) as other:
             error.add_note(f"(The other ranks could not be told: {other})")
 
@@ -240,7 +279,8 @@ class ProcessGroupSum:
         if failed:
             raise _told(
                 GraphError(
-                    f"process_group: {_ranks(failed)} failed, so there is no sum over all ranks. {said[failed[0]].fact}"
+                    f"process_group: {_ranks(failed)} failed, so there is no sum over all ranks. "
+                    f"{said[failed[0]].fact}"
                 )
             )
         if _differ([(status.step, status.who) for status in said]):
@@ -254,7 +294,9 @@ class ProcessGroupSum:
             )
         counts = [status.number for status in said]
         if _differ(counts):
-            raise _told(InputError(f"v: the ranks multiply different numbers of vectors: {counts}."))
+            raise _told(
+                InputError(f"v: the ranks multiply different numbers of vectors: {counts}.")
+            )
         odd = [rank for rank, status in enumerate(said) if status.digest != said[0].digest]
         if odd:
             raise _told(InputError(_different(said[0].step, odd, self._threads)))
@@ -266,8 +308,12 @@ def is_wrapped(where: Where) -> bool:
     return any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules)
 
 
-def shared(process_group: Any, where: Where, data: Any, owner: str, chunk_size: object) -> ProcessGroupSum | None:
-    """The processes of `process_group=`, checked; None where there is no group, or no other process in it."""
+def shared(
+    process_group: Any, where: Where, data: Any, owner: str, chunk_size: object
+) -> ProcessGroupSum | None:
+    """The processes of `process_group=`, checked; None where there is no group,
+    or no other process in it.
+    """
     if process_group is None:
         return None
     distributed = torch.distributed
@@ -297,7 +343,9 @@ _threads: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """The thread in which the operators of each group are used."""
 
 _made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""How many operators each group has had: two of one shape, in another order on some rank, would be added up."""
+"""How many operators each group has had: two of one shape, in another order on some rank,
+would be added up.
+"""
 
 _TOLD = "_hodiff_told"
 """An attribute of errors that the other ranks know of, or have too."""
@@ -335,7 +383,7 @@ def _different(step: Step, odd: list[int], threads: list[int]) -> str:
     )
 
 
-# --- what each process says of itself ---------------------------------------------------------------------------------
+# --- what each process says of itself -------------------------------------------------------------
 
 
 Step = Literal["evaluates", "multiplies", "draws a seed", "sums", "takes a diagonal", "fails"]
@@ -347,7 +395,8 @@ class RankStatus(NamedTuple):
 
     Attributes:
         step: The step.
-        who: The operator, by the order in which they were made, and the leaves that it is a block of.
+        who: The operator, by the order in which they were made, and the leaves that it is a block
+            of.
         number: Of how many vectors.
         digest: A checksum of these vectors, or of the parameters.
         fact: What is this rank's own, or why it fails.
@@ -360,12 +409,14 @@ class RankStatus(NamedTuple):
     fact: Any = None
 
     def line(self) -> list[int]:
-        """Whether it fails, and a checksum of the rest, as integers that any dtype of sums holds exactly."""
+        """Whether it fails, and a checksum of the rest,
+        as integers that any dtype of sums holds exactly.
+        """
         said = zlib.crc32(repr(self[:-1]).encode())
         return [self.step == "fails", *said.to_bytes(LENGTH - 1, "little")]
 
 
-# --- do all processes have the same? A checksum, exact and quick, that also sees entries exchanged --------------------
+# --- do all processes have the same? A checksum, exact and quick, that also sees entries exchanged
 
 
 class Digest:
@@ -398,7 +449,9 @@ class Digest:
     def _up_to(self, size: int) -> Tensor:
         """Odd random factors; the first ones stay the same."""
         if size > len(self._factors):
-            drawn = torch.randint(-(2**30), 2**30, (size,), generator=torch.Generator().manual_seed(0), device="cpu")
+            drawn = torch.randint(
+                -(2**30), 2**30, (size,), generator=torch.Generator().manual_seed(0), device="cpu"
+            )
             self._factors = (2 * drawn + 1).to(self._device, torch.int32)
         return self._factors
 
@@ -409,7 +462,8 @@ _SMALL = 2**20
 def _words(part: Tensor, rows: int) -> Tensor:
     """The bits as rows of integers of 32 bits."""
     line, size = part.reshape(-1), part.element_size()
-    if line.stride(0) != 1:  # `.contiguous()` keeps the stride of a single entry, which bars a view of another dtype
+    # `.contiguous()` keeps the stride of a single entry, which bars a view of another dtype
+    if line.stride(0) != 1:
         line = line.clone(memory_format=torch.contiguous_format)
     if size >= 4:
         return line.view(torch.int32).view(rows, -1)

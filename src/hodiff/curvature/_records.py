@@ -17,7 +17,7 @@ from hodiff._core._messages import table
 from hodiff._core._vectors import standard_error
 from hodiff.errors import HodiffError, InputError
 
-# --- how records look: a line in a console, a table in a notebook, a sentence, a picture ------------------------------
+# --- how records look: a line in a console, a table in a notebook, a sentence, a picture ----------
 
 
 class Shown(NoNumber):
@@ -39,12 +39,18 @@ class Shown(NoNumber):
         return f"{type(self).__name__}({', '.join(self._facts().values())})"
 
     def _repr_html_(self) -> str:
-        return table([(at, _bare(text, at)) for at, text in self._facts().items()], type(self).__name__)
+        return table(
+            [(at, _bare(text, at)) for at, text in self._facts().items()], type(self).__name__
+        )
 
 
 def _bare(text: str, heading: str) -> str:
     """What is shown, without the heading that stands before it."""
-    return text.removeprefix(f"{heading} ").removesuffix(f" {heading}").removesuffix(f" {heading.removesuffix('s')}")
+    return (
+        text.removeprefix(f"{heading} ")
+        .removesuffix(f" {heading}")
+        .removesuffix(f" {heading.removesuffix('s')}")
+    )
 
 
 def number(value: Any) -> str:
@@ -69,7 +75,11 @@ def shape(value: Any) -> str:
     if isinstance(value, Tensor):
         return "x".join(map(str, value.shape)) or "scalar"
     leaves = [leaf for leaf in _tree.flatten(value)[0] if isinstance(leaf, Tensor)]
-    return f"{sum(leaf.numel() for leaf in leaves)} numbers in {len(leaves)} tensors" if leaves else "vector"
+    return (
+        f"{sum(leaf.numel() for leaf in leaves)} numbers in {len(leaves)} tensors"
+        if leaves
+        else "vector"
+    )
 
 
 def flat(value: Any) -> Tensor:
@@ -78,11 +88,13 @@ def flat(value: Any) -> Tensor:
     return torch.cat([leaf.detach().reshape(-1) for leaf in leaves])
 
 
-# --- records ----------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 V = TypeVar("V")
-Status = Literal["converged", "negative curvature", "budget", "stagnation", "divergence", "iterations", "running"]
+Status = Literal[
+    "converged", "negative curvature", "budget", "stagnation", "divergence", "iterations", "running"
+]
 
 
 def _outcome(converged: bool | Tensor | None, unasked: str) -> str:
@@ -118,10 +130,20 @@ class _Estimate(Shown):
         errors = None if self.stderr is None else flat(self.stderr)
         if errors is None or not bool(errors.any()):
             return _without_error(errors, self.products)
-        asked = {True: "; the tolerance is met", False: "; the tolerance is not met: allow more samples", None: ""}
+        asked = {
+            True: "; the tolerance is met",
+            False: "; the tolerance is not met: allow more samples",
+            None: "",
+        }
         relative = number(errors.norm() / flat(self.value).norm())
-        met = None if self.converged is None else bool(torch.as_tensor(self.converged, device="cpu").all())
-        return f"{self._errors.format(relative)} after {plural(self.products, 'product')}{asked[met]}."
+        met = (
+            None
+            if self.converged is None
+            else bool(torch.as_tensor(self.converged, device="cpu").all())
+        )
+        return (
+            f"{self._errors.format(relative)} after {plural(self.products, 'product')}{asked[met]}."
+        )
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -130,7 +152,8 @@ class TraceRecord(_Estimate):
 
     Attributes:
         value: The estimate, a tensor without dimensions.
-        stderr: Its standard error (zero where the value is exact); None where a single vector says nothing about it.
+        stderr: Its standard error (zero where the value is exact); None where a single vector says
+            nothing about it.
         converged: Whether the tolerance was reached; None where none was asked for.
         products: How many products it took.
         blocks: Of a trace, the records of the diagonal blocks asked for, by pattern.
@@ -147,8 +170,8 @@ class DiagonalRecord(_Estimate):
 
     Attributes:
         value: The diagonal, like the point.
-        stderr: The standard error of each entry, likewise (zero where exact); None where a single vector says
-            nothing about it.
+        stderr: The standard error of each entry, likewise (zero where exact); None where a single
+            vector says nothing about it.
         converged: Whether the tolerance was reached; None where none was asked for.
         products: How many products it took.
     """
@@ -168,8 +191,10 @@ class EigenRecord(Shown):
 
     Attributes:
         value: The eigenvalues, `(k,)`: the one asked for first comes first.
-        vectors: The eigenvectors as orthonormal columns, `(D, k)`; `A.unflatten(vectors)` shapes them.
-        residual: |A x - λ x| of each pair, `(k,)`, computed from products (in what a callback is given, estimated).
+        vectors: The eigenvectors as orthonormal columns, `(D, k)`; `A.unflatten(vectors)` shapes
+            them.
+        residual: |A x - λ x| of each pair, `(k,)`, computed from products (in what a callback is
+            given, estimated).
         converged: Whether every residual is within the tolerance; None while it runs.
         products: How many products it took.
     """
@@ -192,7 +217,10 @@ class EigenRecord(Shown):
     def message(self) -> str:
         """How it went, in a sentence."""
         text = f"{plural(len(self.value), 'eigenvalue')}, {plural(self.products, 'product')}"
-        return f"{text}: the largest residual is {number(self.residual.max())}, {self._facts()['outcome']}."
+        return (
+            f"{text}: the largest residual is {number(self.residual.max())}, "
+            f"{self._facts()['outcome']}."
+        )
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the eigenvalues with their residuals; returns matplotlib's axes."""
@@ -209,7 +237,8 @@ class DensityRecord(Shown):
 
     Attributes:
         value: The density on the grid, `(points,)`; it integrates to 1.
-        stderr: Its standard error over random vectors, likewise (zero where exact); None for a single vector.
+        stderr: Its standard error over random vectors, likewise (zero where exact); None for a
+            single vector.
         grid: Where it was taken.
         nodes: The rules' nodes, `(samples, steps)`; the eigenvalues, `(1, D)`, where exact.
         weights: Their weights: the part of all eigenvalues that each stands for.
@@ -254,11 +283,17 @@ class DensityRecord(Shown):
     def message(self) -> str:
         """How it went, in a sentence."""
         if self.exact:
-            return f"Exact: all {self.nodes.numel()} eigenvalues, by {plural(self.products, 'product')}."
+            return (
+                f"Exact: all {self.nodes.numel()} eigenvalues, "
+                f"by {plural(self.products, 'product')}."
+            )
         if self.stderr is None:
             return _without_error(None, self.products)
         worst = number(self.stderr.max() / self.value.max())
-        return f"The standard error is at most {worst} of the peak, after {plural(self.products, 'product')}."
+        return (
+            f"The standard error is at most {worst} of the peak, "
+            f"after {plural(self.products, 'product')}."
+        )
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the density, and a band of two standard errors; returns matplotlib's axes."""
@@ -281,15 +316,15 @@ class SolveRecord(Shown, Generic[V]):
 
     Attributes:
         value: The solution, in the spelling of the right-hand side.
-        residual: |b - A x| / |b|, computed from a product at the end; where a number of iterations was asked for,
-            and in what a callback is given, by the method's own recurrence. Of several, a tensor
-            with one for each.
+        residual: |b - A x| / |b|, computed from a product at the end; where a number of iterations
+            was asked for, and in what a callback is given, by the method's own recurrence. Of
+            several, a tensor with one for each.
         converged: Whether that is within the tolerance, likewise; None where none was asked for.
         products: How many products it took.
-        status: `"converged"`, `"negative curvature"` (CG met d with d'A d <= 0), `"budget"` (the products
-            ran out), `"stagnation"` (rounding, or a singular system, allows no better), `"divergence"` (the terms of a
-            Neumann series grew), `"iterations"` (as many as were asked for) or, for a callback,
-            `"running"`. Of several, the worst.
+        status: `"converged"`, `"negative curvature"` (CG met d with d'A d <= 0), `"budget"` (the
+            products ran out), `"stagnation"` (rounding, or a singular system, allows no better),
+            `"divergence"` (the terms of a Neumann series grew), `"iterations"` (as many as were
+            asked for) or, for a callback, `"running"`. Of several, the worst.
         direction: The d of negative curvature, where CG met one (of several, zero where it has
             not); else None.
     """
@@ -314,9 +349,11 @@ class SolveRecord(Shown, Generic[V]):
         """How it went, in a sentence."""
         why = {
             "converged": "within the tolerance",
-            "negative curvature": "where negative curvature was met: the operator is not positive definite",
+            "negative curvature": "where negative curvature was met: the operator is not positive "
+            "definite",
             "budget": "where the products ran out",
-            "stagnation": "and no longer falls: the system is singular, or rounding error limits it",
+            "stagnation": "and no longer falls: "
+            "the system is singular, or rounding error limits it",
             "iterations": "after as many steps as were asked for",
             "running": "and it goes on",
         }[self.status]
@@ -331,12 +368,14 @@ class LeastSquaresRecord(Shown):
     Attributes:
         value: The loss before, half the sum of the squares.
         decrease: By how much it fell; 0 where the step was refused.
-        ratio: What came true of the decrease that the linear model promised for a step of that length.
+        ratio: What came true of the decrease that the linear model promised for a step of that
+            length.
         damping: That of the step, in the unit of the optimizer's `damping`; 1e-30 and less is none.
         length: The part of the full step that was taken.
         accepted: Whether the step was taken; if not, the parameters are as they were.
         converged: Whether rounding allows no better: the step was refused for that.
-        gradient: The largest cosine between the residuals and a column of the Jacobian: 0 at a minimum.
+        gradient: The largest cosine between the residuals and a column of the Jacobian: 0 at a
+            minimum.
         residual: The relative residual of the damped equations, as they were solved.
         evaluations: How often the residuals were evaluated at other parameters.
         space: In which the equations were solved, `"samples"` or `"parameters"`.
@@ -360,7 +399,8 @@ class LeastSquaresRecord(Shown):
         r"""The covariance of the fitted parameters, \(s^2 (J^\top J)^{-1}\).
 
         With \(s^2 = r^\top r / (N - D)\), that of the least-squares estimate, where the residuals'
-        errors are independent, of one variance, and small enough for the linear model. \(J\) is that
+        errors are independent, of one variance, and small enough for the linear model. \(J\) is
+        that
         of N residuals by D parameters where the step began: once `converged`, at the solution.
 
         Args:
@@ -399,7 +439,8 @@ class LeastSquaresRecord(Shown):
         return self.covariance(absolute_sigma=absolute_sigma).diagonal().sqrt()
 
     def leverages(self) -> Tensor:
-        r"""How far each residual determines its own fit, \((J (J^\top J)^{-1} J^\top)_{ii}\), `(N,)`.
+        r"""How far each residual determines its own fit, \((J (J^\top J)^{-1} J^\top)_{ii}\),
+        `(N,)`.
 
         From 0 to 1, with the sum D. Raises as `covariance`.
         """
@@ -439,10 +480,19 @@ class LeastSquaresRecord(Shown):
     def message(self) -> str:
         """How it went, in a sentence."""
         if self.converged:
-            return f"Converged: the loss is {number(self.value)}, and no step lowers it by more than rounding error."
+            return (
+                f"Converged: the loss is {number(self.value)}, and no step lowers it by more than "
+                "rounding error."
+            )
         if not self.accepted:
-            return "No step length lowered the loss: the parameters are unchanged, and the damping was increased."
-        return f"The loss fell by {number(self.decrease)}, by a step of relative length {number(self.length)}."
+            return (
+                "No step length lowered the loss: the parameters are unchanged, "
+                "and the damping was increased."
+            )
+        return (
+            f"The loss fell by {number(self.decrease)}, by a step of relative length "
+            f"{number(self.length)}."
+        )
 
 
 def _without_error(error: Tensor | None, products: int) -> str:
@@ -452,7 +502,7 @@ def _without_error(error: Tensor | None, products: int) -> str:
     return f"Exact, by {plural(products, 'product')}."
 
 
-# --- pictures, from plain numbers; matplotlib is imported when something is drawn -------------------------------------
+# --- pictures, from plain numbers; matplotlib is imported when something is drawn -----------------
 # Colors are those of the style in force, so that a picture is light or dark as the page around it.
 
 
@@ -464,7 +514,9 @@ def axes_or_new(axes: Any) -> Any:
     """The axes given, or those of a new figure."""
     if axes is not None:
         if not hasattr(axes, "set_xlabel"):
-            raise InputError(f"axes: got {kind(axes)}, expected Matplotlib axes, or None for new ones.")
+            raise InputError(
+                f"axes: got {kind(axes)}, expected Matplotlib axes, or None for new ones."
+            )
         return axes
     try:
         import matplotlib.pyplot as plt
@@ -474,7 +526,12 @@ def axes_or_new(axes: Any) -> Any:
 
 
 def with_band(
-    axes: Any, x: Any, value: Tensor, error: Tensor | None, label: str | None, least: float = -math.inf
+    axes: Any,
+    x: Any,
+    value: Tensor,
+    error: Tensor | None,
+    label: str | None,
+    least: float = -math.inf,
 ) -> None:
     """A line, and a band of two standard errors about it, neither below `least`."""
     (line,) = axes.plot(x, value.clamp(min=least), label=label)

@@ -47,6 +47,7 @@ from hodiff.curvature._probes import (
 from hodiff.curvature._records import SolveRecord, Status
 from hodiff.errors import InputError
 
+Ints = list[int]
 Method = Literal["cg", "minres", "gmres", "neumann"]
 V = TypeVar("V")
 
@@ -120,7 +121,8 @@ def solve(
             the backward pass takes as many steps, and the derivative is as inexact as the solution.
         scale: \(s\) of a Neumann series: at least half the largest eigenvalue (LiSSA's scale).
         rtol: The solution has converged when \(\lVert b - (A + \lambda I) x \rVert \le\) `rtol`
-            \(\lVert b \rVert\). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half (5e-2 in bfloat16).
+            \(\lVert b \rVert\). None: 1e-8 in double precision, 1e-4 in single, 1e-2 in half (5e-2
+            in bfloat16).
         products: The maximal number of products for each right-hand side; None: `10 D + 10`, at
             most 1000.
         callback: A function that receives the current record after each step; its `value` is the
@@ -129,20 +131,22 @@ def solve(
 
     Returns:
         A record: `value` in the structure and shape of *b*; `residual`, relative and true, from a
-        product at the end (with `iterations`, by the method's own recurrence where it has one); `converged`,
-        None where `iterations` were asked for; `products`; `status`; and the `direction` of
-        negative curvature. Of several right-hand sides `residual` and `converged` are tensors
-        `(K,)`, and `status` is the worst.
+        product at the end (with `iterations`, by the method's own recurrence where it has one);
+        `converged`, None where `iterations` were asked for; `products`; `status`; and the
+        `direction` of negative curvature. Of several right-hand sides `residual` and `converged`
+        are tensors `(K,)`, and `status` is the worst.
 
     Raises:
-        InputError: The operator is not symmetric (not square, for GMRES), *b* does not fit, the method is unknown,
-            `iterations` go with `rtol` or `products`, or a solution is too small or too large for its dtype.
+        InputError: The operator is not symmetric (not square, for GMRES), *b* does not fit, the
+            method is unknown, `iterations` go with `rtol` or `products`, or a solution is too small
+            or too large for its dtype.
 
     Warns:
         ConvergenceWarning: The solution has not converged; the message says why, and what to do.
             With `iterations`: only if the steps could not be taken. In a backward pass the warning
             names the line of this call.
-        HodiffWarning: The solution is detached, although the operator or *b* requires grad (see `create_graph`).
+        HodiffWarning: The solution is detached, although the operator or *b* requires grad (see
+            `create_graph`).
 
     Cost:
         A product per iteration, and one for the residual. With several right-hand sides, one
@@ -188,20 +192,26 @@ def solve(
         The derivative of \(b / a\) by *a* is \(-b / a^2\):
 
         >>> a = torch.tensor([2.0], requires_grad=True)
-        >>> x = hodiff.solve(hodiff.MatrixOperator(a), torch.tensor([12.0]), create_graph=True).value
+        >>> x = hodiff.solve(
+        ...     hodiff.MatrixOperator(a), torch.tensor([12.0]), create_graph=True
+        ... ).value
         >>> torch.autograd.grad(x.sum(), a)
         (tensor([-3.]),)
 
     Reference:
-        Hestenes, M. R., Stiefel, E. (1952). J. Res. Nat. Bur. Standards 49. doi:10.6028/jres.049.044.
-        Paige, C. C., Saunders, M. A. (1975). SIAM J. Numer. Anal. 12(4). doi:10.1137/0712047.
-        Saad, Y., Schultz, M. H. (1986). SIAM J. Sci. Stat. Comput. 7(3). doi:10.1137/0907058.
+        Hestenes, M. R., Stiefel, E. (1952). J. Res. Nat. Bur. Standards 49.
+        doi:10.6028/jres.049.044. Paige, C. C., Saunders, M. A. (1975). SIAM J. Numer. Anal. 12(4).
+        doi:10.1137/0712047. Saad, Y., Schultz, M. H. (1986). SIAM J. Sci. Stat. Comput. 7(3).
+        doi:10.1137/0907058.
     """
     check_rtol(rtol)
     inexact = {} if iterations is None else {"start": start, "preconditioner": preconditioner}
     recorded = is_recorded("solve", operator, create_graph, b=b, damping=damping, **inexact)
     if recorded:
-        refuse_live("a solution after a fixed number of iterations has no derivative with respect to it", **inexact)
+        refuse_live(
+            "a solution after a fixed number of iterations has no derivative with respect to it",
+            **inexact,
+        )
     solver = functools.partial(
         attempt,
         method=method,
@@ -233,12 +243,18 @@ def solve(
     return replace(record, value=_linked(operator, b, record.value, damping, system))
 
 
-def _linked(operator: LinearOperator, b: Any, value: Any, damping: float | Tensor, system: ImplicitSystem) -> Any:
-    """The solution as a function of the right-hand side, of the damping, and of what the operator is made of."""
+def _linked(
+    operator: LinearOperator, b: Any, value: Any, damping: float | Tensor, system: ImplicitSystem
+) -> Any:
+    """The solution as a function of the right-hand side, of the damping,
+    and of what the operator is made of.
+    """
     with _settings.recording():
         given = operator._domain.parse(b, "b")
         right = normal(flat_rows(operator, given)).reshape(-1, operator.shape[-1])
-        rows = before = normal(flat_rows(operator, operator._domain.parse(value))).reshape(right.shape)
+        rows = before = normal(flat_rows(operator, operator._domain.parse(value))).reshape(
+            right.shape
+        )
         chain = Chain(system, [before])
         for number in range(1, system.order + 1):
             residual = operator._recorded_rows(rows) + damping * rows - right
@@ -246,6 +262,17 @@ def _linked(operator: LinearOperator, b: Any, value: Any, damping: float | Tenso
         solutions = spelled(operator, rows, given)
     _nodes.mark_results([part for part in _tree.flatten(solutions)[0] if isinstance(part, Tensor)])
     return solutions
+
+
+def _by_matrix_when(
+    operator: LinearOperator, soon: int, *, small: bool, restarts: bool
+) -> tuple[bool, bool, int]:
+    """Whether a system is solved by its matrix at once, or later, after so many products."""
+    if operator._domain.batch:
+        dear = small and _is_dear(operator)
+        return small and not dear, dear, SOON if dear else soon
+    later = small and not restarts
+    return False, later, SOON if later and operator.shape[-1] > DENSE else soon
 
 
 def attempt(
@@ -272,34 +299,36 @@ def attempt(
     many products as `soon` says is solved by its matrix. With `thin`, by its thin side first.
     """
     _arguments.check_option(method, Method, "method")
+    symmetric = method in ("cg", "minres")
     operator = check_square(
-        operator, "solve", symmetric=method in ("cg", "minres"), instead="method='gmres'", stacks=True
+        operator, "solve", symmetric=symmetric, instead="method='gmres'", stacks=True
     )
     as_float(damping, "damping", least=0)
     limit = _limit(operator, method, rtol, products, iterations)
     sides = Sides(operator, b)
-    tolerance = rtol if isinstance(rtol, list) else [rtol or default_rtol(operator.dtype)] * sides.count
+    every = [rtol or default_rtol(operator.dtype)] * sides.count
+    tolerance = rtol if isinstance(rtol, list) else every
     x = None if start is None else sides.beginning(start)
     inverse = _preconditioning(preconditioner, operator, method)
     product = _rounded(operator, "" if preconditioner is None else _OF_TWO, float(damping))
-    stack = operator._domain.batch
-    most = 4 * DENSE if method == "gmres" and restart is None else DENSE
     plain = start is None and preconditioner is None
-    small = plain and (stack or most > DENSE or not soon) and operator.shape[-1] <= min(most, limit - SOON)
-    dense = small and stack and iterations is None and callback is None
-    later = dense and _is_dear(operator) if stack else small and restart is None
-    dense = dense and not later
+    most = 4 * DENSE if method == "gmres" and restart is None else DENSE
+    small = plain and operator.shape[-1] <= min(most, limit - SOON)
+    small = small and bool(operator._domain.batch or most > DENSE or not soon)
+    small = small and (not operator._domain.batch or (iterations is None and callback is None))
+    dense, later, soon = _by_matrix_when(operator, soon, small=small, restarts=restart is not None)
     product = Measured(product, sides.units) if plain and not dense else product
     make, room = _method(method, operator, restart, scale)
     systems = Systems(product, inverse, torch.finfo(operator.dtype).eps, float(scale), room)
 
     with EstimatorProgress("solve", operator, limit, callback, progress) as watch:
 
-        def attempt(r: Tensor, tolerance: list[float], left: list[int], at: list[int], end: Solutions) -> Solutions:
+        def run(r: Tensor, goals: list[float], left: Ints, at: Ints, end: Solutions) -> Solutions:
             def shown(spent: int) -> SolveRecord[Any]:
-                return sides.record(end.running(at, block.so_far(), sides.sizes), spent, asked=False)
+                now = end.running(at, block.so_far(), sides.sizes)
+                return sides.record(now, spent, asked=False)
 
-            block = make(systems, r, at, tolerance, left)
+            block = make(systems, r, at, goals, left)
             return block.run((lambda: watch(shown)) if watch.seen else None)
 
         by_matrix = functools.partial(_dense_solutions, operator, damping, sides, method == "cg")
@@ -307,15 +336,13 @@ def attempt(
             x, limit = _by_rows(operator, damping, sides, limit)
         if iterations is None:
             begin, then = by_matrix() if dense else x, by_matrix if later else None
-            soon = SOON if later and (stack or operator.shape[-1] > DENSE) else soon
-            end = solved(attempt, systems, sides, begin, tolerance, limit, then, soon)
+            end = solved(run, systems, sides, begin, tolerance, limit, then, soon)
         else:
-            end = stepped(attempt, systems, sides, x, iterations, method)
+            end = stepped(run, systems, sides, x, iterations, method)
         sides.check_room(end)
         made = sides.record(end, watch.spent, asked=iterations is None)
-        if made.status in ("converged", "iterations"):
-            return made, None
-        return made, _explanation(made, max(tolerance), iterations)
+        failed = made.status not in ("converged", "iterations")
+        return made, _explanation(made, max(tolerance), iterations) if failed else None
 
 
 WORST: tuple[Status, ...] = (
@@ -358,7 +385,8 @@ class Sides:
         rows, given, _ = _parsed(self._operator, start, "start")
         if given.number != self._given.number:
             raise InputError(
-                f"start: got {_arguments.plural(given.number or 1, 'vector')}, but b holds {self._given.number or 1}."
+                f"start: got {_arguments.plural(given.number or 1, 'vector')}, "
+                f"but b holds {self._given.number or 1}."
             )
         return torch.where(self.rows.any(-1, keepdim=True), self._measured(rows), 0.0)
 
@@ -371,7 +399,11 @@ class Sides:
         if "negative curvature" in end.status:
             each = zip(end.direction, torch.atleast_2d(end.x), strict=True)
             along = self._spelled(torch.stack([0 * x if d is None else d for d, x in each]))
-        met = self._told([status == "converged" for status in end.status], torch.bool) if asked else None
+        met = (
+            self._told([status == "converged" for status in end.status], torch.bool)
+            if asked
+            else None
+        )
         scales = [size / unit for size, unit in zip(self.unit, self.units, strict=True)]
         value = self._spelled(end.x * spread(number(scales, end.x), end.x))
         statuses: list[Status] = [*end.status, "converged"]
@@ -385,7 +417,8 @@ class Sides:
         """
         dtype = self._operator.dtype
         bounds = torch.finfo(dtype)
-        least = bounds.tiny * bounds.eps / default_rtol(dtype)  # the step between numbers there, and what may be lost
+        # the step between numbers there, and what may be lost
+        least = bounds.tiny * bounds.eps / default_rtol(dtype)
         each = zip(listed(end.x.abs().amax(-1)), self.unit, self.units, end.status, strict=True)
         for largest, size, unit, status in each:
             about, meant = largest * (size / unit), status in ("converged", "iterations")
@@ -413,7 +446,9 @@ class Sides:
 
 
 def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vectors, list[float]]:
-    """Vectors as rows, a single one flat, in the precision of sums; spelling and largest entries."""
+    """Vectors as rows, a single one flat, in the precision of sums;
+    spelling and largest entries.
+    """
     given = b if isinstance(b, Vectors) else operator._domain.parse(b, name)
     rows = flat_rows(operator, given).detach()
     if _versions.is_batched(rows):
@@ -477,7 +512,10 @@ _OF_TWO = (
 
 
 def _rounded(operator: LinearOperator, why: str, damping: float = 0.0) -> Product:
-    """Its product with rows of the precision of sums; it rounds as the operator does. `why` it may not be finite."""
+    """Its product with rows of the precision of sums; it rounds as the operator does.
+
+    `why` it may not be finite.
+    """
     dtype = operator.dtype
 
     def product(v: Tensor, numbers: list[int]) -> Tensor:
@@ -512,7 +550,9 @@ class Measured:
             self._known, room = True, torch.finfo(image.dtype).max ** 0.25
             for place, size in zip(numbers, listed(image.abs().amax(-1)), strict=True):
                 if size and not 1 / room < size < room:
-                    self._units[place] = float(near(torch.tensor(size, dtype=image.dtype, device="cpu")))
+                    self._units[place] = float(
+                        near(torch.tensor(size, dtype=image.dtype, device="cpu"))
+                    )
             self._plain = set(self._units) == {1.0}
         if self._plain:
             return image
@@ -520,11 +560,17 @@ class Measured:
         return image / spread(units, image)
 
 
-def _preconditioning(preconditioner: Any, operator: LinearOperator, method: Method) -> Product | None:
+def _preconditioning(
+    preconditioner: Any, operator: LinearOperator, method: Method
+) -> Product | None:
     if preconditioner is None:
         return None
     preconditioner = check_square(
-        preconditioner, "preconditioner", symmetric=method in ("cg", "minres"), instead="method='gmres'", stacks=True
+        preconditioner,
+        "preconditioner",
+        symmetric=method in ("cg", "minres"),
+        instead="method='gmres'",
+        stacks=True,
     )
     if preconditioner.shape != operator.shape or preconditioner.dtype != operator.dtype:
         raise InputError(
@@ -540,15 +586,26 @@ def _method(
 ) -> tuple[Callable[..., Block], int]:
     """The method, and how many vectors GMRES keeps."""
     if not _arguments.is_number(scale) or scale <= 0 or (scale != 1 and method != "neumann"):
-        raise InputError(f"scale: got {scale!r}, expected a positive number, with method='neumann' alone.")
+        raise InputError(
+            f"scale: got {scale!r}, expected a positive number, with method='neumann' alone."
+        )
     if restart is not None and method != "gmres":
         raise InputError(f"restart is an option of method='gmres', not of {method!r}.")
     size = operator.shape[-1]
-    room = kept_vectors(size, least=30) if restart is None else _arguments.check_integer(restart, "restart", least=1)
+    room = (
+        kept_vectors(size, least=30)
+        if restart is None
+        else _arguments.check_integer(restart, "restart", least=1)
+    )
     return METHODS[method], min(room, size)
 
 
-METHODS: dict[Method, type[Block]] = {"cg": ConjugateGradients, "minres": MINRES, "gmres": GMRES, "neumann": Neumann}
+METHODS: dict[Method, type[Block]] = {
+    "cg": ConjugateGradients,
+    "minres": MINRES,
+    "gmres": GMRES,
+    "neumann": Neumann,
+}
 
 
 def _is_dear(stack: LinearOperator) -> bool:
@@ -557,7 +614,9 @@ def _is_dear(stack: LinearOperator) -> bool:
     return not isinstance(stack, MatrixOperator) and (size >= 4 * SOON or stack._chunk(size) < size)
 
 
-def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides, definite: bool) -> Tensor | None:
+def _dense_solutions(
+    operator: LinearOperator, damping: float, sides: Sides, definite: bool
+) -> Tensor | None:
     """The solutions by the dense matrices of a stack; zeros where these are singular.
 
     Of a single matrix None, where its products do not fit into one pass; zeros, where it has to be
@@ -567,7 +626,9 @@ def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides, def
     single = not operator._domain.batch
     if single and operator._chunk(size) < size:
         return None
-    matrices = operator._dense().reshape(-1, size, size).to(torch.promote_types(b.dtype, torch.float32))
+    matrices = (
+        operator._dense().reshape(-1, size, size).to(torch.promote_types(b.dtype, torch.float32))
+    )
     matrices.diagonal(dim1=-2, dim2=-1).add_(damping)
     columns = b.reshape(-1, len(matrices), size).movedim(0, -1) if len(matrices) else b[:, :, None]
     factors, pivots, _ = torch.linalg.lu_factor_ex(matrices)
@@ -584,24 +645,36 @@ def _dense_solutions(operator: LinearOperator, damping: float, sides: Sides, def
     return x * spread(number(sides.units, x), x)
 
 
-def _by_rows(operator: LinearOperator, damping: float, sides: Sides, limit: int) -> tuple[Tensor | None, int]:
-    """The solutions by the thin side, where that costs less than so many products; how many are left."""
+def _by_rows(
+    operator: LinearOperator, damping: float, sides: Sides, limit: int
+) -> tuple[Tensor | None, int]:
+    """The solutions by the thin side, where that costs less than so many products;
+    how many are left.
+    """
     before = operator.products
     thin = operator._by_rows(min(limit - 2, USUAL))
     x = None if thin is None else thin.solved(sides.rows, damping)
     return x, limit - (operator.products - before)
 
 
-def _limit(operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any) -> int:
+def _limit(
+    operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any
+) -> int:
     """How many products, or steps, there may be."""
     if iterations is None:
         if method == "neumann":
-            raise InputError("method='neumann' sums a fixed number of terms; give that number as iterations=.")
+            raise InputError(
+                "method='neumann' sums a fixed number of terms; give that number as iterations=."
+            )
         default = min(10 * operator.shape[-1] + 10, 1000)
-        return default if products is None else _arguments.check_integer(products, "products", least=2)
+        return (
+            default if products is None else _arguments.check_integer(products, "products", least=2)
+        )
     if rtol is not None or products is not None:
         other = "products" if rtol is None else "rtol"
-        raise InputError(f"iterations: exactly so many are taken, whatever {other} says; give one of the two.")
+        raise InputError(
+            f"iterations: exactly so many are taken, whatever {other} says; give one of the two."
+        )
     return _arguments.check_integer(iterations, "iterations", least=0 if method == "neumann" else 1)
 
 
@@ -621,7 +694,12 @@ def _begun(
 
 
 def stepped(
-    run: Callable[..., Solutions], systems: Systems, sides: Sides, x: Tensor | None, steps: int, method: Method
+    run: Callable[..., Solutions],
+    systems: Systems,
+    sides: Sides,
+    x: Tensor | None,
+    steps: int,
+    method: Method,
 ) -> Solutions:
     """So many steps from x; the residuals are the method's own, where it has them."""
     end, r, at = _begun(systems.product, sides, x, [systems.eps] * sides.count)
@@ -634,7 +712,8 @@ def stepped(
     end.put(at, moved)
     for i, (place, residual, status) in enumerate(zip(at, left, ends.status, strict=True)):
         end.size[place], end.direction[place] = residual / sides.sizes[place], ends.direction[i]
-        if status == "stagnation" and end.size[place] <= 1e3 * systems.eps:  # rounding is left, which is no failure
+        # rounding is left, which is no failure
+        if status == "stagnation" and end.size[place] <= 1e3 * systems.eps:
             status = "converged"
         end.status[place] = "iterations" if status == "budget" else status
     return end
@@ -694,15 +773,17 @@ def _explanation(record: SolveRecord[Any], rtol: float, iterations: int | None) 
     wanted = f"rtol={rtol:g}" if iterations is None else f"iterations={iterations}"
     advice = {
         "negative curvature": (
-            "conjugate gradients met a direction of negative or zero curvature: the operator is "
-            "not positive definite. A semidefinite one, as a Gauss-Newton matrix is, needs damping; "
-            "an indefinite one needs method='minres', or hodiff.GaussNewtonOperator in its place"
+            "conjugate gradients met a direction of negative or zero curvature: "
+            "the operator is not positive definite. A semidefinite one, as a Gauss-Newton matrix "
+            "is, needs damping; an indefinite one needs method='minres', "
+            "or hodiff.GaussNewtonOperator in its place"
         ),
         "divergence": (
             "the Neumann series diverges: an eigenvalue of A / scale is not within the unit circle "
             "around 1. Give a larger scale=, or add damping"
         ),
-        "budget": "the budget of products is spent. Allow more, add damping, or give a preconditioner",
+        "budget": "the budget of products is spent. Allow more, add damping, or give a "
+        "preconditioner",
         "stagnation": (
             "the residual no longer falls: the system is singular (b lies partly outside its "
             "range), rounding error limits it, or GMRES keeps too few vectors (restart=). Add "

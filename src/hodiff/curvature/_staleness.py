@@ -25,12 +25,14 @@ class Modules:
 
     def __init__(self, where: Where) -> None:
         roots = [module_slice.module for module_slice in where.module_slices]
-        with _locks.lock:  # `modules_below` waits for other threads; after it none of them puts leaves in
+        # `modules_below` waits for other threads; after it none of them puts leaves in
+        with _locks.lock:
             self._assemblies = {module: _assembly(module) for module in modules_below(roots)}
 
     def check(self) -> None:
         """Raise where a module is put together otherwise than it was."""
-        with _locks.lock:  # what is lent just now is looked at another time; what is not, stays so while it is read
+        # what is lent just now is looked at another time; what is not, stays so while it is read
+        with _locks.lock:
             if _locks.claimed(self._assemblies):
                 return
             for module, assembly in self._assemblies.items():
@@ -45,7 +47,11 @@ class Modules:
 
 
 def _assembly(module: nn.Module) -> tuple[Any, ...]:
-    return (module.training, *map(id, module._parameters.values()), *map(id, module._modules.values()))
+    return (
+        module.training,
+        *map(id, module._parameters.values()),
+        *map(id, module._modules.values()),
+    )
 
 
 class _Look(threading.local):
@@ -67,7 +73,9 @@ def one_look() -> Iterator[None]:
 
 
 class Values:
-    """The values of a point's tensors, as they were, and what `functions` read besides their arguments."""
+    """The values of a point's tensors, as they were,
+    and what `functions` read besides their arguments.
+    """
 
     def __init__(self, where: Where, functions: Sequence[Any] = ()) -> None:
         self._names, self._tensors = where.names, where.tensors
@@ -83,7 +91,10 @@ class Values:
             _refuse([name for now, before, name in pairs if now != before])
 
     def check(self) -> None:
-        """Raise where a tensor has other values, however they came there. Several products may have one look."""
+        """Raise where a tensor has other values, however they came there.
+
+        Several products may have one look.
+        """
         if _look.now is not None and self._looked is _look.now:
             return
         self._looked = _look.now
@@ -92,25 +103,30 @@ class Values:
 
     def _now(self) -> list[tuple[int, int]]:
         """How often PyTorch has seen each tensor change, and where its memory is."""
-        return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in self._tensors]
+        return [
+            (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
+            for tensor in self._tensors
+        ]
 
 
 def _refuse(changed: list[str], what: str = "parameters have") -> None:
     if changed:
         raise GraphError(
-            f"{what} changed since the operator was evaluated ({', '.join(changed[:4])}"
-            f"{', ...' if len(changed) > 4 else ''}). H.refresh() evaluates it at the new ones."
+            f"{what} changed since the operator was evaluated "
+            f"({', '.join(changed[:4])}{', ...' if len(changed) > 4 else ''}). "
+            "H.refresh() evaluates it at the new ones."
         )
 
 
-# --- what functions read besides their arguments ----------------------------------------------------------------------
+# --- what functions read besides their arguments --------------------------------------------------
 
 
 _EMPTY = CellType()
 
 
 def variables(f: Any, *, assigned: bool = False) -> dict[str, tuple[Any, str, Any]]:
-    """What a function reads besides its arguments, by name: the cell or the dict that has it, its key there, its value.
+    """What a function reads besides its arguments, by name: the cell or the dict that has it, its
+    key there, its value.
 
     Its closure, the globals and the attributes of its own object that its code names, and what a
     `functools.partial` holds; what it assigns itself only if `assigned`.
@@ -128,8 +144,15 @@ def variables(f: Any, *, assigned: bool = False) -> dict[str, tuple[Any, str, An
     spaces = ("", held, held), ("self.", own, names["ATTR"]), ("", f.__globals__, names["GLOBAL"])
     cells = zip(code.co_freevars, f.__closure__ or (), strict=True)
     return {
-        prefix + name: (space, name, space[name]) for prefix, space, read in spaces for name in read if name in space
-    } | {name: (cell, "", cell.cell_contents) for name, cell in cells if name in names["DEREF"] and cell != _EMPTY}
+        prefix + name: (space, name, space[name])
+        for prefix, space, read in spaces
+        for name in read
+        if name in space
+    } | {
+        name: (cell, "", cell.cell_contents)
+        for name, cell in cells
+        if name in names["DEREF"] and cell != _EMPTY
+    }
 
 
 @lru_cache(1024)
@@ -139,14 +162,22 @@ def _names(code: CodeType, *, assigned: bool) -> dict[str, set[str]]:
     for part in parts:
         steps += dis.get_instructions(part)
         parts += [constant for constant in part.co_consts if isinstance(constant, CodeType)]
-    stored = {step.argval for step in steps if step.opname in ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL")}
-    read = {kind: {step.argval for step in steps if step.opname == f"LOAD_{kind}"} for kind in ("ATTR", "GLOBAL")}
+    stored = {
+        step.argval
+        for step in steps
+        if step.opname in ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL")
+    }
+    read = {
+        kind: {step.argval for step in steps if step.opname == f"LOAD_{kind}"}
+        for kind in ("ATTR", "GLOBAL")
+    }
     read["DEREF"] = {*code.co_freevars}
     return read if assigned else {kind: names - stored for kind, names in read.items()}
 
 
 class ClosedOver:
-    """What functions read besides their arguments: which objects, and how often each tensor had been written into.
+    """What functions read besides their arguments: which objects, and how often each tensor had
+    been written into.
 
     A module counts with its parameters and buffers, unless it belongs to the point.
     """
@@ -155,10 +186,19 @@ class ClosedOver:
         self._own: dict[Any, str] = {}
         self._places = {name: place for f in functions for name, place in variables(f).items()}
         values = [(name, value) for name, (_, _, value) in self._places.items()]
-        parts = [(name, p) for name, value in values for p in (value if isinstance(value, tuple) else (value,))]
+        parts = [
+            (name, p)
+            for name, value in values
+            for p in (value if isinstance(value, tuple) else (value,))
+        ]
         points = modules_below([module_slice.module for module_slice in where.module_slices])
         roots = [(name, root) for name, root in parts if isinstance(root, nn.Module)]
-        below = {module: name for name, root in roots for module in root.modules() if module not in {*points}}
+        below = {
+            module: name
+            for name, root in roots
+            for module in root.modules()
+            if module not in {*points}
+        }
         if _locks.claimed(below):  # by an enclosing call, whose leaves stand there now
             below = {}
         self._modules = {module: (name, _assembly(module)) for module, name in below.items()}
@@ -177,7 +217,8 @@ class ClosedOver:
     def check(self) -> None:
         """Raise where something is another now."""
         names = [name for key, name in self._changed().items() if key not in self._own]
-        if names and not _locks.claimed(self._modules):  # else an enclosing call's leaves stand there
+        # else an enclosing call's leaves stand there
+        if names and not _locks.claimed(self._modules):
             _refuse([*dict.fromkeys(names)], "what the function reads besides its arguments has")
 
     def _changed(self) -> dict[Any, str]:
@@ -191,12 +232,21 @@ class ClosedOver:
                 now = holder.cell_contents
             if now is not value and not _same(now, value):
                 changed[name] = name
-        changed |= {id(tensor): name for name, tensor, version in self._versions if tensor._version != version}
-        return changed | {m: name for m, (name, assembly) in self._modules.items() if _assembly(m) != assembly}
+        changed |= {
+            id(tensor): name
+            for name, tensor, version in self._versions
+            if tensor._version != version
+        }
+        return changed | {
+            m: name for m, (name, assembly) in self._modules.items() if _assembly(m) != assembly
+        }
 
 
 def _state(module: nn.Module) -> list[Tensor | None]:
-    return [*module._parameters.values(), *(module._buffers.values() if _uses_buffers(module) else ())]
+    return [
+        *module._parameters.values(),
+        *(module._buffers.values() if _uses_buffers(module) else ()),
+    ]
 
 
 def _same(now: Any, before: Any) -> bool:
@@ -208,7 +258,7 @@ def _same(now: Any, before: Any) -> bool:
     return isinstance(now, (numbers.Number, str)) and now == before
 
 
-# --- what the modules of a point compute with besides parameters ------------------------------------------------------
+# --- what the modules of a point compute with besides parameters ----------------------------------
 
 
 def warn_random(where: Where) -> None:
@@ -270,9 +320,10 @@ def warn_buffers(odd: Sequence[int]) -> None:
     )
 
 
-# --- a fingerprint of tensors' values ---------------------------------------------------------------------------------
-# Of a small tensor it is the bits of all entries; of a large one those of some entries, spread evenly, and the sum of
-# all bits as integers: exact, the same with any number of threads, and one that NaN does not confuse.
+# --- a fingerprint of tensors' values -------------------------------------------------------------
+# Of a small tensor it is the bits of all entries; of a large one those of some entries, spread
+# evenly, and the sum of all bits as integers: exact, the same with any number of threads, and one
+# that NaN does not confuse.
 
 
 SMALL = 1024
@@ -322,12 +373,15 @@ class Fingerprint:
 
 
 def _bits(tensor: Tensor) -> Tensor | None:
-    """The memory of a tensor as a line of integers, a view; None where there is none, as of a negated view."""
+    """The memory of a tensor as a line of integers, a view; None where there is none,
+    as of a negated view.
+    """
     if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel() or tensor.is_neg():
         return None
     bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
     if bits.is_contiguous():
         return bits.view(-1)
-    order = sorted(range(bits.ndim), key=bits.stride, reverse=True)  # a transposed, or channels-last one
+    # a transposed, or channels-last one
+    order = sorted(range(bits.ndim), key=bits.stride, reverse=True)
     turned = bits.permute(order)
     return turned.reshape(-1) if turned.is_contiguous() else None

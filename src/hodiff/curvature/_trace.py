@@ -75,9 +75,9 @@ def trace(
         progress: Whether to show a progress bar. None: in a terminal, after two seconds.
 
     Returns:
-        A record: `value` and `stderr`, tensors of shape `()` in single precision at least (`stderr` is None where one
-        vector says nothing about it); `converged`, None without `rtol`; `products`; and `blocks`, a dict of records
-        by pattern.
+        A record: `value` and `stderr`, tensors of shape `()` in single precision at least (`stderr`
+        is None where one vector says nothing about it); `converged`, None without `rtol`;
+        `products`; and `blocks`, a dict of records by pattern.
 
     Raises:
         InputError: The operator is not square, or an unknown method.
@@ -109,8 +109,8 @@ def trace(
 
     Reference:
         Hutchinson, M. F. (1990). Communications in Statistics 19(2). doi:10.1080/03610919008812866.
-        Meyer, R. A., Musco, C., Musco, C., Woodruff, D. P. (2021). Hutch++: optimal stochastic trace
-        estimation. SOSA. arXiv:2010.09649.
+        Meyer, R. A., Musco, C., Musco, C., Woodruff, D. P. (2021). Hutch++: optimal stochastic
+        trace estimation. SOSA. arXiv:2010.09649.
     """
     operator = check_square(operator, "trace", stacks=True)
     check_option(method, TraceMethod, "method")
@@ -125,7 +125,8 @@ def trace(
     leaves = _leaves_of(operator, blocks, method)
     if recorded:
         return _differentiable(operator, drawn, blocks, method, rtol)
-    needed = drawn.number + (drawn.number // 2 if method == "hutch++" else 0)  # two products for one of the sketch
+    # two products for one of the sketch
+    needed = drawn.number + (drawn.number // 2 if method == "hutch++" else 0)
     with EstimatorProgress("trace", operator, needed, callback, progress) as watch:
         entries = exact_diagonal(operator, drawn.spare(needed))
         if entries is not None:
@@ -140,14 +141,18 @@ def trace(
             if record.stderr is not None:
                 error = f"{float((record.stderr / record.value.abs()).max()):.2g} of the value"
             warn_not_converged(
-                f"trace: after {watch.spent} products the standard error is {error}, more than rtol={rtol:g}; allow "
-                f"more samples."
+                f"trace: after {watch.spent} products the standard error is {error}, "
+                f"more than rtol={rtol:g}; allow more samples."
             )
         return record
 
 
 def _differentiable(
-    operator: LinearOperator, drawn: RandomVectors, blocks: Sequence[str], method: str, rtol: float | None
+    operator: LinearOperator,
+    drawn: RandomVectors,
+    blocks: Sequence[str],
+    method: str,
+    rtol: float | None,
 ) -> TraceRecord:
     """The mean of z'Az with its graph, or the sum over unit vectors."""
     if method != "hutchinson" or blocks or rtol is not None:
@@ -162,12 +167,18 @@ def _differentiable(
     return TraceRecord(value, error, None, operator.products - before)
 
 
-def _leaves_of(operator: LinearOperator, blocks: Sequence[str], method: str) -> dict[str, list[int]]:
+def _leaves_of(
+    operator: LinearOperator, blocks: Sequence[str], method: str
+) -> dict[str, list[int]]:
     """The numbers of the leaves of each block."""
     if isinstance(blocks, str) or not isinstance(blocks, Sequence):
-        raise InputError(f"blocks: got {blocks!r}, expected a list of patterns: ['layer1.*', 'head'].")
+        raise InputError(
+            f"blocks: got {blocks!r}, expected a list of patterns: ['layer1.*', 'head']."
+        )
     if blocks and method != "hutchinson":
-        raise InputError(f"blocks: these come from z * A z, so they need method='hutchinson', not {method!r}.")
+        raise InputError(
+            f"blocks: these come from z * A z, so they need method='hutchinson', not {method!r}."
+        )
     return {pattern: operator._domain.numbers_of([pattern]) for pattern in blocks}
 
 
@@ -179,10 +190,16 @@ def _hutchinson(
     rtol: float | None,
     watch: EstimatorProgress,
 ) -> TraceRecord:
-    """The z'Az of each random vector z, leaf by leaf; with a sketch, of what its projection leaves of z."""
+    """The z'Az of each random vector z, leaf by leaf; with a sketch,
+    of what its projection leaves of z.
+    """
     first = drawn.number // 2 if sketched else 0
     basis = _sketch(operator, drawn.take(first)) if first else None
-    known = 0.0 if basis is None else float((basis * flat_product(operator, basis)).sum(dtype=torch.float64))
+    known = (
+        0.0
+        if basis is None
+        else float((basis * flat_product(operator, basis)).sum(dtype=torch.float64))
+    )
     estimates: list[Tensor] = []
     number = drawn.number - first
     for start in range(0, number, BLOCK):
@@ -218,11 +235,14 @@ def _record(
     value = estimates.mean(0) + known
     error = torch.zeros_like(value) if exact else standard_error(estimates)
     parts = {
-        name: _record(operator, terms[:, chosen], {}, 0.0, rtol, watch, exact=exact) for name, chosen in leaves.items()
+        name: _record(operator, terms[:, chosen], {}, 0.0, rtol, watch, exact=exact)
+        for name, chosen in leaves.items()
     }
     dtype = sum_dtype(operator.dtype)
     converged = reached(value, error, rtol, len(operator._domain.batch))
-    return TraceRecord(value.to(dtype), None if error is None else error.to(dtype), converged, watch.spent, parts)
+    return TraceRecord(
+        value.to(dtype), None if error is None else error.to(dtype), converged, watch.spent, parts
+    )
 
 
 def _sketch(operator: LinearOperator, rows: Tensor) -> Tensor:
@@ -231,7 +251,7 @@ def _sketch(operator: LinearOperator, rows: Tensor) -> Tensor:
     return basis.T.contiguous()
 
 
-# --- `diagonal`: exact, or estimated with a standard error for each entry ---------------------------------------------
+# --- `diagonal`: exact, or estimated with a standard error for each entry -------------------------
 
 
 DiagonalMethod = Literal["estimate", "exact"]
@@ -275,8 +295,8 @@ def diagonal(
         progress: Whether to show a progress bar. None: in a terminal, after two seconds.
 
     Returns:
-        A record: `value` and `stderr`, with the structure and shapes of the point (`stderr` is None where one vector
-        says nothing about it); `converged`, None without `rtol`; `products`.
+        A record: `value` and `stderr`, with the structure and shapes of the point (`stderr` is None
+        where one vector says nothing about it); `converged`, None without `rtol`; `products`.
 
     Raises:
         InputError: The operator is not square, or an unknown method.
@@ -288,8 +308,8 @@ def diagonal(
         HodiffWarning: The result is not finite.
 
     Cost:
-        A product for each vector drawn, or as many as there are columns; memory for a few vectors. With
-        `create_graph`, an evaluation and a pass more, and the graphs of all products at once.
+        A product for each vector drawn, or as many as there are columns; memory for a few vectors.
+        With `create_graph`, an evaluation and a pass more, and the graphs of all products at once.
 
     Examples:
         >>> import torch, hodiff
@@ -298,8 +318,8 @@ def diagonal(
         tensor([ 6., 12.])
 
     Reference:
-        Bekas, C., Kokiopoulou, E., Saad, Y. (2007). An estimator for the diagonal of a matrix. Applied
-        Numerical Mathematics 57. doi:10.1016/j.apnum.2007.01.003.
+        Bekas, C., Kokiopoulou, E., Saad, Y. (2007). An estimator for the diagonal of a matrix.
+        Applied Numerical Mathematics 57. doi:10.1016/j.apnum.2007.01.003.
     """
     operator = check_square(operator, "diagonal", stacks=True)
     check_option(method, DiagonalMethod, "method")
@@ -311,26 +331,36 @@ def diagonal(
     if recorded:
         return _differentiable_diagonal(operator, drawn, rtol, exact=exact)
 
-    def record(value: Tensor, stderr: Tensor | None, rtol_asked: float | None, spent: int) -> DiagonalRecord:
-        shaped = [None if part is None else operator.unflatten(part.to(operator.dtype)) for part in (value, stderr)]
+    def record(
+        value: Tensor, stderr: Tensor | None, rtol_asked: float | None, spent: int
+    ) -> DiagonalRecord:
+        shaped = [
+            None if part is None else operator.unflatten(part.to(operator.dtype))
+            for part in (value, stderr)
+        ]
         met = reached(value, stderr, rtol_asked, len(operator._domain.batch))
         return DiagonalRecord(shaped[0], shaped[1], met, spent)
 
-    with EstimatorProgress("diagonal", operator, size if exact else drawn.number, callback, progress) as watch:
+    with EstimatorProgress(
+        "diagonal", operator, size if exact else drawn.number, callback, progress
+    ) as watch:
         value = exact_diagonal(operator, size if exact else drawn.spare(drawn.number))
         if value is not None:
             stderr = torch.zeros_like(value)
         else:
             value, stderr = _estimate(
-                operator, drawn, rtol, lambda mean, error: watch(lambda spent: record(mean, error, None, spent))
+                operator,
+                drawn,
+                rtol,
+                lambda mean, error: watch(lambda spent: record(mean, error, None, spent)),
             )
         made = record(value, stderr, rtol, watch.spent)
         watch.warn_if_not_finite(value)
         if not all_reached(made.converged):
             error = float("nan") if stderr is None else float(stderr.norm() / value.norm())
             warn_not_converged(
-                f"diagonal: after {watch.spent} products the standard error is {error:.2g} of the diagonal, more than "
-                f"rtol={rtol:g}; allow more samples."
+                f"diagonal: after {watch.spent} products the standard error is {error:.2g} of the "
+                f"diagonal, more than rtol={rtol:g}; allow more samples."
             )
         return made
 
@@ -356,9 +386,14 @@ def _differentiable_diagonal(
 
 
 def _estimate(
-    operator: LinearOperator, drawn: RandomVectors, rtol: float | None, look: Callable[[Tensor, Tensor | None], None]
+    operator: LinearOperator,
+    drawn: RandomVectors,
+    rtol: float | None,
+    look: Callable[[Tensor, Tensor | None], None],
 ) -> tuple[Tensor, Tensor | None]:
-    """Mean and standard error of z * Az, by running sums of squared deviations (Welford, block by block)."""
+    """Mean and standard error of z * Az, by running sums of squared deviations (Welford,
+    block by block).
+    """
     mean = operator._domain.units(0, 1)[0].to(sum_dtype(operator.dtype)).zero_()
     squares = torch.zeros_like(mean)
     done = 0
@@ -379,6 +414,10 @@ def _estimate(
         error = (squares / (done - 1) / done).sqrt() if done > 1 else None
         so_far = mean * unit, None if error is None else error * unit
         look(*so_far)
-        if rtol is not None and done >= 2 * BLOCK and all_reached(reached(*so_far, rtol, mean.ndim - 1)):
+        if (
+            rtol is not None
+            and done >= 2 * BLOCK
+            and all_reached(reached(*so_far, rtol, mean.ndim - 1))
+        ):
             break
     return so_far

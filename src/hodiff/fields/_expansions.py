@@ -1,4 +1,5 @@
-r"""Second-order expansions along an operator's directions, in blocks where all at once would take much memory.
+r"""Second-order expansions along an operator's directions, in blocks where all at once would take
+much memory.
 
 One expansion along them gives \(C : \nabla^2 f\) as twice its summed second coefficient.
 """
@@ -26,7 +27,9 @@ PROBES = get_args(Probes)
 
 
 class Directions(NamedTuple):
-    """Vectors `(R, *batch or ones, *event)`, their weights (None: all one), and how many sums are kept apart."""
+    """Vectors `(R, *batch or ones, *event)`, their weights (None: all one),
+    and how many sums are kept apart.
+    """
 
     vectors: Any
     weights: Any = None
@@ -39,7 +42,11 @@ def of_laplacian(x: Any, batch_ndim: int, weight: Any = None, *, units: bool = F
     With `units` they keep their lengths, so that first coefficients are partial derivatives.
     """
     axes = _pushforward.units(x, batch_ndim)
-    return Directions(axes) if weight is None else _diagonal(axes, _factors(weight, x, len(axes)), units=units)
+    return (
+        Directions(axes)
+        if weight is None
+        else _diagonal(axes, _factors(weight, x, len(axes)), units=units)
+    )
 
 
 def of_matrix(x: Any, batch_ndim: int, weight: Any) -> Directions:
@@ -77,7 +84,12 @@ def _matrix(C: Any, x: Any, batch_ndim: int, size: int) -> Tensor:
     fits = (
         shape == (size,)
         or (len(shape) == 2 and shape[0] == size)
-        or (batch_ndim > 0 and len(shape) == batch_ndim + 2 and shape[:batch_ndim] == batch and shape[-2] == size)
+        or (
+            batch_ndim > 0
+            and len(shape) == batch_ndim + 2
+            and shape[:batch_ndim] == batch
+            and shape[-2] == size
+        )
     )
     if not fits:
         raise InputError(
@@ -91,7 +103,8 @@ def _matrix(C: Any, x: Any, batch_ndim: int, size: int) -> Tensor:
 def _like(weight: Any, x: Any, name: str) -> Any:
     if weight.dtype != x.dtype or weight.device != x.device:
         raise InputError(
-            f"{name} is {weight.dtype} on {weight.device}, but x is {x.dtype} on {x.device}; convert it: {name}.to(x)."
+            f"{name} is {weight.dtype} on {weight.device}, but x is {x.dtype} on {x.device}; "
+            f"convert it: {name}.to(x)."
         )
     return weight
 
@@ -128,27 +141,35 @@ def _per_sample(factor: Any, x: Any, batch_ndim: int) -> Any:
 def _eigenvectors(weight: Tensor, x: Any, batch_ndim: int) -> Directions:
     """The eigenvectors of the symmetric part, scaled by the roots of |λ|, with the signs of λ."""
     weight = weight.detach()
-    wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight  # there is no eigh of halves
+    # there is no eigh of halves
+    wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
     values, vectors = (part.to(weight.dtype) for part in torch.linalg.eigh((wide + wide.mT) / 2))
     if weight.ndim == 2:
-        negligible = values.abs() <= values.abs().amax() * weight.shape[0] * torch.finfo(weight.dtype).eps
+        negligible = (
+            values.abs() <= values.abs().amax() * weight.shape[0] * torch.finfo(weight.dtype).eps
+        )
         if _holds((~negligible).any()):
             values, vectors = values[~negligible], vectors[:, ~negligible]
         rows = _shaped((vectors * values.abs().sqrt()).mT, x, batch_ndim)
         return Directions(rows) if _holds((values > 0).all()) else Directions(rows, values.sign())
-    # Signs differ from sample to sample: one block of directions for each, empty entries being zero.
+    # Signs differ from sample to sample: one block of directions for each, empty entries being
+    # zero.
     up = _per_sample(vectors * values.clamp(min=0).sqrt().unsqueeze(-2), x, batch_ndim)
     if _holds((values >= 0).all()):
         return Directions(up)
     down = _per_sample(vectors * values.clamp(max=0).neg().sqrt().unsqueeze(-2), x, batch_ndim)
-    return Directions(torch.cat([up, down]), torch.cat([values.new_ones(len(up)), -values.new_ones(len(down))]))
+    return Directions(
+        torch.cat([up, down]), torch.cat([values.new_ones(len(up)), -values.new_ones(len(down))])
+    )
 
 
 def _pairs(weight: Any, x: Any, batch_ndim: int) -> Directions:
-    r"""For a weight that is differentiated by: eigenvectors have no derivative where eigenvalues meet.
+    r"""For a weight that is differentiated by: eigenvectors have no derivative where eigenvalues
+    meet.
 
-    \(C : H = \sum_{i \le j} w_{ij} \, (e_i + e_j)^\top H (e_i + e_j)\) with coefficients linear in C. One
-    weight per sample becomes a pair of directions, \(w = ((1 + w)/2)^2 - ((1 - w)/2)^2\) times a square.
+    \(C : H = \sum_{i \le j} w_{ij} \, (e_i + e_j)^\top H (e_i + e_j)\) with coefficients linear in
+    C. One weight per sample becomes a pair of directions, \(w = ((1 + w)/2)^2 - ((1 - w)/2)^2\)
+    times a square.
     """
     size = weight.shape[-1]
     symmetric = (weight + weight.mT) * 0.5
@@ -161,7 +182,10 @@ def _pairs(weight: Any, x: Any, batch_ndim: int) -> Directions:
         return Directions(_shaped(vectors, x, batch_ndim), weights)
     plus, minus = (1 + weights) * 0.5, (1 - weights) * 0.5
     each = torch.cat([plus.unsqueeze(-2) * vectors.mT, minus.unsqueeze(-2) * vectors.mT], -1)
-    return Directions(_per_sample(each, x, batch_ndim), axes.new_tensor([1.0, -1.0]).repeat_interleave(len(vectors)))
+    return Directions(
+        _per_sample(each, x, batch_ndim),
+        axes.new_tensor([1.0, -1.0]).repeat_interleave(len(vectors)),
+    )
 
 
 def sampled(
@@ -173,12 +197,19 @@ def sampled(
     vectors: Any,
     generator: torch.Generator | None,
 ) -> tuple[Directions, float]:
-    """Random directions whose mean square is the identity (or weight); and the part of the variance left."""
+    """Random directions whose mean square is the identity (or weight);
+    and the part of the variance left.
+    """
     if probes not in PROBES:
-        raise InputError(f'probes: got {probes!r}, expected "rademacher", "gaussian" or "coordinates".')
+        raise InputError(
+            f'probes: got {probes!r}, expected "rademacher", "gaussian" or "coordinates".'
+        )
     check_generator(generator)
     if vectors is not None and samples is not None:
-        raise InputError(f"samples: got {samples}, but vectors= already gives the directions; give one of the two.")
+        raise InputError(
+            f"samples: got {samples}, but vectors= already gives the directions; "
+            "give one of the two."
+        )
     samples = _arguments.check_integer(1 if samples is None else samples, "samples", least=1)
     if weight is not None:
         weight = _factors(weight, x, torch.Size(x.shape[batch_ndim:]).numel())
@@ -212,19 +243,20 @@ def _coordinates(
     axes = _pushforward.units(x, batch_ndim)
     if samples > len(axes):
         raise InputError(f"samples: got {samples}, but there are only {len(axes)} coordinates.")
-    chosen = torch.randperm(len(axes), generator=generator, device=generator.device if generator else None)[
-        :samples
-    ].to(axes.device)
+    chosen = torch.randperm(
+        len(axes), generator=generator, device=generator.device if generator else None
+    )[:samples].to(axes.device)
     weights = axes.new_ones(len(axes)) if weight is None else weight
     return Directions(axes[chosen], weights[chosen] * len(axes), samples), 1 - samples / len(axes)
 
 
-# --- blocks of directions and samples ---------------------------------------------------------------------------------
-# Jets carry R first derivatives of every sample, so they take R times the memory of `f`. There are two ways
-# to take less. What fits memory that is used again is quicker than the whole, whose large tensors
-# are fresh memory each. Only where nothing is recorded: a graph would keep it all.
+# --- blocks of directions and samples -------------------------------------------------------------
+# Jets carry R first derivatives of every sample, so they take R times the memory of `f`. There are
+# two ways to take less. What fits memory that is used again is quicker than the whole, whose large
+# tensors are fresh memory each. Only where nothing is recorded: a graph would keep it all.
 #
-# * *Chunks of directions.* `f` is given what it always is, and only its value is computed again for each
+# * *Chunks of directions.* `f` is given what it always is, and only its value is computed again for
+# each
 #   chunk; these values must be the same. Quicker, where a chunk has many.
 # * *Blocks of samples.* Samples are independent. But `f` is given fewer samples than the caller
 #   gave, and a function that holds data of its own for each sample, or draws random numbers, is
@@ -240,12 +272,16 @@ WHOLE_BYTES = 2**25
 """A coefficient of the whole batch, or of a chunk of directions, on a processor; glibc gives larger
 ones as fresh memory each time, which takes 1.2 to 1.8 times as long."""
 
-LEAST_BLOCK = 2  # samples: a single one could be broadcast against data that f holds for a whole batch
+# samples: a single one could be broadcast against data that f holds for a whole batch
+LEAST_BLOCK = 2
 LEAST_CHUNK = 8  # directions: the value is computed again for each chunk
-WORTHWHILE = 16  # directions: a value, or the three vectors of a rehearsal, are little beside so many
+# directions: a value, or the three vectors of a rehearsal, are little beside so many
+WORTHWHILE = 16
 
 
-def second_order(call: FieldCall, directions: Directions, drift: Any = None, *, first: bool = False) -> Curves:
+def second_order(
+    call: FieldCall, directions: Directions, drift: Any = None, *, first: bool = False
+) -> Curves:
     """The function and its derivatives along straight lines; with `drift` b, second ones gain b·∇f.
 
     First derivatives are there where they are by-products, or wanted.
@@ -272,11 +308,15 @@ def _by_jets(call: FieldCall, directions: Directions, drift: Any, first: bool) -
 
 
 def _within_bounds(call: FieldCall, directions: Directions, drift: Any) -> Curves:
-    """All at once where that is small; else chunks of many directions, blocks of samples, chunks of few."""
+    """All at once where that is small; else chunks of many directions, blocks of samples,
+    chunks of few.
+    """
     random = RandomState(call.x.device)
     divisible = call.batch_ndim > 0 and len(call.x) >= 2 * LEAST_BLOCK
     cached = divisible and call.x.device.type == "cpu"
-    whole, block = (WHOLE_BYTES, BLOCK_BYTES) if cached else (_reverse.CHUNK_BYTES, _reverse.CHUNK_BYTES)
+    whole, block = (
+        (WHOLE_BYTES, BLOCK_BYTES) if cached else (_reverse.CHUNK_BYTES, _reverse.CHUNK_BYTES)
+    )
     try:
         return by_jets(call, directions, drift, max_bytes=whole)
     except CoefficientTooLarge as error:
@@ -296,7 +336,9 @@ def _within_bounds(call: FieldCall, directions: Directions, drift: Any) -> Curve
             return curves
         random.restore()
     if rehearsal.bytes * len(directions.vectors) > _reverse.CHUNK_BYTES:
-        curves = _by_directions(call, directions, drift, max(LEAST_CHUNK, _reverse.CHUNK_BYTES // rehearsal.bytes))
+        curves = _by_directions(
+            call, directions, drift, max(LEAST_CHUNK, _reverse.CHUNK_BYTES // rehearsal.bytes)
+        )
         if curves is not None:
             return curves
         random.restore()
@@ -304,7 +346,8 @@ def _within_bounds(call: FieldCall, directions: Directions, drift: Any) -> Curve
 
 
 class Rehearsal(NamedTuple):
-    """What `f` does with the whole batch along one direction, against which blocks of samples are held.
+    """What `f` does with the whole batch along one direction, against which blocks of samples are
+    held.
 
     Attributes:
         mix: The share of each direction in that one.
@@ -333,7 +376,12 @@ class Rehearsal(NamedTuple):
 def _rehearse(call: FieldCall, directions: Directions) -> Rehearsal:
     vectors = directions.vectors
     # Squares fit no half.
-    mix = torch.arange(1, 1 + len(vectors), dtype=torch.float32, device=vectors.device).square().cos().to(vectors)
+    mix = (
+        torch.arange(1, 1 + len(vectors), dtype=torch.float32, device=vectors.device)
+        .square()
+        .cos()
+        .to(vectors)
+    )
     vector = torch.tensordot(mix, vectors, 1).unsqueeze(0)
     orders, widest = _series_along(call, vector)
     return Rehearsal(mix, vector, orders, widest)
@@ -346,25 +394,33 @@ def _series_along(call: FieldCall, vector: Tensor) -> tuple[list[Tensor], int]:
 
 
 def _rounding(order: Tensor) -> Tensor:
-    """What blocks of another size may change, for each entry: half its digits, and some of the mean size of all."""
+    """What blocks of another size may change, for each entry: half its digits,
+    and some of the mean size of all.
+    """
     size = order.abs()
     return (size + 0.1 * size.nan_to_num(0, 0, 0).mean()) * torch.finfo(order.dtype).eps ** 0.5
 
 
 def _same(a: Tensor, b: Tensor, bound: Any = 0.0) -> bool:
     """Whether two tensors are equal within a bound; NaN equals itself."""
-    return a.shape == b.shape and _truth(((a == b) | ((a - b).abs() <= bound) | (a.isnan() & b.isnan())).all())
+    return a.shape == b.shape and _truth(
+        ((a == b) | ((a - b).abs() <= bound) | (a.isnan() & b.isnan())).all()
+    )
 
 
 def _truth(condition: Tensor) -> bool:
-    """A condition; False where f brings in tensors of a `vmap` around the call, which hides the values."""
+    """A condition; False where f brings in tensors of a `vmap` around the call,
+    which hides the values.
+    """
     return not is_wrapped(condition) and bool(condition)
 
 
 def _by_samples(
     call: FieldCall, directions: Directions, drift: Any, max_bytes: float, rehearsal: Rehearsal
 ) -> Curves | None:
-    """Block after block; None where `f` takes them for something different from parts of the batch."""
+    """Block after block; None where `f` takes them for something different from
+    parts of the batch.
+    """
     size = int(max_bytes * len(call.x) // (len(directions.vectors) * rehearsal.bytes))
     blocks = _slices(len(call.x), size)
     mixed = lambda part: [part.value, torch.tensordot(rehearsal.mix, part.first, 1)]  # noqa: E731
@@ -373,19 +429,30 @@ def _by_samples(
         for rows in blocks:
             block = call._replace(x=call.x[rows])
             vectors = _rows(directions.vectors, rows)
-            part = by_jets(block, directions._replace(vectors=vectors), None if drift is None else drift[rows])
-            if not parts and not rehearsal.agrees(mixed(part), rows):  # most of what fails does so at once
+            part = by_jets(
+                block, directions._replace(vectors=vectors), None if drift is None else drift[rows]
+            )
+            # most of what fails does so at once
+            if not parts and not rehearsal.agrees(mixed(part), rows):
                 return None
             parts.append(part)
         value, first, second = zip(*parts, strict=True)
         curves = Curves(torch.cat(value), torch.cat(first, 1), torch.cat(second, 1))
         last = _series_along(block, _rows(rehearsal.vector, rows))[0]  # pyright: ignore[reportPossiblyUnboundVariable]
-    except Exception as error:  # f cannot take fewer samples: with the whole batch it speaks for itself
+    except Exception as error:
+        # f cannot take fewer samples: with the whole batch it speaks for itself
         if not is_fault(error):
-            error.add_note("hodiff: f was given a part of the batch's samples; chunk_size= keeps the batch whole.")
+            error.add_note(
+                "hodiff: f was given a part of the batch's samples; chunk_size= keeps the batch "
+                "whole."
+            )
             raise
         return None
-    return curves if rehearsal.agrees(mixed(curves), slice(None)) and rehearsal.agrees(last, blocks[-1]) else None
+    return (
+        curves
+        if rehearsal.agrees(mixed(curves), slice(None)) and rehearsal.agrees(last, blocks[-1])
+        else None
+    )
 
 
 def _slices(count: int, size: int) -> list[slice]:
@@ -402,14 +469,18 @@ def _rows(vectors: Tensor, rows: slice) -> Tensor:
 def _by_directions(
     call: FieldCall, directions: Directions, drift: Any, size: int, max_bytes: float | None = None
 ) -> Curves | None:
-    """Chunk after chunk; None where `f` does not give the same value each time, or a coefficient is too large."""
+    """Chunk after chunk; None where `f` does not give the same value each time,
+    or a coefficient is too large.
+    """
     vectors, weights, groups = directions
     random = RandomState(call.x.device)
     parts: list[Curves] = []
     for start in range(0, len(vectors), size):
         chunk = slice(start, start + size)
         part = Directions(
-            vectors[chunk], None if weights is None else weights[chunk], 1 if groups == 1 else len(vectors[chunk])
+            vectors[chunk],
+            None if weights is None else weights[chunk],
+            1 if groups == 1 else len(vectors[chunk]),
         )
         random.restore()
         try:
@@ -423,18 +494,23 @@ def _by_directions(
     return Curves(value[0], torch.cat(first), total)
 
 
-# --- a function along straight lines to second order: by jets, all lines at once, or by double backward ---------------
+# --- a function along straight lines to second order: by jets, all lines at once, or by double
+# backward
 
 
 class Curves(NamedTuple):
-    """The value; first derivatives along each direction, `(R, *out)`, where wanted; second ones, `(groups, *out)`."""
+    """The value; first derivatives along each direction, `(R, *out)`, where wanted; second ones,
+    `(groups, *out)`.
+    """
 
     value: Any
     first: Any
     second: Any
 
 
-def by_jets(call: FieldCall, directions: Directions, drift: Any = None, *, max_bytes: float | None = None) -> Curves:
+def by_jets(
+    call: FieldCall, directions: Directions, drift: Any = None, *, max_bytes: float | None = None
+) -> Curves:
     """One expansion in all directions; with `drift` b, second ones gain b·∇f."""
     vectors, weights, groups = directions
     rows = vectors.shape[0]
@@ -450,7 +526,12 @@ def by_reverse(call: FieldCall, directions: Directions, drift: Any, first: bool)
         output = _arguments.check_output(graph.outputs)
         _arguments.check_rows(output, call.batch)
         lines = _directional.by_entries(
-            graph, output, vectors, first=first, drift=drift, chunk_size=_arguments.check_chunk_size(call.chunk_size)
+            graph,
+            output,
+            vectors,
+            first=first,
+            drift=drift,
+            chunk_size=_arguments.check_chunk_size(call.chunk_size),
         )
         value, second = graph.value(), lines.second
         graph.warn_of_zeros([second], [vectors])
@@ -461,5 +542,7 @@ def by_reverse(call: FieldCall, directions: Directions, drift: Any, first: bool)
         second = second.reshape(groups, len(second) // groups, *output.shape).sum(1)
     if lines.drift is not None:
         second = second + lines.drift
-    value, second, *firsts = released(graph, [value, second, *([] if lines.first is None else [lines.first])])
+    value, second, *firsts = released(
+        graph, [value, second, *([] if lines.first is None else [lines.first])]
+    )
     return Curves(value, firsts[0] if firsts else None, second)

@@ -11,7 +11,16 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypedDict
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _call, _compiled_callers, _independence, _nodes, _refusals, _settings, _tree
+from hodiff._core import (
+    _arguments,
+    _call,
+    _compiled_callers,
+    _independence,
+    _nodes,
+    _refusals,
+    _settings,
+    _tree,
+)
 from hodiff._core._arguments import ChunkSize, check_option, is_set
 from hodiff._core._call import call, cut, is_hidden
 from hodiff._core._graph import OutputGraph, Watched, detached, split
@@ -62,7 +71,8 @@ class FieldCall(NamedTuple):
     record: bool = False
 
     def checked(self) -> FieldCall:
-        """Itself, with its arguments checked, and its function as one of a single value; `record` is set.
+        """Itself, with its arguments checked, and its function as one of a single value; `record`
+        is set.
 
         The result is then differentiable: a field is a loss.
         """
@@ -73,29 +83,42 @@ class FieldCall(NamedTuple):
         _arguments.check_batch([self.x], ["x"], self.batch_ndim)
         event = self.event
         if not torch.Size(event).numel():
-            raise InputError(f"x: points of shape {event} have no coordinates to differentiate with respect to.")
+            raise InputError(
+                f"x: points of shape {event} have no coordinates to differentiate with respect to."
+            )
         _arguments.check_arguments(self.args, self.kwargs)
         _arguments.check_chunk_size(self.chunk_size)
         check_option(self.method, Method, "method")
         if isinstance(self.f, Tensor) and self.method == "jets":
-            raise InputError('method: "jets" needs the function, but f is a tensor already computed.')
+            raise InputError(
+                'method: "jets" needs the function, but f is a tensor already computed.'
+            )
         if not callable(self.f) and not isinstance(self.f, Tensor):
             raise InputError(
-                f"f: got {_arguments.kind(self.f)}, expected a function of x, or a tensor computed from it."
+                f"f: got {_arguments.kind(self.f)}, expected a function of x, "
+                "or a tensor computed from it."
             )
         if is_set(self.has_aux, "has_aux") and isinstance(self.f, Tensor):
             raise InputError(_call.COMPUTED)
-        # One point of D coordinates looks like D points of one: a vector field of the first mixes the second.
+        # One point of D coordinates looks like D points of one: a vector field of the first mixes
+        # the second.
         unclear = self.batch_ndim and not (event or _jet.is_jet(self.x) or is_hidden(self.x))
         if is_set(self.check_independence, "check_independence") or unclear:
             _independence.check(
-                self.f, self.x, batch_ndim=self.batch_ndim, args=self.args, kwargs=self.kwargs, has_aux=self.has_aux
+                self.f,
+                self.x,
+                batch_ndim=self.batch_ndim,
+                args=self.args,
+                kwargs=self.kwargs,
+                has_aux=self.has_aux,
             )
         f = WithExtra(self.f, self.x) if self.has_aux else self.f
         return self._replace(f=f, record=_call.loss_recorded(self.create_graph))
 
     def grad_mode(self) -> Any:
-        """The context of everything that the result is computed with, also under the caller's `no_grad`."""
+        """The context of everything that the result is computed with,
+        also under the caller's `no_grad`.
+        """
         return _settings.grad_mode(self.record)
 
     @property
@@ -125,7 +148,9 @@ class FieldCall(NamedTuple):
         return graph
 
     def watched(self) -> Any:
-        """The context of an evaluation by nested reverse mode: no automatic choice passes what Taylor mode refuses."""
+        """The context of an evaluation by nested reverse mode:
+        no automatic choice passes what Taylor mode refuses.
+        """
         return _settings.on(NoConstants()) if self.method == "auto" else contextlib.nullcontext()
 
     def note(self, graph: OutputGraph) -> None:
@@ -143,7 +168,9 @@ class FieldCall(NamedTuple):
             return _pushforward.connected(result, [self.x])
         if _jet.is_jet(self.x):
             return detached(result)
-        whole = _tree.tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result)
+        whole = _tree.tree_map(
+            lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result
+        )
         return detached(whole, {memory_of(self.x)})
 
 
@@ -160,7 +187,11 @@ def choose(
     What Taylor mode gives has the value first; but where routes are calls of others (`nested`),
     which look at theirs.
     """
-    if isinstance(call.f, Tensor) or call.method == "reverse" or (call.method == "auto" and prefer == "reverse"):
+    if (
+        isinstance(call.f, Tensor)
+        or call.method == "reverse"
+        or (call.method == "auto" and prefer == "reverse")
+    ):
         return call.finish(_by_reverse(reverse, call, *given))
     try:
         result = jets(call, *given)
@@ -196,7 +227,9 @@ def _is_seen(part: Tensor) -> bool:
     return part.is_cpu and not is_hidden(part)
 
 
-def _warn_if_not_finite(results: Sequence[Tensor], given: Sequence[Tensor], kinds: Iterable[type]) -> None:
+def _warn_if_not_finite(
+    results: Sequence[Tensor], given: Sequence[Tensor], kinds: Iterable[type]
+) -> None:
     """Say that a derivative does not exist, where all that it was computed from is finite."""
     ours, theirs = (all(bool(each.isfinite().all()) for each in t) for t in (results, given))
     if theirs and not ours:
@@ -212,10 +245,21 @@ def _by_reverse(route: Callable[..., Any], *given: Any) -> Any:
 def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> tuple[Any, Any]:
     """The output's series, and its expansion."""
     output, expansion = _pushforward.push(
-        call.f, [call.x], [seeds], order, record=call.record, args=call.args, kwargs=call.kwargs, **options
+        call.f,
+        [call.x],
+        [seeds],
+        order,
+        record=call.record,
+        args=call.args,
+        kwargs=call.kwargs,
+        **options,
     )
     series = _pushforward.coefficients(output, expansion, call.batch)
-    if order >= 2 and any(map(_refusals.BENDS.__getitem__, expansion.operations)) and not _call.inside():
+    if (
+        order >= 2
+        and any(map(_refusals.BENDS.__getitem__, expansion.operations))
+        and not _call.inside()
+    ):
         _refusals.warn_of_zeros(lambda: expansion.operations, series[2:], seeds)
     return series, expansion
 
@@ -241,13 +285,16 @@ def refuse_columns(x: Any, name: str) -> NoReturn:
     )
 
 
-# --- what a field returns beside its value (`has_aux=`), whichever route evaluates it, and however often --------------
+# --- what a field returns beside its value (`has_aux=`), whichever route evaluates it, and however
+# often
 
 
 class WithExtra:
-    """A function that returns `(value, extra)`, as one that returns the value, and keeps the extra of the whole batch.
+    """A function that returns `(value, extra)`, as one that returns the value, and keeps the extra
+    of the whole batch.
 
-    Blocks of samples are evaluated beside the whole batch, not in its place: their extras are passed over.
+    Blocks of samples are evaluated beside the whole batch, not in its place: their extras are
+    passed over.
     """
 
     def __init__(self, f: Any, x: Any) -> None:

@@ -1,4 +1,6 @@
-"""Partial derivatives of any order: single, mixed, as a Taylor series, or computed when looked at."""
+"""Partial derivatives of any order: single, mixed, as a Taylor series,
+or computed when looked at.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,23 @@ REVERSE_UP_TO = 3
 
 @overload
 def partial(
-    f: What, x: Tensor, index: int | Sequence[int], *, has_aux: Literal[False] = False, **options: Unpack[FieldOptions]
+    f: What,
+    x: Tensor,
+    index: int | Sequence[int],
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[FieldOptions],
 ) -> Tensor: ...
 
 
 @overload
 def partial(
-    f: What, x: Tensor, index: int | Sequence[int], *, has_aux: bool, **options: Unpack[FieldOptions]
+    f: What,
+    x: Tensor,
+    index: int | Sequence[int],
+    *,
+    has_aux: bool,
+    **options: Unpack[FieldOptions],
 ) -> Any: ...
 
 
@@ -82,11 +94,16 @@ def partial(
 
     Examples:
         >>> import torch, hodiff
-        >>> hodiff.partial(lambda x: x[:, 0] ** 3 * x[:, 1] ** 2, torch.tensor([[1.0, 2.0]]), (0, 0, 1))
+        >>> hodiff.partial(
+        ...     lambda x: x[:, 0] ** 3 * x[:, 1] ** 2, torch.tensor([[1.0, 2.0]]), (0, 0, 1)
+        ... )
         tensor([24.])
     """
     if isinstance(index, (tuple, list)) and not index:
-        raise InputError("index: got an empty one, expected coordinates such as (0, 0, 1). The value itself is f(x).")
+        raise InputError(
+            "index: got an empty one, expected coordinates such as (0, 0, 1). "
+            "The value itself is f(x)."
+        )
     derivatives = partials(
         f,
         x,
@@ -115,7 +132,12 @@ def partials(
 
 @overload
 def partials(
-    f: What, x: Tensor, indices: Sequence[int | Sequence[int]], *, has_aux: bool, **options: Unpack[FieldOptions]
+    f: What,
+    x: Tensor,
+    indices: Sequence[int | Sequence[int]],
+    *,
+    has_aux: bool,
+    **options: Unpack[FieldOptions],
 ) -> Any: ...
 
 
@@ -148,8 +170,9 @@ def partials(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The derivatives, each with the shape of `f(x)`, as a tuple in the order of *indices*, which also knows them by
-        multi-index: `u, u_x, u_xy = found`, and `derivatives[0, 1]` is u_xy. With *has_aux* `(result, extra)`.
+        The derivatives, each with the shape of `f(x)`, as a tuple in the order of *indices*, which
+        also knows them by multi-index: `u, u_x, u_xy = found`, and `derivatives[0, 1]` is u_xy.
+        With *has_aux* `(result, extra)`.
 
     Raises:
         InputError: An index names a coordinate that *x* does not have.
@@ -162,7 +185,9 @@ def partials(
 
     Examples:
         >>> import torch, hodiff
-        >>> found = hodiff.partials(lambda x: x[:, 0] ** 2 * x[:, 1], torch.tensor([[3.0, 2.0]]), [0, (0, 0), (0, 1)])
+        >>> found = hodiff.partials(
+        ...     lambda x: x[:, 0] ** 2 * x[:, 1], torch.tensor([[3.0, 2.0]]), [0, (0, 0), (0, 1)]
+        ... )
         >>> u_x, u_xx, u_xy = found
         >>> u_x, u_xx, found[0, 1]
         (tensor([12.]), tensor([4.]), tensor([6.]))
@@ -180,9 +205,13 @@ def partials(
         has_aux=has_aux,
     ).checked()
     if len(call.event) != 1:
-        raise InputError(f"x: points have shape {call.event}; partial derivatives need vectors, (D,).")
+        raise InputError(
+            f"x: points have shape {call.event}; partial derivatives need vectors, (D,)."
+        )
     if not isinstance(indices, (tuple, list)):
-        raise InputError(f"indices: got {indices!r}, expected a list of derivatives such as [(0,), (0, 1)].")
+        raise InputError(
+            f"indices: got {indices!r}, expected a list of derivatives such as [(0,), (0, 1)]."
+        )
     wanted = [parsed(each, call.event[0]) for each in indices]
     if not wanted:
         raise InputError("indices: got none, expected derivatives such as [(0,), (0, 1)].")
@@ -192,7 +221,9 @@ def partials(
 
 
 def _derivatives(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
-    """By the route that is faster: reverse for low orders of few outputs, which it takes one by one."""
+    """By the route that is faster: reverse for low orders of few outputs,
+    which it takes one by one.
+    """
     batched = _call.inside_vmap()  # reverse passes have no leaves of their own there
     if max(len(each) for each in wanted) > REVERSE_UP_TO or _jet.is_jet(call.x) or batched:
         return choose(call, _by_jets, _by_reverse, wanted)
@@ -210,10 +241,13 @@ def _expansions(wanted: Sequence[Index]) -> int:
     return sum(not any(powers < other for other in mixed.values()) for powers in mixed.values())
 
 
-def _by_reverse(call: FieldCall, wanted: Sequence[Index], *, most: int | None = None) -> dict[Index, Tensor] | None:
+def _by_reverse(
+    call: FieldCall, wanted: Sequence[Index], *, most: int | None = None
+) -> dict[Index, Tensor] | None:
     """Nested passes along the prefixes of the sorted indices, a component of f at a time.
 
-    Of more components than `most` none: f is to be evaluated by another route, which draws the same random numbers.
+    Of more components than `most` none: f is to be evaluated by another route, which draws the same
+    random numbers.
     """
     prefixes = sorted({each[:k] for each in wanted for k in range(len(each) + 1)}, key=len)
     inner = {each[:-1] for each in prefixes if each}
@@ -240,9 +274,13 @@ def _by_reverse(call: FieldCall, wanted: Sequence[Index], *, most: int | None = 
                         graph, [table[each]], [one], more=more, differentiated=len(each) < order - 1
                     )
             tables.append(table)
-        results = [torch.stack([t[each] for t in tables], -1).reshape(output.shape) for each in wanted]
+        results = [
+            torch.stack([t[each] for t in tables], -1).reshape(output.shape) for each in wanted
+        ]
         if order >= 2:
-            second = [result for index, result in zip(wanted, results, strict=True) if len(index) >= 2]
+            second = [
+                result for index, result in zip(wanted, results, strict=True) if len(index) >= 2
+            ]
             graph.warn_of_zeros(second)
         call.note(graph)
     return dict(zip(wanted, released(graph, results), strict=True))
@@ -294,11 +332,15 @@ def _mixed(call: FieldCall, index: Index) -> dict[Index, Any]:
         seeds = [[units[axis : axis + 1]]]
         # An inner expansion that is not recorded would cut its point off from the outer ones.
         record = call.record or level > 0
-        outputs, expansion = _pushforward.push(lambda y: expand(level + 1, y), [x], seeds, power, record=record)
+        outputs, expansion = _pushforward.push(
+            lambda y: expand(level + 1, y), [x], seeds, power, record=record
+        )
         expanded = [_pushforward.coefficients(output, expansion) for output in outputs]
         factor = _pushforward.factorials(power, call.x.dtype)
         parts = [series[0] for series in expanded]
-        return parts + [entry(series, k, 1)[0] * factor[k] for k in range(1, power + 1) for series in expanded]
+        return parts + [
+            entry(series, k, 1)[0] * factor[k] for k in range(1, power + 1) for series in expanded
+        ]
 
     # apart: in one tensor, a derivative would depend on all that others depend on
     derivatives = expand(0, call.x)
@@ -323,14 +365,15 @@ def jet(
         f: A function of one tensor, or of several.
         primals: \(x(0)\): a tensor, or a tuple of them, one for each argument of `f`.
         series: The path's derivatives \(x'(0), x''(0), \dots\) up to the order wanted: a list of
-            tensors shaped like the primal; for several primals a tuple of such lists of equal length.
-        scaled: Whether coefficients are divided by k!, in *series* and in the result: \(x_k\) instead
-            of \(x^{(k)}(0)\).
+            tensors shaped like the primal; for several primals a tuple of such lists of equal
+            length.
+        scaled: Whether coefficients are divided by k!, in *series* and in the result: \(x_k\)
+            instead of \(x^{(k)}(0)\).
         create_graph: Whether the results can be differentiated again. None: if grad mode is on.
 
     Returns:
-        `(value, coefficients)`: `f(x(0))`, and the list of the derivatives of \(f(x(t))\) at 0, each shaped
-        like the value. Where `f` returns a container, each is such a container.
+        `(value, coefficients)`: `f(x(0))`, and the list of the derivatives of \(f(x(t))\) at 0,
+        each shaped like the value. Where `f` returns a container, each is such a container.
 
     Raises:
         InputError: *series* does not fit *primals*.
@@ -343,17 +386,28 @@ def jet(
         sin(t) = t - t³/6 + ...:
 
         >>> import torch, hodiff
-        >>> hodiff.jet(torch.sin, torch.tensor(0.0), [torch.tensor(1.0), torch.tensor(0.0), torch.tensor(0.0)])
+        >>> hodiff.jet(
+        ...     torch.sin,
+        ...     torch.tensor(0.0),
+        ...     [torch.tensor(1.0), torch.tensor(0.0), torch.tensor(0.0)],
+        ... )
         (tensor(0.), [tensor(1.), tensor(0.), tensor(-1.)])
 
     Reference:
-        Griewank, A. and Walther, A. (2008). Evaluating Derivatives, chapter 13. doi:10.1137/1.9780898717761.
+        Griewank, A. and Walther, A. (2008). Evaluating Derivatives, chapter 13.
+        doi:10.1137/1.9780898717761.
     """
     if not isinstance(primals, (Tensor, tuple, list)) and not _jet.is_jet(primals):
-        raise InputError(f"primals: got {_arguments.kind(primals)}, expected a tensor, or a tuple of tensors.")
+        raise InputError(
+            f"primals: got {_arguments.kind(primals)}, expected a tensor, or a tuple of tensors."
+        )
     if not isinstance(series, (tuple, list)):
-        raise InputError(f"series: got {_arguments.kind(series)}, expected a list of tensors for each primal.")
-    points, given = ((primals,), (series,)) if isinstance(primals, Tensor) else (tuple(primals), tuple(series))
+        raise InputError(
+            f"series: got {_arguments.kind(series)}, expected a list of tensors for each primal."
+        )
+    points, given = (
+        ((primals,), (series,)) if isinstance(primals, Tensor) else (tuple(primals), tuple(series))
+    )
     scaled = is_set(scaled, "scaled")
     order = _check_series(points, given)
     record = _call.loss_recorded(create_graph)
@@ -361,7 +415,9 @@ def jet(
         factor = [1.0] * (order + 1) if scaled else _pushforward.factorials(order, points[0].dtype)
         seeds = [[(c / factor[k]).unsqueeze(0) for k, c in enumerate(each, 1)] for each in given]
         try:
-            output, expansion = _pushforward.push(f, points, seeds, order, record=record, mixes=True)
+            output, expansion = _pushforward.push(
+                f, points, seeds, order, record=record, mixes=True
+            )
         except NoRule as error:
             if error.way_out != OTHER_ROUTE:
                 raise
@@ -375,30 +431,42 @@ def jet(
         ]
         value = _tree.rebuild(tree, iter([each[0] for each in coefficients]))
     if record:
-        return _pushforward.connected((value, rows), (*points, *(c for each in given for c in each)))
+        return _pushforward.connected(
+            (value, rows), (*points, *(c for each in given for c in each))
+        )
     return (detached(value), [detached(row) for row in rows])
 
 
 def _check_series(points: Sequence[Any], given: Sequence[Any]) -> int:
     """The order, after a check that each path fits its primal."""
     if not points or len(points) != len(given):
-        raise InputError(f"series: got {len(given)} for {len(points)} primals, expected one list for each.")
+        raise InputError(
+            f"series: got {len(given)} for {len(points)} primals, expected one list for each."
+        )
     for point, each in zip(points, given, strict=True):
         if not _jet.is_jet(point):
             _arguments.check_real_tensor(point, "primals")
         if not isinstance(each, (list, tuple)) or not each or len(each) != len(given[0]):
-            raise InputError("series: expected a list of at least one tensor for each primal, all of the same length.")
+            raise InputError(
+                "series: expected a list of at least one tensor for each primal, "
+                "all of the same length."
+            )
         for coefficient in each:
             tensor = isinstance(coefficient, Tensor)
             if not tensor or coefficient.shape != point.shape or coefficient.dtype != point.dtype:
-                got = (tuple(coefficient.shape), coefficient.dtype) if tensor else type(coefficient).__name__
+                got = (
+                    (tuple(coefficient.shape), coefficient.dtype)
+                    if tensor
+                    else type(coefficient).__name__
+                )
                 raise InputError(
-                    f"series: got {got}, expected tensors like the primal, {(tuple(point.shape), point.dtype)}."
+                    f"series: got {got}, expected tensors like the primal, "
+                    f"{(tuple(point.shape), point.dtype)}."
                 )
     return len(given[0])
 
 
-# --- multi-indices: which partial derivatives are wanted, and a record of those found ---------------------------------
+# --- multi-indices: which partial derivatives are wanted, and a record of those found -------------
 
 
 Index = tuple[int, ...]
@@ -408,9 +476,15 @@ def parsed(index: Any, size: int) -> Index:
     """A multi-index, sorted; a number is a derivative of first order."""
     index = (index,) if isinstance(index, int) and not isinstance(index, bool) else index
     if not isinstance(index, (tuple, list)):
-        raise InputError(f"index: got {index!r}, expected a tuple of coordinates such as (0, 0, 1).")
+        raise InputError(
+            f"index: got {index!r}, expected a tuple of coordinates such as (0, 0, 1)."
+        )
     for coordinate in index:
-        if isinstance(coordinate, bool) or not isinstance(coordinate, int) or not 0 <= coordinate < size:
+        if (
+            isinstance(coordinate, bool)
+            or not isinstance(coordinate, int)
+            or not 0 <= coordinate < size
+        ):
             raise InputError(f"index: got {coordinate!r}, but x has coordinates 0 to {size - 1}.")
     return tuple(sorted(index))
 
@@ -434,7 +508,9 @@ class Partials(tuple[Tensor, ...]):
         return made
 
     def __getitem__(self, index: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One of them, by its multi-index in any order: `[0, 1]` and `[1, 0]` are the same derivative."""
+        """One of them, by its multi-index in any order:
+        `[0, 1]` and `[1, 0]` are the same derivative.
+        """
         if not isinstance(index, tuple):
             raise InputError(
                 f"index: got {index!r}, which could be a position or a coordinate. Unpack the "
@@ -443,21 +519,26 @@ class Partials(tuple[Tensor, ...]):
             )
         wanted = tuple(sorted(index))
         if wanted not in self.indices:
-            raise InputError(f"index: {index!r} was not requested; there are {', '.join(map(str, self.indices))}.")
+            raise InputError(
+                f"index: {index!r} was not requested; "
+                f"there are {', '.join(map(str, self.indices))}."
+            )
         return tuple.__getitem__(self, self.indices.index(wanted))
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return tuple(self), self.indices
 
     def __repr__(self) -> str:
-        return f"Partials({', '.join(f'{index}: {value!r}' for index, value in zip(self.indices, self, strict=False))})"
+        pairs = zip(self.indices, self, strict=False)
+        return f"Partials({', '.join(f'{index}: {value!r}' for index, value in pairs)})"
 
 
-# --- the derivatives of a tensor, computed when they are looked at, and once ------------------------------------------
+# --- the derivatives of a tensor, computed when they are looked at, and once ----------------------
 
 
 def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
-    r"""The partial derivatives of a tensor already computed, each computed on first access and then kept.
+    r"""The partial derivatives of a tensor already computed, each computed on first access and then
+    kept.
 
     For losses written from pieces, as in physics-informed networks: `d[0]` is \(\partial u /
     \partial x_0\), `d[0, 1]` is \(\partial^2 u / \partial x_0 \partial x_1\), to any order. The
@@ -475,11 +556,12 @@ def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
         that *u* can; under `torch.no_grad()` they are detached.
 
     Raises:
-        InputError: *u* is a function (evaluate it: `u = f(x)`; or use `partials`), or there is no such coordinate.
-        GraphError: *u* does not depend on *x*; or as for `grad`. From the second order on (whose results are
-            differentiable, which makes three) that includes layer, batch and instance norm, whose third derivative
-            PyTorch gets wrong (but not by fixed statistics, as batch norm in `eval()`); `partials` takes the function,
-            and is right there.
+        InputError: *u* is a function (evaluate it: `u = f(x)`; or use `partials`), or there is no
+            such coordinate.
+        GraphError: *u* does not depend on *x*; or as for `grad`. From the second order on (whose
+            results are differentiable, which makes three) that includes layer, batch and instance
+            norm, whose third derivative PyTorch gets wrong (but not by fixed statistics, as batch
+            norm in `eval()`); `partials` takes the function, and is right there.
 
     Cost:
         One reverse pass for each gradient, of *u* or of one of its derivatives, on first access.
@@ -513,20 +595,26 @@ def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
     _arguments.check_real_tensor(x, "x")
     batch = _arguments.check_batch([x], ["x"], batch_ndim)
     if x.ndim != batch_ndim + 1:
-        raise InputError(f"x: points have shape {tuple(x.shape[batch_ndim:])}; partial derivatives need vectors, (D,).")
+        raise InputError(
+            f"x: points have shape {tuple(x.shape[batch_ndim:])}; partial derivatives need "
+            "vectors, (D,)."
+        )
     _arguments.check_rows(u, batch, "u: has")
     return Derivatives(u, x, batch_ndim)
 
 
 class Derivatives:
-    """What `derivatives_of` returns: `d[0, 1]` is a derivative of the tensor, computed at the first look."""
+    """What `derivatives_of` returns: `d[0, 1]` is a derivative of the tensor,
+    computed at the first look.
+    """
 
     def __init__(self, u: Tensor, x: Tensor, batch_ndim: int) -> None:
         self._u = u
         self._x = x
         self._batch_ndim = batch_ndim
         self._known: dict[Index, Tensor] = {(): u}
-        # For each number of a point one tensor with a graph of its own: a pass through one visits no other's.
+        # For each number of a point one tensor with a graph of its own: a pass through one visits
+        # no other's.
         with _settings.recording():
             self._columns: dict[Index, Sequence[Tensor]] = {(): entries(u, batch_ndim)}
         self._gradients: dict[Index, list[Tensor]] = {}
@@ -538,26 +626,38 @@ class Derivatives:
             with _settings.recording():
                 columns = self._partial(wanted)
                 whole = self._u.ndim > self._batch_ndim
-                self._known[wanted] = torch.stack([*columns], -1).reshape(self._u.shape) if whole else columns[0]
+                self._known[wanted] = (
+                    torch.stack([*columns], -1).reshape(self._u.shape) if whole else columns[0]
+                )
         return self._known[wanted] if recorded else detached(self._known[wanted])
 
     def __iter__(self) -> Any:
-        raise TypeError("there are derivatives of every order, so iteration would not end; index each: d[0], d[0, 1].")
+        raise TypeError(
+            "there are derivatives of every order, so iteration would not end; index each: d[0], "
+            "d[0, 1]."
+        )
 
     def __repr__(self) -> str:
         known = ", ".join(map(str, sorted(index for index in self._known if index)))
-        return f"Derivatives(of {tuple(self._u.shape)} by {tuple(self._x.shape)}, computed: {known or 'none'})"
+        return (
+            f"Derivatives(of {tuple(self._u.shape)} by {tuple(self._x.shape)}, computed: "
+            f"{known or 'none'})"
+        )
 
     def _partial(self, index: Index) -> Sequence[Tensor]:
         if index not in self._columns:
             inner, last = self._lower(index)
             if inner not in self._gradients:
                 self._gradients[inner] = self._gradient(self._partial(inner), len(index))
-            self._columns[index] = [gradient.select(-1, last) for gradient in self._gradients[inner]]
+            self._columns[index] = [
+                gradient.select(-1, last) for gradient in self._gradients[inner]
+            ]
         return self._columns[index]
 
     def _lower(self, index: Index) -> tuple[Index, int]:
-        """A derivative of one order less, one whose gradient is known where there is one, and the coordinate left."""
+        """A derivative of one order less, one whose gradient is known where there is one,
+        and the coordinate left.
+        """
         for place in reversed(range(len(index))):
             inner = index[:place] + index[place + 1 :]
             if inner in self._gradients:
@@ -566,9 +666,14 @@ class Derivatives:
 
     def _gradient(self, columns: Sequence[Tensor], order: int) -> list[Tensor]:
         """The gradients of each number at each point, `(*batch, D)`."""
-        # The passes below count too: of the second order on, a differentiable result is a third derivative.
-        with OutputGraph(call([*columns], self._x, order, create_graph=True, batch_ndim=self._batch_ndim)) as graph:
-            return [_reverse.vjp(graph, [column], [torch.ones_like(column)])[0] for column in columns]
+        # The passes below count too: of the second order on, a differentiable result is a third
+        # derivative.
+        with OutputGraph(
+            call([*columns], self._x, order, create_graph=True, batch_ndim=self._batch_ndim)
+        ) as graph:
+            return [
+                _reverse.vjp(graph, [column], [torch.ones_like(column)])[0] for column in columns
+            ]
 
 
 _compiled_callers.mark(Derivatives)  # `derivatives_of` gives these out

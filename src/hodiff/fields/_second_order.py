@@ -1,4 +1,6 @@
-"""Operators of second order, each in one pass: `laplacian`, `second_order_operator`; twice, `biharmonic`."""
+"""Operators of second order, each in one pass: `laplacian`, `second_order_operator`; twice,
+`biharmonic`.
+"""
 
 from __future__ import annotations
 
@@ -149,12 +151,13 @@ def laplacian(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor with the shape of `f(x)`: with *vectors* the mean over them. With *samples*, an `Estimate` with `value`
-        and `stderr` of that shape (the standard error of the mean over directions; with one sample it is None). With
-        *has_aux* `(result, extra)`.
+        A tensor with the shape of `f(x)`: with *vectors* the mean over them. With *samples*, an
+        `Estimate` with `value` and `stderr` of that shape (the standard error of the mean over
+        directions; with one sample it is None). With *has_aux* `(result, extra)`.
 
     Raises:
-        InputError: *x* or *weight* is not what the call needs, or `f(x)` lacks the batch dimensions.
+        InputError: *x* or *weight* is not what the call needs, or `f(x)` lacks the batch
+            dimensions.
         GraphError: `f` does not depend on *x*; BatchNorm in training mode mixes samples; or, with
             `method="jets"`, an operation has no rule.
 
@@ -175,15 +178,17 @@ def laplacian(
         \(\Delta \lVert x \rVert^4 = 4 (D + 2) \lVert x \rVert^2\):
 
         >>> import torch, hodiff
-        >>> hodiff.laplacian(lambda x: x.square().sum(-1) ** 2, torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+        >>> hodiff.laplacian(
+        ...     lambda x: x.square().sum(-1) ** 2, torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+        ... )
         tensor([16., 32.])
 
     Reference:
-        Dangel, F. et al. (2025). Collapsing Taylor Mode Automatic Differentiation. arXiv:2505.13644.
-        Li, R. et al. (2024). A computational framework for neural network-based variational Monte Carlo
-        with Forward Laplacian. Nature Machine Intelligence 6. doi:10.1038/s42256-024-00794-x.
-        Hutchinson, M. F. (1989). A stochastic estimator of the trace of the influence matrix.
-        doi:10.1080/03610918908812806.
+        Dangel, F. et al. (2025). Collapsing Taylor Mode Automatic Differentiation.
+        arXiv:2505.13644. Li, R. et al. (2024). A computational framework for neural network-based
+        variational Monte Carlo with Forward Laplacian. Nature Machine Intelligence 6.
+        doi:10.1038/s42256-024-00794-x. Hutchinson, M. F. (1989). A stochastic estimator of the
+        trace of the influence matrix. doi:10.1080/03610918908812806.
     """
     call = FieldCall(
         "laplacian",
@@ -200,9 +205,13 @@ def laplacian(
     ).checked()
     if samples is None and vectors is None:
         with call.grad_mode():
-            return call.with_extra(second_order(call, _expansions.of_laplacian(x, batch_ndim, weight)).second[0])
+            return call.with_extra(
+                second_order(call, _expansions.of_laplacian(x, batch_ndim, weight)).second[0]
+            )
     with call.grad_mode():
-        directions, remaining = _expansions.sampled(x, batch_ndim, weight, samples, probes, vectors, generator)
+        directions, remaining = _expansions.sampled(
+            x, batch_ndim, weight, samples, probes, vectors, generator
+        )
         return call.with_extra(mean_over(second_order(call, directions).second, remaining, vectors))
 
 
@@ -225,7 +234,11 @@ class ValueGradLaplacianOptions(SecondOrderOptions, total=False):
 
 @overload
 def value_grad_and_laplacian(
-    f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[ValueGradLaplacianOptions]
+    f: What,
+    x: Tensor,
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[ValueGradLaplacianOptions],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -268,10 +281,10 @@ def value_grad_and_laplacian(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        `(value, gradient, laplacian)`, with *has_aux* `((value, extra), gradient, laplacian)`: value and Laplacian
-        with the shape of `f(x)`. The gradient is
-        shaped like *x* where `f` gives one number per sample, and is the Jacobian
-        `(*batch, *output event, *event)` where it gives several.
+        `(value, gradient, laplacian)`, with *has_aux* `((value, extra), gradient, laplacian)`:
+        value and Laplacian with the shape of `f(x)`. The gradient is shaped like *x* where `f`
+        gives one number per sample, and is the Jacobian `(*batch, *output event, *event)` where it
+        gives several.
 
     Raises:
         InputError: *x* or *weight* is not what the call needs, or `f(x)` lacks the batch
@@ -307,14 +320,16 @@ def value_grad_and_laplacian(
 
 
 def gradient(call: FieldCall, value: Any, first: Any) -> Any:
-    """Partial derivatives `(D, *out)` as a gradient, or as a Jacobian where f has several components."""
+    """Partial derivatives `(D, *out)` as a gradient,
+    or as a Jacobian where f has several components.
+    """
     components = tuple(value.shape[call.batch_ndim :])
     last = first.movedim(0, -1)
     single = all(size == 1 for size in components)
     return last.reshape(*call.batch, *(() if single else components), *call.event)
 
 
-# --- a general linear operator of second order, in one pass; and the biharmonic operator ------------------------------
+# --- a general linear operator of second order, in one pass; and the biharmonic operator ----------
 
 
 @overload
@@ -361,16 +376,16 @@ def second_order_operator(
 ) -> Any:
     r"""A linear second-order operator, Σᵢⱼ Cᵢⱼ ∂ᵢ∂ⱼf + b·∇f + c f.
 
-    Fokker-Planck, Kolmogorov, Black-Scholes, convection-diffusion and Laplace-Beltrami operators are
-    of this form.
+    Fokker-Planck, Kolmogorov, Black-Scholes, convection-diffusion and Laplace-Beltrami operators
+    are of this form.
 
     Args:
         f: A function of *x* that returns one or several numbers for each sample, from that sample
             alone; or such a tensor already computed from *x*.
         x: The points, `(*batch, *event)`, with D coordinates each.
-        C: The matrix: a diagonal of shape `(D,)`; a matrix `(D, D)`, which may be indefinite; a factor
-            S `(D, R)` with C = S Sᵀ, of lower cost where R < D; or a matrix or factor for each sample,
-            `(N, D, D)` or `(N, D, R)`. A square one is always the matrix.
+        C: The matrix: a diagonal of shape `(D,)`; a matrix `(D, D)`, which may be indefinite; a
+            factor S `(D, R)` with C = S Sᵀ, of lower cost where R < D; or a matrix or factor for
+            each sample, `(N, D, D)` or `(N, D, R)`. A square one is always the matrix.
         b: The drift: `(D,)`, or shaped like *x*. None is zero.
         c: A number, or a tensor that broadcasts to `f(x)`. None is zero.
         has_aux: Whether `f` returns `(value, extra)`.
@@ -388,7 +403,8 @@ def second_order_operator(
         A tensor with the shape of `f(x)`; with *has_aux* `(result, extra)`.
 
     Raises:
-        InputError: *C* or *b* has a shape that does not fit *x*, or *c* one that does not fit `f(x)`.
+        InputError: *C* or *b* has a shape that does not fit *x*, or *c* one that does not fit
+            `f(x)`.
         GraphError: `f` does not depend on *x*, or BatchNorm in training mode mixes samples.
 
     Cost:
@@ -423,7 +439,9 @@ def second_order_operator(
     with call.grad_mode():
         directions = _expansions.of_matrix(x, batch_ndim, C)
         value, _, second = second_order(call, directions, None if b is None else _drift(b, call))
-        return call.with_extra(second[0] if c is None else second[0] + _factor(c, value.shape) * value)
+        return call.with_extra(
+            second[0] if c is None else second[0] + _factor(c, value.shape) * value
+        )
 
 
 def _factor(c: Any, shape: torch.Size) -> Any:
@@ -431,9 +449,13 @@ def _factor(c: Any, shape: torch.Size) -> Any:
         return c
     if not _jet.is_jet(c):
         if not isinstance(c, Tensor):
-            raise InputError(f"c: got {c!r}, expected a finite number, or a tensor that broadcasts to f(x).")
+            raise InputError(
+                f"c: got {c!r}, expected a finite number, or a tensor that broadcasts to f(x)."
+            )
         _arguments.check_real_tensor(c, "c")
-    if c.ndim > len(shape) or any(a not in (1, b) for a, b in zip(c.shape[::-1], shape[::-1], strict=False)):
+    if c.ndim > len(shape) or any(
+        a not in (1, b) for a, b in zip(c.shape[::-1], shape[::-1], strict=False)
+    ):
         raise InputError(
             f"c has shape {tuple(c.shape)}, which does not broadcast to the shape of f(x), "
             f"{tuple(shape)}; give a number, or a tensor that does."
@@ -448,12 +470,17 @@ def _drift(b: Any, call: FieldCall) -> Any:
     if tuple(b.shape) == (size,):
         return b.reshape(*[1] * call.batch_ndim, *call.event).expand(call.x.shape)
     if tuple(b.shape) != tuple(call.x.shape):
-        raise InputError(f"b has shape {tuple(b.shape)}, expected ({size},) or the shape of x, {tuple(call.x.shape)}.")
+        raise InputError(
+            f"b has shape {tuple(b.shape)}, expected ({size},) or the shape of x, "
+            f"{tuple(call.x.shape)}."
+        )
     return b
 
 
 @overload
-def biharmonic(f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[FieldOptions]) -> Tensor: ...
+def biharmonic(
+    f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[FieldOptions]
+) -> Tensor: ...
 
 
 @overload
@@ -496,7 +523,8 @@ def biharmonic(
         GraphError: `f` does not depend on *x*, or BatchNorm in training mode mixes samples.
 
     Cost:
-        A Laplacian of a Laplacian: one evaluation of `f` on (D + 2)² vectors, and memory in proportion.
+        A Laplacian of a Laplacian: one evaluation of `f` on (D + 2)² vectors, and memory in
+            proportion.
         Reverse: D² passes, on graphs of fourth order.
 
     Examples:
@@ -507,7 +535,8 @@ def biharmonic(
         tensor([120.])
 
     Reference:
-        Dangel, F. et al. (2025), arXiv:2505.13644, find nested forward Laplacians the fastest route.
+        Dangel, F. et al. (2025), arXiv:2505.13644, find nested forward Laplacians the fastest
+        route.
     """
     call = FieldCall(
         "biharmonic",
@@ -528,7 +557,9 @@ def biharmonic(
 
     def nested(call: FieldCall, route: Method = "jets") -> Any:
         outer = {**both, "create_graph": call.record, "method": route}
-        once = _call.in_place_of(f, lambda y: laplacian(f, y, create_graph=True, method=route, **inner))
+        once = _call.in_place_of(
+            f, lambda y: laplacian(f, y, create_graph=True, method=route, **inner)
+        )
         return laplacian(once, x, **outer)
 
     def reverse(call: FieldCall) -> Any:

@@ -99,8 +99,8 @@ def divergence(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor with the shape of the batch, `(N,)`: with *vectors* the mean over them. With *samples*, an `Estimate`
-        of it. With *has_aux* `(result, extra)`.
+        A tensor with the shape of the batch, `(N,)`: with *vectors* the mean over them. With
+        *samples*, an `Estimate` of it. With *has_aux* `(result, extra)`.
 
     Raises:
         InputError: `f(x)` does not have the shape of *x*.
@@ -206,8 +206,8 @@ def value_and_divergence(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        `(value, divergence)`: the first with the shape of *x*, the second as for `divergence`. With *has_aux*
-        `((value, extra), divergence)`.
+        `(value, divergence)`: the first with the shape of *x*, the second as for `divergence`. With
+        *has_aux* `((value, extra), divergence)`.
 
     Raises:
         InputError: `f(x)` does not have the shape of *x*.
@@ -217,17 +217,21 @@ def value_and_divergence(
         The same as `divergence`; the value is a by-product.
 
     Examples:
-        A linear field has the trace of its matrix, and a Rademacher vector finds that of a diagonal one exactly:
+        A linear field has the trace of its matrix, and a Rademacher vector finds that of a diagonal
+        one exactly:
 
         >>> import torch, hodiff
         >>> hodiff.value_and_divergence(
-        ...     lambda x: x * torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0]]), vectors=torch.tensor([[1.0, -1.0]])
+        ...     lambda x: x * torch.tensor([1.0, 2.0]),
+        ...     torch.tensor([[3.0, 4.0]]),
+        ...     vectors=torch.tensor([[1.0, -1.0]]),
         ... )
         (tensor([[3., 8.]]), tensor([3.]))
 
     Reference:
-        Grathwohl, W. et al. (2019). FFJORD: free-form continuous dynamics for scalable reversible generative
-        models. arXiv:1810.01367. Their noise, too, is fixed for the duration of each solve.
+        Grathwohl, W. et al. (2019). FFJORD: free-form continuous dynamics for scalable reversible
+        generative models. arXiv:1810.01367. Their noise, too, is fixed for the duration of each
+        solve.
     """
     call = FieldCall(
         "value_and_divergence",
@@ -246,14 +250,22 @@ def value_and_divergence(
 
 
 def _divergence(
-    call: FieldCall, samples: int | None, probes: Probes, vectors: Any, generator: torch.Generator | None
+    call: FieldCall,
+    samples: int | None,
+    probes: Probes,
+    vectors: Any,
+    generator: torch.Generator | None,
 ) -> tuple[Any, Any]:
     """The value, and the divergence or an estimate of it."""
     with call.grad_mode():
         if samples is None and vectors is None:
-            value, each = along(call, _expansions.of_laplacian(call.x, call.batch_ndim).vectors, None)
+            value, each = along(
+                call, _expansions.of_laplacian(call.x, call.batch_ndim).vectors, None
+            )
             return value, each.sum(0)
-        directions, remaining = _expansions.sampled(call.x, call.batch_ndim, None, samples, probes, vectors, generator)
+        directions, remaining = _expansions.sampled(
+            call.x, call.batch_ndim, None, samples, probes, vectors, generator
+        )
         value, each = along(call, directions.vectors, directions.weights)
         return value, mean_over(each, remaining, vectors)
 
@@ -297,7 +309,9 @@ def _check_shape(value: Any, call: FieldCall) -> None:
 
 
 @overload
-def curl(f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[FieldOptions]) -> Tensor: ...
+def curl(
+    f: What, x: Tensor, *, has_aux: Literal[False] = False, **options: Unpack[FieldOptions]
+) -> Tensor: ...
 
 
 @overload
@@ -332,7 +346,8 @@ def curl(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        A tensor of shape `(*batch, 3)`, or `(*batch,)` in two dimensions; with *has_aux* `(result, extra)`.
+        A tensor of shape `(*batch, 3)`, or `(*batch,)` in two dimensions; with *has_aux*
+        `(result, extra)`.
 
     Raises:
         InputError: *x* does not have two or three coordinates, or `f(x)` has another shape.
@@ -364,11 +379,15 @@ def curl(
     if call.event not in ((2,), (3,)):
         raise InputError(f"x: points have shape {call.event}; a curl needs (2,) or (3,).")
     with call.grad_mode():
-        _, J = jacobian_products(call, _expansions.of_laplacian(x, batch_ndim).vectors)  # J[i, ..., j] = ∂_i f_j
+        # J[i, ..., j] = ∂_i f_j
+        _, J = jacobian_products(call, _expansions.of_laplacian(x, batch_ndim).vectors)
         return call.with_extra(_curl_of(J))
 
 
 def _curl_of(J: Any) -> Any:
     if len(J) == 2:
         return J[0][..., 1] - J[1][..., 0]
-    return torch.stack([J[1][..., 2] - J[2][..., 1], J[2][..., 0] - J[0][..., 2], J[0][..., 1] - J[1][..., 0]], dim=-1)
+    return torch.stack(
+        [J[1][..., 2] - J[2][..., 1], J[2][..., 0] - J[0][..., 2], J[0][..., 1] - J[1][..., 0]],
+        dim=-1,
+    )

@@ -80,7 +80,9 @@ __getattr__, __dir__ = _lazy.names(
 
 def _words(failure: _messages.Failure) -> str:
     if lacking := _needed.lacks("graph"):
-        _messages.warn_once(f"{lacking}; so why a graph cannot give what was asked is not explained.")
+        _messages.warn_once(
+            f"{lacking}; so why a graph cannot give what was asked is not explained."
+        )
         return ""
     from hodiff.graph import _failure
 

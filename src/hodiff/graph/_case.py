@@ -68,7 +68,9 @@ class Fact(NamedTuple):
         place = label + quoted(self.line)
         if not said or len(place) + len(said) + 7 <= COLUMNS:
             return f"{place}   ({said})" if said else place
-        return f"{place}\n{textwrap.fill(f'({said})', COLUMNS - 2, initial_indent=indent, subsequent_indent=indent)}"
+        width = COLUMNS - 2
+        said = textwrap.fill(f"({said})", width, initial_indent=indent, subsequent_indent=indent)
+        return f"{place}\n{said}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -82,7 +84,8 @@ SHOWN = 6
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a pass failed: facts, and what helps with failures of their class; it prints as a few lines.
+    """Why a pass failed: facts, and what helps with failures of their class; it prints as a few
+    lines.
 
     Attributes:
         call: What failed: `Tensor.backward`, `autograd.backward`, `autograd.grad`, an operation.
@@ -115,11 +118,15 @@ class Explanation:
 
     def line(self, *kinds: str) -> Line | None:
         """The line of the first fact of some kinds."""
-        return next((fact.line for fact in self.facts if fact.kind in kinds and fact.line is not None), None)
+        return next(
+            (fact.line for fact in self.facts if fact.kind in kinds and fact.line is not None), None
+        )
 
     @property
     def created(self) -> Line | None:
-        """The line where the graph was cut, where a value changed, or where the shared part was made."""
+        """The line where the graph was cut, where a value changed,
+        or where the shared part was made.
+        """
         return self.line("cut", "changed", "refused", "lacks") or self.line("made")
 
     @property
@@ -149,7 +156,11 @@ class Explanation:
     def body(self) -> str:
         """The lines below the title."""
         advice = [("helps", help) for help in self.helps]
-        return body(self.facts, f"{self.cause}: {self.reason}", [*advice, ("more", f"{PAGE}#{anchor(self.cause)}")])
+        return body(
+            self.facts,
+            f"{self.cause}: {self.reason}",
+            [*advice, ("more", f"{PAGE}#{anchor(self.cause)}")],
+        )
 
 
 def body(facts: Iterable[object], reason: str = "", advice: Iterable[tuple[str, str]] = ()) -> str:
@@ -157,12 +168,16 @@ def body(facts: Iterable[object], reason: str = "", advice: Iterable[tuple[str, 
     last: list[str] = []
     for label, text in [("=>", reason), *advice] if reason else advice:
         before = f"    {label} " if label == "=>" else f"    {label}: "
-        last += textwrap.wrap(text, COLUMNS, initial_indent=before, subsequent_indent=" " * len(before))
+        last += textwrap.wrap(
+            text, COLUMNS, initial_indent=before, subsequent_indent=" " * len(before)
+        )
     lines = [f"  {line}" for fact in facts if (said := str(fact)) for line in said.split("\n")]
     room = max(LINES - 2 - len(last), MOST)  # below the title and an empty line
     if len(lines) > room:  # the failing call comes last
         lines[room - 2 : -1] = [f"  ... {len(lines) - room + 1} more"]
-    return "\n".join(line if len(line) <= COLUMNS else line[: COLUMNS - 4] + " ..." for line in lines + last)
+    return "\n".join(
+        line if len(line) <= COLUMNS else line[: COLUMNS - 4] + " ..." for line in lines + last
+    )
 
 
 MOST = 6
@@ -170,14 +185,18 @@ COLUMNS = 120
 
 
 def labeled(label: str, what: object) -> str:
-    """A line for a list: what happened, and the line, the pass or the name; empty if that is not known."""
+    """A line for a list: what happened, and the line, the pass or the name;
+    empty if that is not known.
+    """
     if not what:
         return ""
     return f"{label:<12} {quoted(what) if isinstance(what, Line) else what}"
 
 
 def callers(path: Path, known: Sequence[Line | None]) -> list[Fact]:
-    """How the user's program came to a line: the nearest caller and the outermost, but for those that are known."""
+    """How the user's program came to a line: the nearest caller and the outermost,
+    but for those that are known.
+    """
     lines = [line for line in lines_of(path)[1:] if line not in known]
     return [Fact("called", "", line) for line in dict.fromkeys([*lines[:1], *lines[-1:]])]
 
@@ -210,13 +229,17 @@ class FailedPass:
 
     @cached_property
     def graph(self) -> dict[Node, list[Node]]:
-        """The nodes below what is differentiated, outputs first, with the nodes that each leads to."""
+        """The nodes below what is differentiated, outputs first,
+        with the nodes that each leads to.
+        """
         return _nodes.walk(self.roots)
 
     @cached_property
     def nodes(self) -> list[Node]:
         """All nodes that the pass needs."""
-        return list(self.graph) if self.inputs is None else _inspect.executed(self.roots, self.inputs)
+        return (
+            list(self.graph) if self.inputs is None else _inspect.executed(self.roots, self.inputs)
+        )
 
     @cached_property
     def troubles(self) -> dict[Node, str]:
@@ -265,10 +288,14 @@ class FailedPass:
 
     def owners(self, leaves: Iterable[Tensor]) -> tuple[str, ...]:
         """The optimizers that step any of some leaves, by name."""
-        return tuple(dict.fromkeys(name for leaf in leaves for name in self.steppers.get(id(leaf), ())))
+        return tuple(
+            dict.fromkeys(name for leaf in leaves for name in self.steppers.get(id(leaf), ()))
+        )
 
     def leaf(self, tensor: Tensor) -> str:
-        """A leaf for a list: a parameter by the name that its module gives it, not a loop or an optimizer."""
+        """A leaf for a list: a parameter by the name that its module gives it,
+        not a loop or an optimizer.
+        """
         steppers = tuple(f"{name}." for name in self.names.optimizers.values())
         paths = self.names.paths.get(id(tensor), [""])
         own = [path for path in paths if not path.startswith(steppers)] or paths
@@ -283,10 +310,14 @@ class FailedPass:
         return fact._replace(leaves=names, owners=self.owners(own), stepped=len(own))
 
     def explanation(self, cause: str, *facts: Fact | None, **parts: Any) -> Explanation:
-        """An explanation of this case; what is None, and a line that is not known where it is all, is left out."""
+        """An explanation of this case; what is None, and a line that is not known where it is all,
+        is left out.
+        """
         watched = self.recorded is not None
         known = [fact for fact in facts if fact is not None and any(fact[1:])]
-        failed = [] if any(fact.kind == "failed" for fact in known) else [Fact("failed", "", self.line)]
+        failed = (
+            [] if any(fact.kind == "failed" for fact in known) else [Fact("failed", "", self.line)]
+        )
         return Explanation(
             self.name,
             cause,

@@ -1,4 +1,6 @@
-"""Derivatives that a pass cannot give: no graph behind the tensor, none with the input, no formula in PyTorch."""
+"""Derivatives that a pass cannot give: no graph behind the tensor, none with the input,
+no formula in PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ HOW = {
     "gradients off": "gradients were off",
     "first gradient": "a gradient, taken without create_graph=True",
     "zero derivative": "a gradient of what is linear: a constant",
-    "Function differentiable once": "a gradient through this Function, whose backward recorded nothing",
+    "Function differentiable once": "a gradient through this Function, whose backward recorded "
+    "nothing",
     "made a constant": "a number, an array, a copy of values",
     "discrete": "integers or booleans",
     "undeclared derivative": "PyTorch declares no derivative of it",
@@ -35,8 +38,12 @@ FACTS = 6
 
 
 def facts_of(case: FailedPass, cuts: Iterable[Cut]) -> list[Fact]:
-    """Cuts, those that lead to what an optimizer steps before the others, and then those behind them."""
-    first = sorted(cuts, key=lambda cut: not any(case.owners(each.leaves) for each in (cut, *cut.behind)))
+    """Cuts, those that lead to what an optimizer steps before the others,
+    and then those behind them.
+    """
+    first = sorted(
+        cuts, key=lambda cut: not any(case.owners(each.leaves) for each in (cut, *cut.behind))
+    )
     series = list(first)
     for cut in series:  # which grows
         series += [each for each in joined(cut.behind) if each not in series][: FACTS - len(series)]
@@ -45,14 +52,23 @@ def facts_of(case: FailedPass, cuts: Iterable[Cut]) -> list[Fact]:
     deeper = [leaf for cut in series[len(first) :] for leaf in cut.leaves]
     if first and case.owners(deeper) and not case.owners(leaves):
         what = "this cut" if len(first) == 1 else "these cuts"
-        facts.append(Fact("behind", text=f"without {what} alone the pass would reach nothing that an optimizer steps"))
+        facts.append(
+            Fact(
+                "behind",
+                text=f"without {what} alone the pass would reach nothing that an optimizer steps",
+            )
+        )
     return facts
 
 
 def _of_cut(case: FailedPass, cut: Cut) -> list[Fact]:
     """One cut: its line, what is behind it, and what had switched gradients off."""
     kind = cut.kind if cut.kind in ("frozen", "left") else "cut"
-    text = HOW[cut.kind] if cut.exact else f"{HOW[cut.kind]}; what is behind it is as of an earlier call"
+    text = (
+        HOW[cut.kind]
+        if cut.exact
+        else f"{HOW[cut.kind]}; what is behind it is as of an earlier call"
+    )
     name = {"__get__": "data", COPY: "tensor"}.get(cut.call, cut.call)
     facts = [case.of_leaves(Fact(kind, name, cut.line, text), cut.leaves)]
     if cut.off is not None:
@@ -60,7 +76,9 @@ def _of_cut(case: FailedPass, cut: Cut) -> list[Fact]:
         facts.append(Fact("off since", "", cut.off.line, f"{cut.off.how}{called}"))
     switches = {path[0].line: None for leaf in cut.leaves if (path := case.record.switched(leaf))}
     if kind == "frozen":
-        facts += [Fact("off since", "", line, "requires_grad was set") for line in list(switches)[:FACTS]]
+        facts += [
+            Fact("off since", "", line, "requires_grad was set") for line in list(switches)[:FACTS]
+        ]
     return facts
 
 
@@ -79,15 +97,24 @@ def no_graph(case: FailedPass) -> Explanation | None:
 
 
 def _without(case: FailedPass, tensor: Tensor, variable: str, facts: list[Fact]) -> Explanation:
-    """The explanation of a tensor without a graph: its cuts; or what made it, of which nothing required grad."""
+    """The explanation of a tensor without a graph: its cuts; or what made it,
+    of which nothing required grad.
+    """
     cuts = _concerned(case, tensor)
     origin = case.record.cuts.origin(tensor)
     latest = case.record.cuts.latest
     if origin is not None and not any(cut.kind not in ("left", "frozen") for cut in cuts):
         path = case.record.making(tensor)
-        facts += [Fact("made", variable, path[0].line, f"by {origin.call}"), *callers(path, lines_of(case.path))]
+        facts += [
+            Fact("made", variable, path[0].line, f"by {origin.call}"),
+            *callers(path, lines_of(case.path)),
+        ]
     if not cuts:
-        left = _of_cut(case, Cut("left", 0, latest.path, latest.call))[:1] if latest is not None else []
+        left = (
+            _of_cut(case, Cut("left", 0, latest.path, latest.call))[:1]
+            if latest is not None
+            else []
+        )
         cause = "nothing requires grad" if origin is not None else "no graph"
         return case.explanation(cause, *facts, *left, variable=variable)
     kind = "made a constant" if cuts[0].kind == "left" else cuts[0].kind
@@ -97,7 +124,10 @@ def _without(case: FailedPass, tensor: Tensor, variable: str, facts: list[Fact])
 
 
 def _concerned(case: FailedPass, tensor: Tensor) -> list[Cut]:
-    """Where a tensor lost its graph. What is frozen, as networks are that give features, counts if it is all."""
+    """Where a tensor lost its graph.
+
+    What is frozen, as networks are that give features, counts if it is all.
+    """
     cuts = list(case.record.cuts.places(tensor))
     real = [cut for cut in cuts if cut.kind not in ("left", "frozen")]
     frozen = [cut for cut in cuts if cut.kind == "frozen"]
@@ -124,15 +154,30 @@ def within_pass(case: FailedPass) -> Explanation | None:
     if tensor is not None:
         variable = case.names.of(tensor)
         line = _source.only_assignment(variable, case.line)
-        facts = [Fact("no graph", variable or "what is differentiated"), Fact("made", variable, line)]
-        return case.explanation("inside a pass", *facts[: 1 + (line is not None)], variable=variable, certain=True)
-    missing = [each for each in case.given if not each.requires_grad or _nodes.node_of(each) not in case.graph]
+        facts = [
+            Fact("no graph", variable or "what is differentiated"),
+            Fact("made", variable, line),
+        ]
+        return case.explanation(
+            "inside a pass", *facts[: 1 + (line is not None)], variable=variable, certain=True
+        )
+    missing = [
+        each
+        for each in case.given
+        if not each.requires_grad or _nodes.node_of(each) not in case.graph
+    ]
     facts = [
-        Fact("unused", case.leaf(each), text="" if each.requires_grad else "it does not require grad")
+        Fact(
+            "unused", case.leaf(each), text="" if each.requires_grad else "it does not require grad"
+        )
         for each in missing
     ]
     first = facts[0].name if facts else ""
-    return case.explanation("inside a pass", *facts[:FACTS], variable=first, certain=True) if facts else None
+    return (
+        case.explanation("inside a pass", *facts[:FACTS], variable=first, certain=True)
+        if facts
+        else None
+    )
 
 
 def not_scalar(case: FailedPass) -> Explanation | None:
@@ -142,19 +187,35 @@ def not_scalar(case: FailedPass) -> Explanation | None:
         return None
     variable = case.names.of(loss)
     shape = Fact("shape", variable, text=f"it has shape {tuple(loss.shape)}")
-    made = Fact("made", variable, case.record.made(loss.grad_fn)) if case.record.made(loss.grad_fn) else None
+    made = (
+        Fact("made", variable, case.record.made(loss.grad_fn))
+        if case.record.made(loss.grad_fn)
+        else None
+    )
     return case.explanation("several numbers", shape, made, variable=variable, certain=True)
 
 
 def wrong_start(case: FailedPass) -> Explanation | None:
-    """The explanation of "Mismatch in shape": the start of the pass is not shaped as what is differentiated."""
+    """The explanation of "Mismatch in shape":
+    the start of the pass is not shaped as what is differentiated.
+    """
     for output, given in zip(case.tensors, case.starts or (), strict=False):
         if isinstance(given, Tensor) and given.shape != output.shape:
             names = case.names.of(given), case.names.of(output)
             return case.explanation(
                 "wrong start",
-                Fact("shape", names[0], case.record.maker(given), f"the start has shape {tuple(given.shape)}"),
-                Fact("shape", names[1], case.record.maker(output), f"what is differentiated {tuple(output.shape)}"),
+                Fact(
+                    "shape",
+                    names[0],
+                    case.record.maker(given),
+                    f"the start has shape {tuple(given.shape)}",
+                ),
+                Fact(
+                    "shape",
+                    names[1],
+                    case.record.maker(output),
+                    f"what is differentiated {tuple(output.shape)}",
+                ),
                 variable=names[0],
                 certain=True,
             )
@@ -168,12 +229,18 @@ def no_tensor(case: FailedPass) -> Explanation:
         for index, each in enumerate(case.outputs)
         if not isinstance(each, Tensor)
     ]
-    return case.explanation("no tensor", *wrong[:FACTS], *without_gradient(case)[:FACTS], certain=True)
+    return case.explanation(
+        "no tensor", *wrong[:FACTS], *without_gradient(case)[:FACTS], certain=True
+    )
 
 
 def without_gradient(case: FailedPass, line: Line | None = None) -> list[Fact]:
     """The tensors whose `.grad` was read and None, at a line or at all, each once."""
-    reads = {id(each): (each, read.line) for read in case.record.without if (each := read.ref()) is not None}
+    reads = {
+        id(each): (each, read.line)
+        for read in case.record.without
+        if (each := read.ref()) is not None
+    }
     facts = []
     for each, at in reads.values():
         if line in (None, at):
@@ -200,13 +267,19 @@ def _input_without_grad(case: FailedPass) -> Explanation | None:
         Fact("no grad", case.leaf(tensor), case.record.maker(tensor), "it does not require grad")
         for tensor in missing[:FACTS]
     ]
-    cuts = [cut for cut in case.record.cuts.places(missing[0]) if cut.kind not in ("left", "frozen")]
+    cuts = [
+        cut for cut in case.record.cuts.places(missing[0]) if cut.kind not in ("left", "frozen")
+    ]
     cause = cuts[0].kind if cuts else "nothing requires grad"
-    return case.explanation(cause, *facts, *facts_of(case, cuts), variable=facts[0].name, certain=True)
+    return case.explanation(
+        cause, *facts, *facts_of(case, cuts), variable=facts[0].name, certain=True
+    )
 
 
 def not_used(case: FailedPass) -> Explanation | None:
-    """The explanation of "One of the differentiated Tensors appears to not have been used in the graph"."""
+    """The explanation of "One of the differentiated Tensors appears to not have
+    been used in the graph".
+    """
     missing = [tensor for tensor in case.given if _nodes.node_of(tensor) not in case.graph]
     if not missing:
         return None
@@ -217,7 +290,12 @@ def not_used(case: FailedPass) -> Explanation | None:
     made = dict.fromkeys(map(record.made, case.graph))
     taken = [line for line in made if line is not None and line in built]
     gradients = [
-        Fact("made", record.functions.get(line, ""), line, "a gradient with a graph, which the loss was computed from")
+        Fact(
+            "made",
+            record.functions.get(line, ""),
+            line,
+            "a gradient with a graph, which the loss was computed from",
+        )
         for line in taken[:FACTS]
     ]
     there = [leaf for node in case.graph if (leaf := _saved.leaf(node)) is not None]
@@ -241,7 +319,9 @@ def _loss(case: FailedPass) -> Fact | None:
 
 
 def _of_unused(case: FailedPass, tensor: Tensor) -> list[Fact]:
-    """An input that is not in the graph: what made it, before or after the loss, and which lines read it."""
+    """An input that is not in the graph: what made it, before or after the loss,
+    and which lines read it.
+    """
     name, record = case.leaf(tensor), case.record
     line = record.maker(tensor)
     if tensor.is_leaf:
@@ -255,7 +335,8 @@ def _of_unused(case: FailedPass, tensor: Tensor) -> list[Fact]:
     return [Fact("unused", name, line, "made after the loss" if after else "")]
 
 
-# --- derivatives that a pass cannot give: second ones that PyTorch lacks, and checkpoints that compute otherwise ------
+# --- derivatives that a pass cannot give: second ones that PyTorch lacks, and checkpoints that
+# compute otherwise
 
 
 def second_derivative(case: FailedPass) -> Explanation | None:
@@ -264,29 +345,55 @@ def second_derivative(case: FailedPass) -> Explanation | None:
     compiled = kind == "compiled"
     once = list(case.record.once) if kind == "once" else []
     marked = sorted({type(node).__name__ for node in case.graph if _saved.is_raising(node)})
-    operation = "a compiled function" if compiled else [*(name for name, _ in once), *marked, "an operation"][0]
+    operation = (
+        "a compiled function"
+        if compiled
+        else [*(name for name, _ in once), *marked, "an operation"][0]
+    )
     operation = _messages.without_derivative(case.error) or operation
-    line = once[0][1] if once else _line(case, [*case.graph, *_nodes.walk(case.names.nodes)], operation, compiled)
+    line = (
+        once[0][1]
+        if once
+        else _line(case, [*case.graph, *_nodes.walk(case.names.nodes)], operation, compiled)
+    )
     way = _messages.way_out("compiledfunction" if compiled else operation)
     more = (f"Instead of {way.operation}: {way.instead}.",) if way is not None else ()
     cause = "Function differentiable once" if kind == "once" else "no second derivative"
-    return case.explanation(cause, Fact("lacks", operation, line, "no second derivative"), more=more)
+    return case.explanation(
+        cause, Fact("lacks", operation, line, "no second derivative"), more=more
+    )
 
 
 def own_function(case: FailedPass, codes: Sequence[object]) -> Explanation | None:
     """A Function's backward raised in a second derivative, by the code that it raised in."""
-    functions = {node: _nodes.function_of(type(node)) for node in filter(_saved.is_function, case.graph)}
-    raised = [node for node, each in functions.items() if getattr(each.backward, "__code__", None) in codes]
+    functions = {
+        node: _nodes.function_of(type(node)) for node in filter(_saved.is_function, case.graph)
+    }
+    raised = [
+        node
+        for node, each in functions.items()
+        if getattr(each.backward, "__code__", None) in codes
+    ]
     for node in raised:
         place = _saved.sequence(node)
-        built = [call for call in case.record.passes if call.built and call.path and call.place <= place]
+        built = [
+            call for call in case.record.passes if call.built and call.path and call.place <= place
+        ]
         if built:  # it is of a gradient; what is of the forward came before
             users = {child: each for each, children in case.graph.items() for child in children}
             before = [each for each in functions if _saved.sequence(each) < built[0].place]
             return case.explanation(
                 "Function differentiable once",
-                Fact("lacks", functions[node].__name__, built[-1].stack[0], "its backward raised this"),
-                *(_read(case, functions[each].__name__, users.get(each)) for each in before[:FACTS]),
+                Fact(
+                    "lacks",
+                    functions[node].__name__,
+                    built[-1].stack[0],
+                    "its backward raised this",
+                ),
+                *(
+                    _read(case, functions[each].__name__, users.get(each))
+                    for each in before[:FACTS]
+                ),
                 variable=functions[node].__name__,
             )
     return None
@@ -307,7 +414,9 @@ def _line(case: FailedPass, nodes: list[Node], operation: str, compiled: bool) -
     for node in nodes:
         name = type(node).__name__.lower().removesuffix("backward0").removesuffix("backward")
         if (compiled and "compiled" in name) or (key and name == key):
-            line = (_of_compiled(case, node) if compiled else case.record.made(node)) or _assigned(case, node)
+            line = (_of_compiled(case, node) if compiled else case.record.made(node)) or _assigned(
+                case, node
+            )
             lines += [(_saved.sequence(node), line)] if line is not None else []
     if lines:  # the first is of the forward; those that a pass made come later
         return min(lines)[1]
@@ -316,15 +425,24 @@ def _line(case: FailedPass, nodes: list[Node], operation: str, compiled: bool) -
 
 
 def _of_compiled(case: FailedPass, node: Node) -> Line | None:
-    """The line of a compiled call, which no watch sees: where what its pass differentiates was assigned, if once."""
+    """The line of a compiled call, which no watch sees:
+    where what its pass differentiates was assigned, if once.
+    """
     made = case.record.made(node)
-    return (_source.only_assignment(_source.target_of(made), made) or made) if made is not None else None
+    return (
+        (_source.only_assignment(_source.target_of(made), made) or made)
+        if made is not None
+        else None
+    )
 
 
 def _assigned(case: FailedPass, node: Node) -> Line | None:
     """Where the variable that holds a node's output is assigned, if that is one place."""
     variable = case.names.nodes.get(node, "")
-    return next(filter(None, (_source.only_assignment(variable, line_of(frame)) for frame in case.frames)), None)
+    return next(
+        filter(None, (_source.only_assignment(variable, line_of(frame)) for frame in case.frames)),
+        None,
+    )
 
 
 def reentrant(case: FailedPass) -> Explanation:
@@ -332,10 +450,14 @@ def reentrant(case: FailedPass) -> Explanation:
     name = "CheckpointFunction"
     line = _line(case, list(case.graph), name, compiled=False)
     above = [
-        node for node in case.graph if any(type(child).__name__.startswith(name) for child in _saved.children(node))
+        node
+        for node in case.graph
+        if any(type(child).__name__.startswith(name) for child in _saved.children(node))
     ]
     read = next(filter(None, map(case.record.made, above)), None) if line is None else None
-    return case.explanation("checkpoint", Fact("made", "", line), Fact("read", "", read, "its result"))
+    return case.explanation(
+        "checkpoint", Fact("made", "", line), Fact("read", "", read, "its result")
+    )
 
 
 def recomputed(case: FailedPass) -> Explanation | None:
@@ -351,4 +473,6 @@ def recomputed(case: FailedPass) -> Explanation | None:
 def unpacked_twice(case: FailedPass, line: Line | None) -> Explanation | None:
     """The explanation of a Function that reads what it saved twice, under a checkpoint."""
     fact = Fact("read", "ctx.saved_tensors", line, "for the second time")
-    return case.explanation("recomputed otherwise", fact, variable="ctx.saved_tensors", certain=True)
+    return case.explanation(
+        "recomputed otherwise", fact, variable="ctx.saved_tensors", certain=True
+    )

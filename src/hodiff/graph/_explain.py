@@ -1,4 +1,6 @@
-"""Why a backward pass failed, in the user's own names and lines: from a record, or after the fact."""
+"""Why a backward pass failed, in the user's own names and lines: from a record,
+or after the fact.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,13 @@ def of_pass(case: FailedPass) -> Explanation | None:
 
 
 def _nested(error: BaseException, steps: list[TracebackType]) -> Explanation | None:
-    """The explanation of a pass that a hook or a Function asked for while another ran: no watch sees inside that."""
-    run = next((index for index, step in enumerate(steps) if step.tb_frame.f_code is _saved.ENGINE), len(steps))
+    """The explanation of a pass that a hook or a Function asked for while another ran:
+    no watch sees inside that.
+    """
+    run = next(
+        (index for index, step in enumerate(steps) if step.tb_frame.f_code is _saved.ENGINE),
+        len(steps),
+    )
     inner = next((index for index in _entries(steps) if index > run), None)
     frames = _users(steps[:inner]) if inner is not None else []
     if inner is None or not frames or _messages.kind_of(error) not in ("no graph", "not used"):
@@ -50,7 +57,9 @@ def of_operation(
     name = getattr(func, "__name__", "") or "an operation"
     call = {"__set__": "x.requires_grad ="}.get(name, name)
     with _saved.without_modes():
-        return _in_place.explain_refused(FailedPass(error, call, [], [], None, frames, record), cause, arguments, path)
+        return _in_place.explain_refused(
+            FailedPass(error, call, [], [], None, frames, record), cause, arguments, path
+        )
 
 
 FAILURES: dict[str, Callable[[FailedPass], Explanation | None]] = {
@@ -75,7 +84,9 @@ def _dispatch(case: FailedPass) -> Explanation | None:
     explain_kind = FAILURES.get(_messages.kind_of(case.error))
     if explain_kind is not None:
         return explain_kind(case)
-    return _cut.own_function(case, [step.tb_frame.f_code for step in steps_of(case.error.__traceback__)])
+    return _cut.own_function(
+        case, [step.tb_frame.f_code for step in steps_of(case.error.__traceback__)]
+    )
 
 
 class Note(str):
@@ -166,13 +177,17 @@ def _after_the_fact(error: BaseException) -> Explanation | None:
 
 
 def left(error: BaseException, record: Record) -> Explanation | None:
-    """An error leaves a watch: of those outside a pass and an operation, some are about gradients as well."""
+    """An error leaves a watch: of those outside a pass and an operation,
+    some are about gradients as well.
+    """
     outside = not getattr(error, "__notes__", ()) and not _entries(steps_of(error.__traceback__))
     return _read_after(error, record) if outside else None
 
 
 def _read_after(error: BaseException, record: Record | None = None) -> Explanation | None:
-    """No pass failed, but the user read what a node had saved, or a gradient that is none, or has no leaf to step."""
+    """No pass failed, but the user read what a node had saved, or a gradient that is none, or has
+    no leaf to step.
+    """
     steps = steps_of(error.__traceback__)
     frames = _users(steps)
     if not frames:
@@ -201,19 +216,29 @@ def _read_after(error: BaseException, record: Record | None = None) -> Explanati
 
 
 def _none_read(case: FailedPass) -> Explanation | None:
-    """The explanation of a `.grad` that is None: of what is no leaf, or of a leaf that no pass has reached."""
+    """The explanation of a `.grad` that is None: of what is no leaf,
+    or of a leaf that no pass has reached.
+    """
     if case.recorded is None:
         reads = case.line is not None and ".grad" in case.line.text
         return case.explanation("no gradient yet", certain=False) if reads else None
     facts = _cut.without_gradient(case, case.line)
-    tensors = [each for read in case.record.without if (each := read.ref()) is not None and read.line == case.line]
+    tensors = [
+        each
+        for read in case.record.without
+        if (each := read.ref()) is not None and read.line == case.line
+    ]
     if not facts:
         return None
     name = facts[-1].name
     results = [each for each in tensors if not each.is_leaf]
     if results:
         return _not_a_leaf(case, results[-1], *facts[-1:])
-    made = [Fact("made", case.leaf(each), line) for each in tensors if (line := case.record.maker(each)) is not None]
+    made = [
+        Fact("made", case.leaf(each), line)
+        for each in tensors
+        if (line := case.record.maker(each)) is not None
+    ]
     cuts = _cut.facts_of(case, _cut.between(case, _nodes.walk(case.names.nodes), tensors))
     facts += [*made[:1], *cuts, *_last_pass(case)]
     return case.explanation("no gradient yet", *facts, variable=name)
@@ -226,9 +251,13 @@ def _not_a_leaf(case: FailedPass, tensor: Any, *facts: Fact) -> Explanation | No
     name = max(case.names.paths.get(id(tensor), [""]), key=len)
     kind = type(tensor.grad_fn).__name__
     made = Fact("made", name, case.record.maker(tensor), f"no leaf: the result of {kind}")
-    below = [leaf for node in _nodes.walk([tensor.grad_fn]) if (leaf := _saved.leaf(node)) is not None]
+    below = [
+        leaf for node in _nodes.walk([tensor.grad_fn]) if (leaf := _saved.leaf(node)) is not None
+    ]
     leaves = case.of_leaves(Fact("made of"), below)
-    return case.explanation("not a leaf", *facts, made, leaves, *_last_pass(case), variable=name, certain=True)
+    return case.explanation(
+        "not a leaf", *facts, made, leaves, *_last_pass(case), variable=name, certain=True
+    )
 
 
 def _last_pass(case: FailedPass) -> list[Fact]:
@@ -265,10 +294,14 @@ def steps_of(traceback: TracebackType | None) -> list[TracebackType]:
 
 
 def _users(steps: list[TracebackType]) -> list[Any]:
-    """The user's frames in a part of a traceback, the innermost first, each at the line where the exception passed."""
+    """The user's frames in a part of a traceback, the innermost first,
+    each at the line where the exception passed.
+    """
     read = ("f_code", "f_globals", "f_back", "f_locals")
     return [
-        SimpleNamespace(f_lineno=step.tb_lineno, **{name: getattr(step.tb_frame, name) for name in read})
+        SimpleNamespace(
+            f_lineno=step.tb_lineno, **{name: getattr(step.tb_frame, name) for name in read}
+        )
         for step in reversed(steps)
         if is_users(step.tb_frame.f_code)
     ]
@@ -280,7 +313,9 @@ def _entries(steps: list[TracebackType]) -> list[int]:
 
 
 def _asked_at(entry: TracebackType, error: BaseException, frames: list[Any]) -> FailedPass:
-    """The pass that was asked for at a step of a traceback: what it was to differentiate, and by which inputs."""
+    """The pass that was asked for at a step of a traceback: what it was to differentiate,
+    and by which inputs.
+    """
     given = dict(entry.tb_frame.f_locals)
     value = next((given[name] for name in ("self", "tensors", "outputs") if name in given), ())
     outputs = as_list(value) or []
@@ -288,5 +323,14 @@ def _asked_at(entry: TracebackType, error: BaseException, frames: list[Any]) -> 
     roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     name = _ENTRIES[entry.tb_frame.f_code]
     return FailedPass(
-        error, name, roots, tensors, as_list(given.get("inputs")), frames, None, None, outputs, starts_of(given)
+        error,
+        name,
+        roots,
+        tensors,
+        as_list(given.get("inputs")),
+        frames,
+        None,
+        None,
+        outputs,
+        starts_of(given),
     )

@@ -1,4 +1,5 @@
-"""What the errors of hodiff's calculus say beyond their first sentence: the line, the variable, and what to do.
+"""What the errors of hodiff's calculus say beyond their first sentence: the line, the variable, and
+what to do.
 
 In the function form `f` is called once more, under a watch, with the same argument and the same
 random numbers; what it did on the way is then recorded, and certain. In the tensor form the forward
@@ -33,7 +34,9 @@ SHOWN = 3
 """Lines of one kind that a message shows."""
 
 WALKS = 200
-"""How often one run asks whether a cut concerns the argument, which is a walk over a graph; then it makes no claim."""
+"""How often one run asks whether a cut concerns the argument, which is a walk over a graph;
+then it makes no claim.
+"""
 
 
 def words(failure: Failure) -> str:
@@ -48,12 +51,15 @@ def words(failure: Failure) -> str:
 
 
 class _Clues(Listener):
-    """Listens to a run of `f`: where the caller's tensors and ours were used, and each place that cut ours off."""
+    """Listens to a run of `f`: where the caller's tensors and ours were used,
+    and each place that cut ours off.
+    """
 
     def __init__(self, failure: Failure) -> None:
         self.used: dict[int, Line] = {}
         self.cuts: dict[tuple[str, Line, str], Cut] = {}
-        self.steps: dict[Line, bool] = {}  # integer and boolean results, and whether they depend on the argument
+        # integer and boolean results, and whether they depend on the argument
+        self.steps: dict[Line, bool] = {}
         self.walks = 0
         self._sought = {id(tensor) for tensor in [*failure.leaves, *failure.theirs]}
         self._leaves = failure.leaves
@@ -74,7 +80,8 @@ class _Clues(Listener):
     def cut(self, cut: Cut, sources: Any) -> None:
         """A place that cut something off: of interest if it was ours."""
         key = cut.kind, cut.line, cut.call
-        if cut.kind != "discrete" and key not in self.cuts and self.walks < WALKS:  # those are among the steps
+        # those are among the steps
+        if cut.kind != "discrete" and key not in self.cuts and self.walks < WALKS:
             self.walks += 1
             if self._reach(tensors_in(sources)):
                 self.cuts[key] = cut
@@ -85,19 +92,25 @@ class _Clues(Listener):
         return _nodes.reaches(nodes, self._leaves)
 
 
-def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames: list[FrameType]) -> str:
+def _of_function(
+    failure: Failure, again: Callable[[], Sequence[Tensor]], frames: list[FrameType]
+) -> str:
     clues = _Clues(failure)
     with Watch(clues) as watch:
         outputs = again()
     with _saved.without_modes():
         # Where the result is differentiable, our leaves are views of the caller's tensors: those
         # are below, rightly.
-        graph = _nodes.survey(outputs, [leaf.grad_fn for leaf in failure.leaves if leaf.grad_fn is not None])
+        graph = _nodes.survey(
+            outputs, [leaf.grad_fn for leaf in failure.leaves if leaf.grad_fn is not None]
+        )
         cause = failure.error.__cause__
         if cause is not None:
             return _from_engine(failure, cause, outputs, frames, watch.record)
         if any(tensor.requires_grad and graph.contains(tensor) for tensor in failure.theirs):
-            lines = {clues.used[id(tensor)] for tensor in failure.theirs if id(tensor) in clues.used}
+            lines = {
+                clues.used[id(tensor)] for tensor in failure.theirs if id(tensor) in clues.used
+            }
             return body(labeled("used at", line) for line in sorted(lines)[:SHOWN])
         missing = [leaf for leaf in failure.leaves if not graph.contains(leaf)]
         if len(missing) == len(failure.leaves) or (missing and failure.strict):
@@ -107,7 +120,9 @@ def _of_function(failure: Failure, again: Callable[[], Sequence[Tensor]], frames
 
 def _helps(cut: Cut) -> list[tuple[str, str]]:
     """What to do about a cut; a detach() that only serves NumPy is not the cause."""
-    leaves_torch = cut.kind == "detached" and any(word in cut.line.text for word in (".numpy(", ".item(", ".tolist("))
+    leaves_torch = cut.kind == "detached" and any(
+        word in cut.line.text for word in (".numpy(", ".item(", ".tolist(")
+    )
     known = CLASSES["made a constant" if leaves_torch else cut.kind]
     way = CONSTANTS.get(cut.call) if cut.kind == "undeclared derivative" else None
     if way:
@@ -123,7 +138,9 @@ def _lost(
     record: WatchMode,
     clues: _Clues,
 ) -> str:
-    """Where `f` cut its argument off; or that it never used it, and what the result was computed from."""
+    """Where `f` cut its argument off; or that it never used it,
+    and what the result was computed from.
+    """
     last = {(cut.kind, cut.line) for output in outputs for cut in record.cuts.places(output)[:1]}
     cuts = sorted(clues.cuts.values(), key=lambda cut: (cut.kind, cut.line) not in last)[:SHOWN]
     if cuts:
@@ -136,10 +153,14 @@ def _lost(
         known = CLASSES["discrete"]
         return body([labeled("cut at", steps[-1])], known.what, [("helps", known.inside)])
     ids = {id(leaf) for leaf in missing}
-    given = [name for leaf, name in zip(failure.leaves, failure.names, strict=True) if id(leaf) in ids]
+    given = [
+        name for leaf, name in zip(failure.leaves, failure.names, strict=True) if id(leaf) in ids
+    ]
     never = f"no operation in f was given {', '.join(given[:6])}: compute with f's argument"
     names = TensorNames(frames, _closure(failure.function))
-    leaves = [leaf for node in _nodes.walk(_roots(outputs)) if (leaf := _saved.leaf(node)) is not None]
+    leaves = [
+        leaf for node in _nodes.walk(_roots(outputs)) if (leaf := _saved.leaf(node)) is not None
+    ]
     others = sorted({f"`{name}`" for leaf in leaves if (name := names.of(leaf))})[:6]
     there = f"its graph leads to: {', '.join(others)}"
     return body([*([] if ids & clues.used.keys() else [never]), *([there] if others else [])])
@@ -149,7 +170,8 @@ def _closure(function: Any) -> dict[str, Any]:
     """The variables that a function closes over."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     pairs = zip(code.co_freevars if code is not None else (), cells or (), strict=False)
-    return {name: cell.cell_contents for name, cell in pairs if cell != CellType()}  # one that is not filled yet
+    # one that is not filled yet
+    return {name: cell.cell_contents for name, cell in pairs if cell != CellType()}
 
 
 # --- the tensor form: what is left ----------------------------------------------------------------
@@ -160,7 +182,9 @@ def _of_tensors(failure: Failure, frames: list[FrameType]) -> str:
         record, cause = recording(), failure.error.__cause__
         if cause is not None:
             return _from_engine(failure, cause, failure.outputs, frames, record)
-        untracked = [tensor for tensor in [*failure.theirs, *failure.outputs] if not tensor.requires_grad]
+        untracked = [
+            tensor for tensor in [*failure.theirs, *failure.outputs] if not tensor.requires_grad
+        ]
         if untracked:
             return _untracked(_case(failure, untracked[:1], frames, record))
         graph = _nodes.survey(failure.outputs)
@@ -188,17 +212,31 @@ def _roots(outputs: Sequence[Tensor]) -> list[Node]:
 
 
 def _case(
-    failure: Failure, tensors: Sequence[Tensor], frames: list[FrameType], record: WatchMode | None, error: Any = None
+    failure: Failure,
+    tensors: Sequence[Tensor],
+    frames: list[FrameType],
+    record: WatchMode | None,
+    error: Any = None,
 ) -> FailedPass:
     """The failing call of hodiff, as if it were a pass."""
     path = path_of(frames[0]) if frames else ()
-    call = None if record is None else Pass(len(record.passes), "hodiff", path, True, _saved.counter(), -1)
+    call = (
+        None
+        if record is None
+        else Pass(len(record.passes), "hodiff", path, True, _saved.counter(), -1)
+    )
     roots, inputs = _roots(tensors), list(failure.leaves)
-    return FailedPass(error or failure.error, "hodiff", roots, list(tensors), inputs, frames, record, call)
+    return FailedPass(
+        error or failure.error, "hodiff", roots, list(tensors), inputs, frames, record, call
+    )
 
 
 def _from_engine(
-    failure: Failure, cause: BaseException, outputs: Sequence[Tensor], frames: list[FrameType], record: WatchMode | None
+    failure: Failure,
+    cause: BaseException,
+    outputs: Sequence[Tensor],
+    frames: list[FrameType],
+    record: WatchMode | None,
 ) -> str:
     """The engine refused: what was freed, or changed, and by which line."""
     kind = failure.error._facts.kind
@@ -218,11 +256,15 @@ def _freed_by_f(case: FailedPass) -> str:
     if call is None:
         return ""
     reason = "f differentiates by itself, and frees what its result needs."
-    help = "leave that pass out of f, take it with hodiff.grad, or let it retain (retain_graph=True)."
+    help = (
+        "leave that pass out of f, take it with hodiff.grad, or let it retain (retain_graph=True)."
+    )
     return body([labeled("freed by", call.stack[0])], reason, [("helps", help)])
 
 
-def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, record: WatchMode | None) -> str:
+def _blamed(
+    failure: Failure, outputs: Sequence[Tensor], names: TensorNames, record: WatchMode | None
+) -> str:
     """The lines, or the variables, of the nodes that the message is about."""
     lines: dict[str, None] = {}
     for node in _nodes.walk(_roots(outputs)):
@@ -232,13 +274,17 @@ def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, rec
                 lines[labeled("recorded at", line)] = None
             elif node in names.nodes:
                 lines[labeled("recorded as", _inspect.label(node, names))] = None
-        # `Function.apply` is not a torch function, which a watch could see: but what is done with its
-        # result is.
-        elif line is not None and any(_saved.is_function(c) and _is_blamed(failure, c) for c in _saved.children(node)):
+        # `Function.apply` is not a torch function, which a watch could see: but what is done with
+        # its result is.
+        elif line is not None and any(
+            _saved.is_function(c) and _is_blamed(failure, c) for c in _saved.children(node)
+        ):
             lines[labeled("its result is used at ", line)] = None
     return body(list(lines)[:SHOWN])
 
 
 def _is_blamed(failure: Failure, node: Node) -> bool:
-    """Whether the error is about this node: by its operation, or by the name of its Python Function."""
+    """Whether the error is about this node: by its operation,
+    or by the name of its Python Function.
+    """
     return failure.error._facts.blame(type(node).__name__, _saved.is_function(node))

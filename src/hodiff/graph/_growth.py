@@ -154,7 +154,10 @@ class Growth(Listener):
             self._grown.setdefault(call.path, []).append(said)
 
     def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
-        """Were twice as many nodes made as at the last look? Then graphs that no pass runs may pile up."""
+        """Were twice as many nodes made as at the last look?
+
+        Then graphs that no pass runs may pile up.
+        """
         made = _saved.counter()
         if made < self._look_at:
             return
@@ -168,7 +171,9 @@ class Growth(Listener):
             self._look_beside(record, TensorNames(user_frames(frame)), path_of(frame))
 
     def _look_beside(self, record: Record, names: TensorNames, at: Path) -> None:
-        """Find what leads to more graphs that no pass has run than at each of the last two looks."""
+        """Find what leads to more graphs that no pass has run than at each of the
+        last two looks.
+        """
         groups = _groups(names)
         now: dict[str, int] = {}
         rising: dict[str, list[Node]] = {}
@@ -209,7 +214,9 @@ class Growth(Listener):
             self.untrained.step(optimizer)
 
     def growing(self, *, ended: bool = True) -> list[Grown]:
-        """What grew, each holder once; `ended`: the program came to its end, and would have used it."""
+        """What grew, each holder once; `ended`: the program came to its end,
+        and would have used it.
+        """
         rising = [path for path in self._grown if self._lines[path].idle <= RISES]
         grew = [_lasting(self._grown[path], self._lines[path].peak) for path in rising]
         grew += [each for token, each in self._unused.values() if ended and not token.used]
@@ -228,7 +235,9 @@ class _Stepped:
         names = TensorNames(user_frames(sys._getframe(1))) if leaves else TensorNames()
         self.optimizer, self.steps = weakref.ref(optimizer), 0
         self.name = names.optimizers.get(id(optimizer), type(optimizer).__name__)
-        self.never = [(names.of(leaf) or "one without a name", weakref.ref(leaf)) for leaf in leaves]
+        self.never = [
+            (names.of(leaf) or "one without a name", weakref.ref(leaf)) for leaf in leaves
+        ]
 
 
 class Untrained:
@@ -301,10 +310,14 @@ class Monitor(_messages.Reported):
         self._warned: set[str] = set()
 
     def step(self, **roots: Any) -> None:
-        """Measure `roots`, and those given to `monitor`; warn once per root after three rises in a row."""
+        """Measure `roots`, and those given to `monitor`;
+        warn once per root after three rises in a row.
+        """
         for name, given in {**self._roots, **roots}.items():
             with _saved.without_modes():
-                nodes = list(_nodes.walk([_nodes.node_of(tensor) for tensor in _tensors(given, name)]))
+                nodes = list(
+                    _nodes.walk([_nodes.node_of(tensor) for tensor in _tensors(given, name)])
+                )
                 past = self.history.setdefault(name, [])
                 past.append(Step(len(nodes), _inspect.saved_bytes(nodes)))
             if name not in self._warned and _grows(past):
@@ -314,15 +327,26 @@ class Monitor(_messages.Reported):
     def _warn(self, name: str, past: list[Step], nodes: list[Any]) -> None:
         line = line_of(next(user_frames(sys._getframe(1)), sys._getframe(1)))
         loop = next(iter(_source.loops(line)), None)
-        numbers = [n for n in _source.assignments(name, line) if loop is not None and _source.within(loop, n)]
-        where = f" Line {numbers[-1]} ({Line(line.file, numbers[-1]).text}) extends it." if numbers else ""
+        numbers = [
+            n
+            for n in _source.assignments(name, line)
+            if loop is not None and _source.within(loop, n)
+        ]
+        where = (
+            f" Line {numbers[-1]} ({Line(line.file, numbers[-1]).text}) extends it."
+            if numbers
+            else ""
+        )
         children = [child for node in nodes for child in _saved.children(node)]
-        most = max(Counter(each for each in children if _saved.leaf(each) is not None).values(), default=1)
+        most = max(
+            Counter(each for each in children if _saved.leaf(each) is not None).values(), default=1
+        )
         used = f" One parameter is used {most} times in it." if most > 1 else ""
         nodes_then = " -> ".join(str(step.nodes) for step in past[-RISES_IN_A_ROW - 1 :])
         warnings.warn(
             f"the graph behind {name} grows with every step: {nodes_then} nodes, "
-            f"{past[-1].bytes:,} B saved in them now.{where}{used} Detach what is carried from step to step.",
+            f"{past[-1].bytes:,} B saved in them now.{where}{used} Detach what is carried from "
+            "step to step.",
             HodiffWarning,
             stacklevel=_arguments.outside(),
         )
@@ -330,9 +354,13 @@ class Monitor(_messages.Reported):
     def __str__(self) -> str:
         lines = []
         for name, past in self.history.items():
-            shown = " -> ".join(str(step.nodes) for step in past[:3] + past[-3:][max(0, 6 - len(past)) :])
+            shown = " -> ".join(
+                str(step.nodes) for step in past[:3] + past[-3:][max(0, 6 - len(past)) :]
+            )
             verdict = "grows" if _grows(past) else "no growth"
-            lines.append(f"{name}: {verdict}; nodes {shown}; {past[-1].bytes:,} B saved at the last step")
+            lines.append(
+                f"{name}: {verdict}; nodes {shown}; {past[-1].bytes:,} B saved at the last step"
+            )
         return "\n".join(lines) or "no step yet"
 
 
@@ -346,7 +374,9 @@ DEEPEST = 100
 
 
 def _tensors(root: Any, name: str, depth: int = 0) -> list[Tensor]:
-    """The tensors of a root: it may be a tensor, a container, a module (its gradients), or a function of these."""
+    """The tensors of a root: it may be a tensor, a container, a module (its gradients),
+    or a function of these.
+    """
     if depth > DEEPEST:
         raise InputError(f"{name}: containers are nested deeper than {DEEPEST}.")
     if isinstance(root, nn.Module):
@@ -362,7 +392,8 @@ def _tensors(root: Any, name: str, depth: int = 0) -> list[Tensor]:
     if root is None or isinstance(root, (int, float)):
         return []
     raise InputError(
-        f"{name}: got {_arguments.kind(root)}, expected tensors, a module, or a function that returns them."
+        f"{name}: got {_arguments.kind(root)}, expected tensors, a module, "
+        "or a function that returns them."
     )
 
 
@@ -455,7 +486,9 @@ def holder(
 
 
 def _is_handed_on(variable: str, path: Path) -> bool:
-    """Whether a loop around a path reads a variable before it assigns it: what it hands to its next round."""
+    """Whether a loop around a path reads a variable before it assigns it:
+    what it hands to its next round.
+    """
     return any(_source.hands_on(variable, frame.line) for frame in path)
 
 
@@ -494,7 +527,9 @@ def _filling(variable: str, own: str) -> Iterator[Line]:
     if "_hooks[" in variable:
         forms.add(variable.rpartition(".")[2])
     elsewhere = forms if "." in variable else set[str]()
-    for file in sorted([file for file, users in USERS.items() if users], key=lambda file: file != own):
+    for file in sorted(
+        [file for file, users in USERS.items() if users], key=lambda file: file != own
+    ):
         for node in _source.nodes_in(file):
             if any(_fills(node, name) for name in (forms if file == own else elsewhere)):
                 yield Line(file, getattr(node, "lineno", 0))
@@ -504,7 +539,9 @@ GROW = ("append", "extend", "insert", "appendleft")
 
 
 def _fills(node: ast.AST, name: str) -> bool:
-    """Whether it is `name.append(x)`, `name[k].append(x)`, `name[k] = x`, `name += x`, `name = [*name, x]`."""
+    """Whether it is `name.append(x)`, `name[k].append(x)`, `name[k] = x`, `name += x`,
+    `name = [*name, x]`.
+    """
     call = node.func if isinstance(node, ast.Call) else None
     if isinstance(call, ast.Attribute) and call.attr in GROW:
         held = ast.unparse(call.value)
@@ -545,7 +582,9 @@ class Grown:
         what, reason, helps = [text.format(**facts) for text in KINDS[self.kind]]
         last = self.call.stack[0] if self.call is not None and self.call.path else None
         places = [labeled("grows at", self.line), labeled("pass", last)]
-        return body([what, *(f"  {place}" for place in places if place)], reason, [("helps", helps)])
+        return body(
+            [what, *(f"  {place}" for place in places if place)], reason, [("helps", helps)]
+        )
 
 
 def _lasting(looks: list[Grown], peak: int) -> Grown:
@@ -583,22 +622,26 @@ KINDS = {
     "kept": (
         HELD,
         "the passes were told to keep them.",
-        f"if no other pass goes through them, remove `retain_graph` and `create_graph`, and {VALUE}",
+        "if no other pass goes through them, remove `retain_graph` and `create_graph`, "
+        f"and {VALUE}",
     ),
     "gradient": (
         HELD,
-        "backward(create_graph=True) adds a gradient with its graph to `.grad`, which was never reset.",
+        "backward(create_graph=True) adds a gradient with its graph to `.grad`, "
+        "which was never reset.",
         "if the gradients of all iterations are not to add up, set `.grad = None` before each "
         "pass; hodiff.grad and torch.autograd.grad return a gradient and do not write `.grad`.",
     ),
     "again": (
         "`{variable}` holds the graphs of {count} iterations, and each pass runs all of them again",
-        "each iteration extends the graph of the one before, and `retain_graph=True` keeps them all.",
+        "each iteration extends the graph of the one before, and `retain_graph=True` keeps them "
+        "all.",
         "if gradients are not to reach back through all iterations, write `{variable} = "
         "{variable}.detach()` at the start of each; `retain_graph=True` is then no longer needed.",
     ),
     "unused": (
-        "`{variable}` holds the graphs of {count} iterations and more, and {bytes} B that they saved",
+        "`{variable}` holds the graphs of {count} iterations and more, "
+        "and {bytes} B that they saved",
         "no backward pass has gone through them.",
         f"if none is to, compute them under torch.no_grad(), or {VALUE}",
     ),
@@ -616,6 +659,8 @@ def report(growth: Growth, *, ended: bool = True) -> str:
 def _reads(node: ast.AST, name: str) -> bool:
     """Whether a statement reads a variable."""
     return any(
-        isinstance(each, (ast.Name, ast.Attribute)) and isinstance(each.ctx, ast.Load) and ast.unparse(each) == name
+        isinstance(each, (ast.Name, ast.Attribute))
+        and isinstance(each.ctx, ast.Load)
+        and ast.unparse(each) == name
         for each in ast.walk(node)
     )

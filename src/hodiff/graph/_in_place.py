@@ -15,7 +15,9 @@ from hodiff.graph._source import Line, Path, lines_of
 
 
 class _Stale(NamedTuple):
-    """A saved value that was changed: the node, what it calls it, the variable, and the leaf whose memory it is."""
+    """A saved value that was changed: the node, what it calls it, the variable,
+    and the leaf whose memory it is.
+    """
 
     node: Node
     slot: str
@@ -69,12 +71,19 @@ def _moved(case: FailedPass) -> list[Tensor]:
 
 
 def _unnamed(case: FailedPass) -> Explanation | None:
-    """What is known where PyTorch does not tell the tensor: the node that had saved it, its line."""
+    """What is known where PyTorch does not tell the tensor: the node that had saved it,
+    its line.
+    """
     for node in case.nodes:
         for slot in _saved.slots(node):
             if slot.state == _saved.STALE:
-                text = f"{type(node).__name__} saved it as {slot.name!r}; which tensor it was is not told before 2.12"
-                return case.explanation("changed value", Fact("saved", "", case.record.made(node), text))
+                text = (
+                    f"{type(node).__name__} saved it as {slot.name!r}; which tensor it was is not "
+                    "told before 2.12"
+                )
+                return case.explanation(
+                    "changed value", Fact("saved", "", case.record.made(node), text)
+                )
     return None
 
 
@@ -89,14 +98,16 @@ def _find(case: FailedPass) -> _Stale | None:
 
 
 def _stale_slots(case: FailedPass) -> Iterator[tuple[Node, str, Tensor]]:
-    """What the pass needs and was changed: the node that saved it, what that calls it, and the value as it is."""
+    """What the pass needs and was changed: the node that saved it, what that calls it, and the
+    value as it is.
+    """
     for node in case.nodes:
         for name, state, value in _saved.slots(node):
             if state == _saved.STALE and value is not None:
                 yield node, name, value
 
 
-# --- operations that are refused in the forward, for the sake of gradients -------------------------
+# --- operations that are refused in the forward, for the sake of gradients ------------------------
 
 
 REFUSALS = {
@@ -137,7 +148,11 @@ def _maker(case: FailedPass, tensor: Tensor | None) -> list[Fact]:
         return []
     line, origin = case.record.maker(tensor), case.record.cuts.origin(tensor)
     kind = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else ""
-    facts = [Fact("made", _name(case, tensor), line, kind and f"the result of {kind}")] if line is not None else []
+    facts = (
+        [Fact("made", _name(case, tensor), line, kind and f"the result of {kind}")]
+        if line is not None
+        else []
+    )
     if origin is not None and origin.off is not None:
         facts.append(Fact("off since", "", origin.off.line, origin.off.how))
     return facts
@@ -152,8 +167,12 @@ def _changed(case: FailedPass, line: Line) -> str:
 def _which(arguments: Any, cause: str) -> Tensor | None:
     """The argument that a refusal is about."""
     given = tensors_in(list(arguments))
-    inference = [tensor for tensor in given if tensor.is_inference()] if cause == "inference tensor" else []
-    results = [tensor for tensor in given if tensor.grad_fn is not None] if cause == "copied" else []
+    inference = (
+        [tensor for tensor in given if tensor.is_inference()] if cause == "inference tensor" else []
+    )
+    results = (
+        [tensor for tensor in given if tensor.grad_fn is not None] if cause == "copied" else []
+    )
     return next(iter(inference or results or given), None)
 
 

@@ -70,7 +70,9 @@ class NodeRecord(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A tensor in whose `.grad` the graph ends: where its node is, its name if one was found, shape and bytes."""
+    """A tensor in whose `.grad` the graph ends: where its node is, its name if one was found,
+    shape and bytes.
+    """
 
     place: int
     name: str
@@ -88,8 +90,8 @@ class Graph:
     Attributes:
         nodes: All nodes, outputs first.
         leaves: The leaves among them.
-        unreached: Of the parameters and tensors given as `names`, those that the graph does not reach: a pass gives
-            them no gradient. Those that require none are marked `(frozen)`.
+        unreached: Of the parameters and tensors given as `names`, those that the graph does not
+            reach: a pass gives them no gradient. Those that require none are marked `(frozen)`.
     """
 
     nodes: tuple[NodeRecord, ...]
@@ -128,7 +130,8 @@ class Graph:
         table = [[*map(printable, row)] for row in _rows(self)]
         widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
         lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in table
         ]
         return "\n".join([_summary(self), "", *lines])
 
@@ -140,10 +143,16 @@ class Graph:
 
 
 def _summary(graph: Graph) -> str:
-    held = ", ".join(f"{size:,} B {holder}" for holder, size in graph.bytes_by_holder.items() if size)
-    counts = ", ".join(f"{count} {state}" for state, count in Counter(saved.state for saved in graph.saved).items())
+    held = ", ".join(
+        f"{size:,} B {holder}" for holder, size in graph.bytes_by_holder.items() if size
+    )
+    counts = ", ".join(
+        f"{count} {state}" for state, count in Counter(saved.state for saved in graph.saved).items()
+    )
     more = f", ... ({len(graph.unreached)})" if len(graph.unreached) > UNREACHED else ""
-    missing = f"; not reached: {', '.join(graph.unreached[:UNREACHED])}{more}" if graph.unreached else ""
+    missing = (
+        f"; not reached: {', '.join(graph.unreached[:UNREACHED])}{more}" if graph.unreached else ""
+    )
     return (
         f"{len(graph.nodes)} nodes, {len(graph.leaves)} leaves; saved tensors: {counts or 'none'}; "
         f"held by: {held or 'nothing'}{missing}"
@@ -151,7 +160,9 @@ def _summary(graph: Graph) -> str:
 
 
 def _rows(graph: Graph) -> list[tuple[str, ...]]:
-    table: list[tuple[str, ...]] = [("node", "output", "variable", "saves", "state", "bytes", "held by")]
+    table: list[tuple[str, ...]] = [
+        ("node", "output", "variable", "saves", "state", "bytes", "held by")
+    ]
     leaves = {leaf.place: leaf for leaf in graph.leaves}
     for node in graph.nodes:
         leaf = leaves.get(node.place)
@@ -165,7 +176,9 @@ def _rows(graph: Graph) -> list[tuple[str, ...]]:
             else:
                 held = f"{saved.holder} {saved.variable}".strip()
                 what = f"{saved.name} {_shape(saved.shape)}".strip()
-                table.append((*first, what, saved.state, f"{saved.bytes:,}" if saved.bytes else "", held))
+                table.append(
+                    (*first, what, saved.state, f"{saved.bytes:,}" if saved.bytes else "", held)
+                )
             first = ("", "", "")
     if len(table) > ROWS + 1:
         table[ROWS:] = [(f"... {len(table) - ROWS} more rows", *[""] * 6)]
@@ -213,7 +226,9 @@ def inspect(*outputs: Tensor, names: Any = None) -> Graph:
 
         Which parameters a loss does not reach:
 
-        >>> net = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 1), "forgotten": torch.nn.Linear(2, 1)})
+        >>> net = torch.nn.ModuleDict(
+        ...     {"used": torch.nn.Linear(2, 1), "forgotten": torch.nn.Linear(2, 1)}
+        ... )
         >>> hodiff.graph.inspect(net["used"](torch.ones(2)), names=net).unreached
         ('forgotten.weight', 'forgotten.bias')
     """
@@ -226,14 +241,18 @@ def inspect(*outputs: Tensor, names: Any = None) -> Graph:
         missing = [
             name if tensor.requires_grad else f"{name} (frozen)"
             for name, tensor in given.items()
-            if tensor.is_floating_point() and (not tensor.requires_grad or _nodes.node_of(tensor) not in reached)
+            if tensor.is_floating_point()
+            and (not tensor.requires_grad or _nodes.node_of(tensor) not in reached)
         ]
         return replace(graph, unreached=tuple(missing))
 
 
 def _check(outputs: Sequence[Any]) -> None:
     if not outputs:
-        raise InputError("outputs is missing. Give the tensors whose graph to look at: hodiff.graph.inspect(loss).")
+        raise InputError(
+            "outputs is missing. Give the tensors whose graph to look at: "
+            "hodiff.graph.inspect(loss)."
+        )
     for index, output in enumerate(outputs):
         if not isinstance(output, Tensor):
             raise InputError(f"outputs[{index}]: got {_arguments.kind(output)}, expected a tensor.")
@@ -248,7 +267,10 @@ def _roots(names: Any) -> dict[str, Any]:
 
 
 def _read(outputs: Sequence[Tensor], names: TensorNames) -> tuple[Graph, Collection[Node]]:
-    """One record per node, and the nodes. The names come first: what they find is held by Python anyhow."""
+    """One record per node, and the nodes.
+
+    The names come first: what they find is held by Python anyhow.
+    """
     below = _nodes.walk(_nodes.node_of(output) for output in outputs)
     place = {node: index for index, node in enumerate(below)}
     leaves: list[Leaf] = []
@@ -278,14 +300,22 @@ def _node(
     state, saved = "", ()
     for slot in slots:
         if slot[1] is not NONE:
-            state = slot[1] if not state or slot[1] is state else min(state, slot[1], key=_WORST.index)
+            state = (
+                slot[1] if not state or slot[1] is state else min(state, slot[1], key=_WORST.index)
+            )
             saved += (_record(slot, slots, parameters, names),)
     variable = names.nodes.get(node, "")
-    return _new(NodeRecord, (place, node.__class__.__name__, _saved.shape(node), inputs, state, saved, variable))
+    return _new(
+        NodeRecord,
+        (place, node.__class__.__name__, _saved.shape(node), inputs, state, saved, variable),
+    )
 
 
 def _record(
-    slot: _saved.SavedTensor, slots: list[_saved.SavedTensor], parameters: dict[int, str], names: TensorNames
+    slot: _saved.SavedTensor,
+    slots: list[_saved.SavedTensor],
+    parameters: dict[int, str],
+    names: TensorNames,
 ) -> Saved:
     """The record of one saved tensor: what it is, and who holds it."""
     name, state, value = slot
@@ -338,7 +368,11 @@ class Prediction(_messages.Reported):
     boundary: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [{"ok": "ok: it would run", "fail": "fail: it would raise", "maybe": "maybe"}[self.verdict]]
+        lines = [
+            {"ok": "ok: it would run", "fail": "fail: it would raise", "maybe": "maybe"}[
+                self.verdict
+            ]
+        ]
         lines += [f"  {finding.text}" for finding in self.findings[:10]]
         if self.findings[10:]:
             lines.append(f"  ... and {len(self.findings) - 10} more")
@@ -347,7 +381,9 @@ class Prediction(_messages.Reported):
         return "\n".join(lines)
 
 
-def predict(loss: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor] | None = None) -> Prediction:
+def predict(
+    loss: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor] | None = None
+) -> Prediction:
     r"""Would `loss.backward()`, or `torch.autograd.grad(loss, inputs)`, succeed now?
 
     The engine runs the nodes on a path from the loss to the inputs (without inputs: all of them).
@@ -398,7 +434,9 @@ def tensors(value: Any, name: str) -> list[Tensor]:
     return items
 
 
-def _judged(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: TensorNames) -> Prediction:
+def _judged(
+    losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: TensorNames
+) -> Prediction:
     """The verdict, in the names of the user's variables."""
     roots = [_nodes.node_of(loss) for loss in losses]
     findings = _about_tensors(losses, roots, inputs, names)
@@ -407,18 +445,22 @@ def _judged(losses: Sequence[Tensor], inputs: Sequence[Tensor] | None, names: Te
     troubles: dict[Node, str] = {}
     certain = False
     for node in executed(roots, inputs):
-        reason = trouble(node) if certain else _asked_trouble(node)  # where the verdict stands, it only words it
+        # where the verdict stands, it only words it
+        reason = trouble(node) if certain else _asked_trouble(node)
         if reason:
             troubles[node] = reason
             certain = certain or not (_saved.is_function(node) or reason in ("unknown", "missing"))
     verdict = "maybe" if troubles else "ok"
     findings = [_finding(node, reason, names) for node, reason in troubles.items()]
     edge = topmost(roots, troubles) if troubles else []
-    return Prediction("fail" if certain else verdict, tuple(findings), tuple(label(node, names) for node in edge))
+    return Prediction(
+        "fail" if certain else verdict, tuple(findings), tuple(label(node, names) for node in edge)
+    )
 
 
 def trouble(node: Node) -> str:
-    """Why the engine could fail at this node: `freed`, `stale`, `released`, `unknown`, `missing`, or nothing.
+    """Why the engine could fail at this node: `freed`, `stale`, `released`, `unknown`, `missing`,
+    or nothing.
 
     Of one with nothing left it is told by others of its kind.
     """
@@ -443,7 +485,8 @@ def executed(roots: Iterable[Node | None], inputs: Sequence[Any] | None) -> list
     graph = _nodes.walk(roots)
     if inputs is None:
         return list(graph)
-    targets = {_nodes.node_of(item) if isinstance(item, Tensor) else item.node for item in inputs}  # or GradientEdges
+    # or GradientEdges
+    targets = {_nodes.node_of(item) if isinstance(item, Tensor) else item.node for item in inputs}
     leading = leading_to(graph, targets)
     return [node for node, children in graph.items() if not leading.isdisjoint(children)]
 
@@ -453,7 +496,9 @@ def label(node: Node, names: TensorNames) -> str:
     leaf, shape = _saved.leaf(node), _saved.shape(node)
     variable = names.nodes.get(node, "") if leaf is None else names.of(leaf)
     name = printable(type(node).__name__)
-    return f"{f'`{variable}` = ' if variable else ''}{name}{f' {shape}' if shape is not None else ''}"
+    return (
+        f"{f'`{variable}` = ' if variable else ''}{name}{f' {shape}' if shape is not None else ''}"
+    )
 
 
 _REASONS = {
@@ -473,7 +518,10 @@ def _finding(node: Node, reason: str, names: TensorNames) -> Finding:
 
 
 def _about_tensors(
-    losses: Sequence[Tensor], roots: Sequence[Node | None], inputs: Sequence[Tensor] | None, names: TensorNames
+    losses: Sequence[Tensor],
+    roots: Sequence[Node | None],
+    inputs: Sequence[Tensor] | None,
+    names: TensorNames,
 ) -> list[Finding]:
     """What is wrong before any node is looked at."""
     findings: list[Finding] = []
@@ -486,16 +534,28 @@ def _about_tensors(
         if root is None:
             note(loss, "no graph", "does not require grad: it has no graph")
         elif loss.numel() != 1:
-            note(loss, "not a scalar", f"has {loss.numel()} elements: backward() needs a gradient for them")
+            note(
+                loss,
+                "not a scalar",
+                f"has {loss.numel()} elements: backward() needs a gradient for them",
+            )
         elif loss.is_complex():
-            note(loss, "complex", f"is complex ({loss.dtype}): backward() needs a gradient for it, or a real loss")
+            note(
+                loss,
+                "complex",
+                f"is complex ({loss.dtype}): backward() needs a gradient for it, or a real loss",
+            )
     reached = set(_nodes.walk(roots)) if inputs is not None and not findings else None
     for tensor in inputs or ():
         node = _nodes.node_of(tensor)
         if node is None:
             note(tensor, "no graph", "does not require grad")
         elif reached is not None and node not in reached:
-            note(tensor, "unused", "is not in the graph: autograd.grad raises, unless allow_unused=True")
+            note(
+                tensor,
+                "unused",
+                "is not in the graph: autograd.grad raises, unless allow_unused=True",
+            )
     return findings
 
 
@@ -521,7 +581,9 @@ class Shared(_messages.Reported):
         lines = [f"shared by two losses or more: {self.nodes} nodes, {self.bytes:,} B saved"]
         if self.boundary:
             lines.append(f"  it begins at {', '.join(self.boundary)}")
-        for index, (nodes, size) in enumerate(zip(self.private_nodes, self.private_bytes, strict=True)):
+        for index, (nodes, size) in enumerate(
+            zip(self.private_nodes, self.private_bytes, strict=True)
+        ):
             lines.append(f"loss {index} alone: {nodes} nodes, {size:,} B saved")
         return "\n".join(lines)
 
@@ -554,7 +616,9 @@ def shared(*losses: Tensor) -> Shared:
         loss 1 alone: 1 nodes, 0 B saved
     """
     if len(losses) < 2:
-        raise InputError(f"losses: {len(losses)} given; give two or more, one by one: shared(d, e).")
+        raise InputError(
+            f"losses: {len(losses)} given; give two or more, one by one: shared(d, e)."
+        )
     with _saved.without_modes():
         roots = tensors(losses, "losses")
         common, private = split(roots)
@@ -562,7 +626,9 @@ def shared(*losses: Tensor) -> Shared:
         edge = topmost([_nodes.node_of(loss) for loss in roots], common)
         sizes = [saved_bytes(nodes) for nodes in private]
         labels = tuple(label(node, names) for node in edge)
-        return Shared(len(common), saved_bytes(common), tuple(map(len, private)), tuple(sizes), labels)
+        return Shared(
+            len(common), saved_bytes(common), tuple(map(len, private)), tuple(sizes), labels
+        )
 
 
 def split(losses: Sequence[Tensor]) -> tuple[set[Node], list[list[Node]]]:
@@ -576,11 +642,15 @@ def split(losses: Sequence[Tensor]) -> tuple[set[Node], list[list[Node]]]:
 def saved_bytes(nodes: Iterable[Node]) -> int:
     """Bytes of what the nodes saved, as far as it can be seen, each storage once."""
     slots = (slot for node in nodes for slot in _saved.slots(node))
-    return sum(dict(_saved.storage(slot.value) for slot in slots if slot.value is not None).values())
+    return sum(
+        dict(_saved.storage(slot.value) for slot in slots if slot.value is not None).values()
+    )
 
 
 def leading_to(graph: Mapping[Node, Collection[Node]], chosen: Iterable[Node]) -> set[Node]:
-    """The nodes of a graph, given with the nodes that each leads to, that lead to one of `chosen`, and those."""
+    """The nodes of a graph, given with the nodes that each leads to, that lead to one of `chosen`,
+    and those.
+    """
     above: dict[Node, list[Node]] = {}
     for node, below in graph.items():
         for child in below:

@@ -1,4 +1,6 @@
-"""The lifetime of saved tensors: which line saved them, which pass freed them; freeing them by hand."""
+"""The lifetime of saved tensors: which line saved them, which pass freed them;
+freeing them by hand.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,18 @@ HEIGHT = 32
 LETTERS = 58
 """Of the picture: a row's text stands above its bars, so that it can be narrow."""
 ALONE = 366
-"""Its width as an image of its own, which notebooks make of it: that of a phone, as it then cannot shrink."""
+"""Its width as an image of its own, which notebooks make of it: that of a phone,
+as it then cannot shrink.
+"""
 COLORS = {"freed": "#3a7", "held": "#e90"}
 
 
 def _legend() -> list[str]:
     """What the colors say."""
     parts = []
-    for x, (state, text) in zip((MARGIN, 150), {"freed": "freed by a pass", "held": "kept by it"}.items(), strict=True):
+    for x, (state, text) in zip(
+        (MARGIN, 150), {"freed": "freed by a pass", "held": "kept by it"}.items(), strict=True
+    ):
         parts.append(f'<rect x="{x}" y="6" width="10" height="8" fill="{COLORS[state]}"/>')
         parts.append(f'<text x="{x + 14}" y="14">{text}</text>')
     parts.append('<path d="M 256 5 l 10 10 m 0 -10 l -10 10" stroke="#d33" stroke-width="2"/>')
@@ -77,17 +83,29 @@ class _Spans(Listener):
         """What the nodes hold now, before the pass frees it."""
         states = {node: {slot.state for slot in _saved.slots(node)} for node in nodes}
         gone = {_saved.FREED, _saved.RELEASED}
-        self._sizes = {node: -1 if had & gone else _inspect.saved_bytes([node]) for node, had in states.items() if had}
+        self._sizes = {
+            node: -1 if had & gone else _inspect.saved_bytes([node])
+            for node, had in states.items()
+            if had
+        }
 
     def after(self, record: Record, call: Pass, failed: bool) -> None:
-        """What the pass freed or kept; where it failed, what it freed on its way, and what it found missing."""
+        """What the pass freed or kept; where it failed, what it freed on its way,
+        and what it found missing.
+        """
         sizes, self._sizes = self._sizes, {}  # nodes are not kept beyond the pass
         if not failed:
             self._collect(record, call, "held" if call.retained else "freed", sizes)
             return
-        ran = {node: size for node, size in sizes.items() if size >= 0 and _inspect.trouble(node) == "freed"}
+        ran = {
+            node: size
+            for node, size in sizes.items()
+            if size >= 0 and _inspect.trouble(node) == "freed"
+        }
         self._collect(record, call, "freed", ran)
-        self._collect(record, call, "missing", {node: 0 for node, size in sizes.items() if size < 0})
+        self._collect(
+            record, call, "missing", {node: 0 for node, size in sizes.items() if size < 0}
+        )
 
     def _collect(self, record: Record, call: Pass, state: str, sizes: dict[Node, int]) -> None:
         rows: dict[Line, list[Node]] = {}
@@ -121,12 +139,15 @@ class Lifetime(Watch):
         self.spans = recorder.all_spans
 
     def _rows(self) -> list[Line]:
-        return list(dict.fromkeys(span.line for span in sorted(self.spans, key=lambda span: span.start)))[:ROWS]
+        return list(
+            dict.fromkeys(span.line for span in sorted(self.spans, key=lambda span: span.start))
+        )[:ROWS]
 
     def __str__(self) -> str:
         lines = [f"{len(self.passes)} backward passes"]
         lines += [
-            f"  pass {call.number}: {call}{'   retained' if call.retained else ''}" for call in self.passes[:ROWS]
+            f"  pass {call.number}: {call}{'   retained' if call.retained else ''}"
+            for call in self.passes[:ROWS]
         ]
         for line in self._rows():
             lines.append(f"{quoted(line)}")
@@ -148,8 +169,8 @@ class Lifetime(Watch):
         bottom = TOP + HEIGHT * len(rows)
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 8}" '
-            f'width="{ALONE}" style="width:100%;max-width:{WIDTH * 4 // 3}px;height:auto" fill="currentColor" '
-            f'font-family="monospace" font-size="12">',
+            f'width="{ALONE}" style="width:100%;max-width:{WIDTH * 4 // 3}px;height:auto" '
+            'fill="currentColor" font-family="monospace" font-size="12">',
             TITLE,
             "<style>svg:root{color:#777}</style>",  # an image of its own has no page around it
             *_legend(),
@@ -160,12 +181,15 @@ class Lifetime(Watch):
         for call in shown:
             x = at[call.place, call.number]
             parts.append(
-                f'<line x1="{x:.1f}" y1="{TOP - 10}" x2="{x:.1f}" y2="{bottom}" stroke="#888" stroke-opacity="0.5" '
+                f'<line x1="{x:.1f}" y1="{TOP - 10}" x2="{x:.1f}" y2="{bottom}" stroke="#888" '
+                'stroke-opacity="0.5" '
                 f'stroke-dasharray="3">'
                 f"<title>{html.escape(str(call))}</title></line>"
             )
             if len(shown) <= 20:
-                parts.append(f'<text x="{x:.1f}" y="{TOP - 14}" text-anchor="middle">{call.number}</text>')
+                parts.append(
+                    f'<text x="{x:.1f}" y="{TOP - 14}" text-anchor="middle">{call.number}</text>'
+                )
         for index, line in enumerate(rows):
             y = TOP + HEIGHT * index
             text = html.escape(f"{line} {line.text}"[:LETTERS])
@@ -174,12 +198,15 @@ class Lifetime(Watch):
         return "\n".join([*parts, "</svg>"])
 
     def _axis(self) -> dict[tuple[int, int], float]:
-        """Where each event is drawn, in their order and equally far apart: `(place, pass)`, or `(place, MADE)`.
+        """Where each event is drawn, in their order and equally far apart: `(place, pass)`, or
+        `(place, MADE)`.
 
         To the scale of the places a picture would begin with whatever the program did before, and
         passes that follow each other with nothing made between them would be one.
         """
-        events = {(span.start, MADE) for span in self.spans} | {(call.place, call.number) for call in self.passes}
+        events = {(span.start, MADE) for span in self.spans} | {
+            (call.place, call.number) for call in self.passes
+        }
         step = (WIDTH - 2 * MARGIN) / (len(events) + 1)
         return {event: MARGIN + step * number for number, event in enumerate(sorted(events), 1)}
 
@@ -191,8 +218,10 @@ class Lifetime(Watch):
             x = at[stop]
             if span.state == "missing":
                 yield (
-                    f'<path d="M {x - 5:.1f} {y - 1} l 10 10 m 0 -10 l -10 10" stroke="#d33" stroke-width="2">'
-                    f"<title>pass {span.stop} needs {span.nodes} nodes that were freed</title></path>"
+                    f'<path d="M {x - 5:.1f} {y - 1} l 10 10 m 0 -10 l -10 10" stroke="#d33" '
+                    'stroke-width="2">'
+                    f"<title>pass {span.stop} needs {span.nodes} nodes that were "
+                    "freed</title></path>"
                 )
                 continue
             start = at[kept.get(span.start, (span.start, MADE))]
@@ -200,7 +229,8 @@ class Lifetime(Watch):
                 kept[span.start] = stop
             yield (
                 f'<rect x="{start:.1f}" y="{y}" width="{max(x - start, 1):.1f}" height="8" '
-                f'fill="{COLORS[span.state]}"><title>{span.nodes} nodes, {span.bytes:,} B</title></rect>'
+                f'fill="{COLORS[span.state]}"><title>{span.nodes} nodes, '
+                f"{span.bytes:,} B</title></rect>"
             )
 
     def _repr_svg_(self) -> str:
@@ -290,14 +320,20 @@ def release(loss: Tensor | Sequence[Tensor], keep: Tensor | Sequence[Tensor] = (
     kept = [] if isinstance(keep, (tuple, list)) and not keep else _inspect.tensors(keep, "keep")
     with _saved.without_modes():
         stay = set(_nodes.walk([_nodes.node_of(tensor) for tensor in kept]))
-        return drop(node for node in _nodes.walk([_nodes.node_of(tensor) for tensor in given]) if node not in stay)
+        return drop(
+            node
+            for node in _nodes.walk([_nodes.node_of(tensor) for tensor in given])
+            if node not in stay
+        )
 
 
 def drop(nodes: Iterable[Node]) -> Released:
     """Free what these nodes saved."""
     count, sizes = 0, {}
     for node in nodes:
-        mine = dict(_saved.storage(slot.value) for slot in _saved.slots(node) if slot.value is not None)
+        mine = dict(
+            _saved.storage(slot.value) for slot in _saved.slots(node) if slot.value is not None
+        )
         if _saved.release(node):
             count += 1
             sizes.update(mine)

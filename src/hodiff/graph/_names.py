@@ -1,4 +1,6 @@
-"""Which variables of the user hold which tensors, by identity, graph node or memory; which lines called."""
+"""Which variables of the user hold which tensors, by identity, graph node or memory;
+which lines called.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,23 @@ BUDGET = 5_000
 
 
 def _folders() -> tuple[str, ...]:
-    """Where the standard library and installed packages lie: what is there is a tool's, not the user's."""
-    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
-    folders |= {os.path.dirname(os.path.dirname(torch.__file__))} if "-packages" in torch.__file__ else set()
-    return tuple(sorted({form + os.sep for path in folders if path for form in (path, os.path.realpath(path))}))
+    """Where the standard library and installed packages lie: what is there is a tool's,
+    not the user's.
+    """
+    folders = {
+        sysconfig.get_path(kind)
+        for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+    }
+    folders |= (
+        {os.path.dirname(os.path.dirname(torch.__file__))}
+        if "-packages" in torch.__file__
+        else set()
+    )
+    return tuple(
+        sorted(
+            {form + os.sep for path in folders if path for form in (path, os.path.realpath(path))}
+        )
+    )
 
 
 _TOOLS = (
@@ -41,7 +56,8 @@ _TOOLS = (
     *_folders(),
     "<frozen ",
     "<__array_function__",
-    "<eval_with_key>",  # what torch.fx and torch.compile write; the line that called it is the user's
+    # what torch.fx and torch.compile write; the line that called it is the user's
+    "<eval_with_key>",
 )
 _CODE_OPTIMIZED = 0x1
 
@@ -58,7 +74,9 @@ USERS = _Users()
 
 
 def is_users(code: CodeType) -> bool:
-    """Whether code is the user's: of a script, a cell, `exec`, or a file outside the folders of installed packages."""
+    """Whether code is the user's: of a script, a cell, `exec`,
+    or a file outside the folders of installed packages.
+    """
     return USERS[code.co_filename]
 
 
@@ -79,7 +97,11 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
     """
     names = frame.f_locals
     copy = dict(names)
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & _CODE_OPTIMIZED and sys.getrefcount(names) <= 3:
+    if (
+        sys.version_info < (3, 13)
+        and frame.f_code.co_flags & _CODE_OPTIMIZED
+        and sys.getrefcount(names) <= 3
+    ):
         names.clear()  # type: ignore[attr-defined]
     return copy
 
@@ -92,7 +114,9 @@ class NamedVariable(NamedTuple):
 
 
 class TensorNames:
-    """The tensors that variables lead to within four steps, by what they are and hold; `results`: no leaves."""
+    """The tensors that variables lead to within four steps, by what they are and hold; `results`:
+    no leaves.
+    """
 
     def __init__(
         self,
@@ -112,7 +136,9 @@ class TensorNames:
         self._seen: set[int] = set()
         self._budget = budget
         self._results = results
-        start: list[tuple[str, Any, int]] = [(name, value, 0) for name, value in (roots or {}).items()]
+        start: list[tuple[str, Any, int]] = [
+            (name, value, 0) for name, value in (roots or {}).items()
+        ]
         modules: dict[int, FrameType] = {}
         for frame in islice(frames, FRAMES):
             start += self._of_frame(frame, local_variables(frame))
@@ -216,17 +242,25 @@ def root(path: str) -> str:
     return match.group() if match else path
 
 
-_PLAIN = frozenset({str, bytes, int, float, bool, type(None), ModuleType, type, FunctionType, CodeType, FrameType})
-"""What holds no tensors, or not the user's: most of what there is, so that it is told by its class."""
+_PLAIN = frozenset(
+    {str, bytes, int, float, bool, type(None), ModuleType, type, FunctionType, CodeType, FrameType}
+)
+"""What holds no tensors, or not the user's: most of what there is,
+so that it is told by its class.
+"""
 _PLAIN_TOO = tuple(_PLAIN)
 _HOLDERS = ("IPython", "ipykernel", "traitlets", "_pytest", "pluggy")
 """Shells and runners of tests, whose objects hold all that the user has."""
 _OF_THE_SHELL = re.compile(r"_+|_i*|_i?\d+|_[iod]h|In|Out|exit|quit|get_ipython")
-"""Names of a session that are the shell's, among the user's own: `_`, `Out`, `_12` and their like."""
+"""Names of a session that are the shell's, among the user's own: `_`, `Out`,
+`_12` and their like.
+"""
 
 
 def _inside(value: Any, *, leaves: bool = True) -> Iterator[tuple[str, Any]]:
-    """What a container, a module or an object holds, each with its step of the path; with `leaves`, parameters too."""
+    """What a container, a module or an object holds, each with its step of the path; with `leaves`,
+    parameters too.
+    """
     module = type(value).__module__
     is_tool = module.partition(".")[0] in _HOLDERS or module.startswith("hodiff.graph")
     if is_tool or isinstance(value, _PLAIN_TOO):
@@ -250,13 +284,16 @@ def _inside(value: Any, *, leaves: bool = True) -> Iterator[tuple[str, Any]]:
             members = vars(value)
         except TypeError:
             return
-        items = [(name, item) for name, item in list(members.items()) if item.__class__ not in _PLAIN]
+        items = [
+            (name, item) for name, item in list(members.items()) if item.__class__ not in _PLAIN
+        ]
         yield from ((f".{name}", item) for name, item in items if not name.startswith("__"))
         yield from ((f".{name}", item) for name, item in _of_class(value))
 
 
 def _of_modules(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What modules hold beside parameters and modules: buffers, the attributes of their classes and their own.
+    """What modules hold beside parameters and modules: buffers, the attributes of their classes and
+    their own.
 
     Each pass under a watch looks at all modules in sight, and at most of them in vain.
     """
@@ -275,7 +312,9 @@ def _of_modules(root: nn.Module) -> Iterator[tuple[str, Any]]:
             yield from ((path + step, item) for step, item in _of_hooks(name, own[name]))
         added = {name for name in own.keys() - HIDDEN if own[name].__class__ not in _PLAIN}
         if added:
-            yield from ((f"{path}.{name}", item) for name, item in list(own.items()) if name in added)
+            yield from (
+                (f"{path}.{name}", item) for name, item in list(own.items()) if name in added
+            )
         if not _is_torchs(type(module)):
             for name, item in _of_class(module):
                 yield f"{path}.{name}", item
@@ -285,7 +324,9 @@ def _of_modules(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _of_hooks(name: str, hooks: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
-    """What hooks hold: the objects of their methods, what their closures hold, and what they were given."""
+    """What hooks hold: the objects of their methods, what their closures hold,
+    and what they were given.
+    """
     for number, hook in list(hooks.items()):
         path = f".{name}[{number}]"
         while isinstance(hook, partial):
@@ -294,7 +335,9 @@ def _of_hooks(name: str, hooks: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
         if isinstance(hook, FunctionType):
             cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
             held = [(free, cell.cell_contents) for free, cell in cells if cell != CellType()]
-            yield from ((f"{path}.{free}", item) for free, item in held if item.__class__ not in _PLAIN)
+            yield from (
+                (f"{path}.{free}", item) for free, item in held if item.__class__ not in _PLAIN
+            )
         else:
             owner = getattr(hook, "__self__", None)
             yield (path, hook) if owner is None else (f"{path}.__self__", owner)
@@ -315,13 +358,19 @@ def _of_class(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _written(key: Any, number: int) -> str:
-    """A key of a dict as code; one that cannot be written, a module say, by its class and its place."""
+    """A key of a dict as code; one that cannot be written, a module say,
+    by its class and its place.
+    """
     return repr(key) if _is_plain(key) else f"<{type(key).__name__} {number}>"
 
 
 def _is_plain(key: Any) -> bool:
-    """Whether a key of a dict can be written down: what a derived class shows, such as an Enum, is no code."""
-    return type(key) in (str, int, bool) or (type(key) is tuple and all(_is_plain(part) for part in key))
+    """Whether a key of a dict can be written down: what a derived class shows, such as an Enum,
+    is no code.
+    """
+    return type(key) in (str, int, bool) or (
+        type(key) is tuple and all(_is_plain(part) for part in key)
+    )
 
 
 HIDDEN = frozenset(vars(nn.Module()))
@@ -334,7 +383,9 @@ HOOKS = frozenset(name for name in HIDDEN if name.endswith("_hooks"))
 
 
 REMEMBERED = 50_000
-"""Paths that are found again by the identity of their codes; then those are forgotten, and looked up anew."""
+"""Paths that are found again by the identity of their codes; then those are forgotten,
+and looked up anew.
+"""
 
 
 Mark = tuple[CodeType | None, int]
@@ -375,7 +426,9 @@ class Paths:
         return self._all[number]
 
     def number(self, frame: FrameType, outermost: Mark) -> int:
-        """The number of the path from `frame` to `outermost`; of the frame alone, if none of them is the user's."""
+        """The number of the path from `frame` to `outermost`; of the frame alone,
+        if none of them is the user's.
+        """
         identities: list[int] = []
         each: FrameType | None = frame
         users = USERS

@@ -1,4 +1,5 @@
-"""The record of a program: its passes, which of them freed a node, which variable held it, where a graph ended.
+"""The record of a program: its passes, which of them freed a node, which variable held it, where a
+graph ended.
 
 What is noted of a node lies in a dict that the node owns, and dies with it.
 """
@@ -26,14 +27,23 @@ from hodiff.graph._names import Mark, NamedVariable, Paths, TensorNames, is_user
 from hodiff.graph._source import Line, Path, line_of, lines_of, quoted
 
 PASSES: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
-    Tensor.backward: ("Tensor.backward", ("tensors", "grads", "retain_graph", "create_graph", "inputs")),
+    Tensor.backward: (
+        "Tensor.backward",
+        ("tensors", "grads", "retain_graph", "create_graph", "inputs"),
+    ),
     torch.autograd.backward: (
         "autograd.backward",
         ("tensors", "grads", "retain_graph", "create_graph", "grad_variables", "inputs"),
     ),
-    torch.autograd.grad: ("autograd.grad", ("tensors", "inputs", "grads", "retain_graph", "create_graph")),
+    torch.autograd.grad: (
+        "autograd.grad",
+        ("tensors", "inputs", "grads", "retain_graph", "create_graph"),
+    ),
 }
-"""The calls that are backward passes, their names, and what their positional arguments are. None is called here."""
+"""The calls that are backward passes, their names, and what their positional arguments are.
+
+None is called here.
+"""
 
 
 class Pass(NamedTuple):
@@ -65,11 +75,15 @@ class Pass(NamedTuple):
 
     def __str__(self) -> str:
         line = self.stack[0] if self.path else Line("?", 0)
-        return f"{quoted(line)}" + (f"   (call #{self.repeat} on that line)" if self.repeat >= 0 else "")
+        return f"{quoted(line)}" + (
+            f"   (call #{self.repeat} on that line)" if self.repeat >= 0 else ""
+        )
 
 
 class Change(NamedTuple):
-    """A change in place: where, how many passes had been asked for and nodes made before, and by which function."""
+    """A change in place: where, how many passes had been asked for and nodes made before,
+    and by which function.
+    """
 
     path: Path
     passes: int
@@ -90,7 +104,9 @@ class NoGradient(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """What switched gradients off: the line, in words how, and the line that called a decorated function."""
+    """What switched gradients off: the line, in words how,
+    and the line that called a decorated function.
+    """
 
     line: Line | None
     how: str = ""
@@ -109,7 +125,8 @@ class Cut:
         off: What had switched gradients off.
         refs: The leaves that were behind it then.
         behind: The cuts that were behind it.
-        exact: Whether that was looked up at this very call, not at an earlier one of the same lines.
+        exact: Whether that was looked up at this very call, not at an earlier one of the same
+            lines.
     """
 
     kind: str
@@ -133,7 +150,9 @@ class Cut:
 
 
 def joined(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
-    """Cuts of the same lines as one, with the leaves of each; those that one line switched off, by the first."""
+    """Cuts of the same lines as one, with the leaves of each; those that one line switched off,
+    by the first.
+    """
     ones: dict[tuple[Any, ...], Cut] = {}
     for cut in cuts:
         key = (cut.kind, cut.place, cut.call) if cut.off is None else (cut.kind, *cut.off)
@@ -150,7 +169,8 @@ SHOWN = 8
 """Cuts that are kept of one tensor."""
 
 
-# --- which of the user's lines made which nodes: by the places that nodes get in the order of creation ----------------
+# --- which of the user's lines made which nodes: by the places that nodes get in the order of
+# creation
 
 
 LOG = 200_000
@@ -201,7 +221,9 @@ class Log:
         half = len(self._entries) // 2
         first = {line: index for index, (_, _, line) in reversed(list(enumerate(self._entries)))}
         self._entries = [
-            entry for index, entry in enumerate(self._entries) if index >= half or first[entry[2]] == index
+            entry
+            for index, entry in enumerate(self._entries)
+            if index >= half or first[entry[2]] == index
         ]
 
 
@@ -240,7 +262,9 @@ class NodeTags:
             _saved.tags(node)[key] = _Tag(call.number, _saved.version(node.variable))
 
     def name(self, frame: FrameType) -> None:
-        """Note on the nodes that variables hold now which those are: a later step may give the names to others."""
+        """Note on the nodes that variables hold now which those are:
+        a later step may give the names to others.
+        """
         full = len(self._passes) <= FULL_SEARCHES
         names = TensorNames(user_frames(frame), budget=2000 if full else NEAR, results=True)
         with _saved.without_modes():
@@ -264,7 +288,9 @@ class NodeTags:
         return self._passes[tag[0]] if tag else None
 
     def moved(self, leaf: Tensor, call: Pass) -> bool:
-        """Whether a leaf was changed in place since a pass, if that was the last that reached it."""
+        """Whether a leaf was changed in place since a pass,
+        if that was the last that reached it.
+        """
         tag = _saved.tags(_nodes.node_of(leaf)).get(self.key)
         return tag is not None and tag.number == call.number and tag.version != _saved.version(leaf)
 
@@ -273,7 +299,9 @@ class NodeTags:
 
 
 class Origin(NamedTuple):
-    """A tensor without a graph: what made it, the cuts behind it, and what had switched gradients off then."""
+    """A tensor without a graph: what made it, the cuts behind it,
+    and what had switched gradients off then.
+    """
 
     ref: weakref.ref[Tensor]
     cuts: tuple[Cut, ...]
@@ -283,14 +311,20 @@ class Origin(NamedTuple):
 
 
 WALKED = 100_000
-"""Nodes that the cuts of one line may look at; then what an earlier call of the line found is taken."""
+"""Nodes that the cuts of one line may look at;
+then what an earlier call of the line found is taken.
+"""
 
 
 @final
 class Cuts:
-    """The tensors without a graph: where those whose sources had one lost it; and which lines read which leaf."""
+    """The tensors without a graph: where those whose sources had one lost it;
+    and which lines read which leaf.
+    """
 
-    def __init__(self, place: Callable[[FrameType], int], paths: Paths, tell: Callable[[Cut, Any], None]) -> None:
+    def __init__(
+        self, place: Callable[[FrameType], int], paths: Paths, tell: Callable[[Cut, Any], None]
+    ) -> None:
         self._place = place
         self._paths = paths
         self._tell = tell
@@ -334,10 +368,15 @@ class Cuts:
     def switched(self, on: bool, frame: FrameType | None) -> None:
         """Gradients were switched on or off, by a context, a decorator or a statement."""
         step, context = "", None
-        while frame is not None and frame.f_code.co_filename == _SWITCHING and frame.f_code.co_name != "clone":
+        while (
+            frame is not None
+            and frame.f_code.co_filename == _SWITCHING
+            and frame.f_code.co_name != "clone"
+        ):
             step, context = frame.f_code.co_name, frame.f_locals.get("self")
             frame = frame.f_back
-        if frame is not None and frame.f_code.co_name == "clone":  # what decorates is made anew for each call
+        # what decorates is made anew for each call
+        if frame is not None and frame.f_code.co_name == "clone":
             frame = frame.f_back
         self.off = self._after(on, step, context, frame, self.off)
 
@@ -345,18 +384,29 @@ class Cuts:
         """Inference mode was entered (`on` is False) or left."""
         self.inference = self._after(on, step, context, frame, self.inference)
 
-    def _after(self, on: bool, step: str, context: Any, frame: FrameType | None, now: Switch | None) -> Switch | None:
-        """What has gradients switched off, after a step of a context; what was before is kept for its end."""
-        if step in ("__exit__", "__call__"):  # a set_grad_enabled that decorates undoes what it did when it was made
+    def _after(
+        self, on: bool, step: str, context: Any, frame: FrameType | None, now: Switch | None
+    ) -> Switch | None:
+        """What has gradients switched off, after a step of a context;
+        what was before is kept for its end.
+        """
+        # a set_grad_enabled that decorates undoes what it did when it was made
+        if step in ("__exit__", "__call__"):
             return self._before.pop(id(context), None)
-        if step != "__enter__" or type(context).__name__ != "set_grad_enabled" or id(context) not in self._before:
+        if (
+            step != "__enter__"
+            or type(context).__name__ != "set_grad_enabled"
+            or id(context) not in self._before
+        ):
             self._before[id(context)] = now
         return None if on else now or _switch(frame, context)
 
     # --- noted while a program runs ---------------------------------------------------------------
 
     def enter(self, arguments: Any, place: int, result: Any) -> None:
-        """An operation has a graph: of its arguments some may have lost theirs, and some are leaves."""
+        """An operation has a graph: of its arguments some may have lost theirs,
+        and some are leaves.
+        """
         known, cuts = self.known, ()
         for argument in arguments:
             for each in argument if argument.__class__ in (list, tuple) else (argument,):
@@ -405,7 +455,9 @@ class Cuts:
         cut = self.cut(reason, place, name, graphs if tensors_in(result) else (), off)
         if name in LEAVING or name == COPY:
             self.latest = cut
-        before = [each for tensor in sources if not tensor.requires_grad for each in self.places(tensor)]
+        before = [
+            each for tensor in sources if not tensor.requires_grad for each in self.places(tensor)
+        ]
         self.remember(result, joined([cut, *before]) if before else (cut,), place, name, off)
         self._tell(cut, arguments)
 
@@ -420,7 +472,9 @@ class Cuts:
             cuts.append(replace(self.latest, kind="left", behind=()))
         cuts.sort(key=lambda cut: cut.kind in ("left", "frozen"))
         if name in LEAVING:
-            self.latest = cuts[0] if cuts and cuts[0].kind not in ("left", "frozen") else self.latest
+            self.latest = (
+                cuts[0] if cuts and cuts[0].kind not in ("left", "frozen") else self.latest
+            )
         else:
             self.remember(result, joined(cuts) if cuts else (), place, name, self._now())
 
@@ -428,10 +482,16 @@ class Cuts:
         return self.inference or self.off
 
     def _reason(self, result: Any, frame: FrameType, place: int) -> tuple[str, Switch | None, int]:
-        """Why an operation on tensors with a graph gave one without; what switched them off; where."""
+        """Why an operation on tensors with a graph gave one without; what switched them off;
+        where.
+        """
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             floating = any(tensor.is_floating_point() for tensor in tensors_in(result))
-            return "made a constant" if floating or not tensors_in(result) else "discrete", None, place
+            return (
+                "made a constant" if floating or not tensors_in(result) else "discrete",
+                None,
+                place,
+            )
         if place not in self._around:
             kind, around = surroundings(frame)
             user = next(user_frames(around), None) if kind == "checkpoint" else None
@@ -439,10 +499,18 @@ class Cuts:
         kind, outer = self._around[place]
         return (kind, None, outer) if kind else ("gradients off", self._now(), place)
 
-    def cut(self, kind: str, place: int, call: str, graphs: Iterable[Tensor], off: Switch | None = None) -> Cut:
-        """A cut, with what is behind it: the leaves of some tensors, and the cuts that entered their graphs."""
+    def cut(
+        self, kind: str, place: int, call: str, graphs: Iterable[Tensor], off: Switch | None = None
+    ) -> Cut:
+        """A cut, with what is behind it: the leaves of some tensors,
+        and the cuts that entered their graphs.
+        """
         earlier = self._found.get(place)
-        if earlier is not None and self._walked[place] > WALKED and None not in [ref() for ref in earlier.refs]:
+        if (
+            earlier is not None
+            and self._walked[place] > WALKED
+            and None not in [ref() for ref in earlier.refs]
+        ):
             return replace(earlier, kind=kind, call=call, off=off, exact=False)
         graphs = list(graphs)
         nodes = _nodes.walk([tensor.grad_fn for tensor in graphs if tensor.grad_fn is not None])
@@ -456,12 +524,16 @@ class Cuts:
         self._walked[place] = self._walked.get(place, 0) + len(nodes)
         return cut
 
-    def remember(self, result: Any, cuts: tuple[Cut, ...], place: int, call: str, off: Switch | None = None) -> None:
+    def remember(
+        self, result: Any, cuts: tuple[Cut, ...], place: int, call: str, off: Switch | None = None
+    ) -> None:
         """What made a tensor without a graph, or several, and where it was cut off."""
         known = self.known
         for tensor in tensors_in(result):
             key = id(tensor)
-            known[key] = Origin(weakref.ref(tensor, lambda _, key=key: known.pop(key, None)), cuts, place, call, off)
+            known[key] = Origin(
+                weakref.ref(tensor, lambda _, key=key: known.pop(key, None)), cuts, place, call, off
+            )
 
 
 USES = 3
@@ -469,12 +541,16 @@ USES = 3
 _COPIES = ("tensor", "as_tensor")
 _OF_VALUES = (*_COPIES, "asarray", "from_numpy", "scalar_tensor", "full")
 COPY = "copy of a tensor"
-"""The name under which `torch.tensor(x)` of one tensor is noted: of several, they can be put together otherwise."""
+"""The name under which `torch.tensor(x)` of one tensor is noted: of several,
+they can be put together otherwise.
+"""
 _SWITCHING = os.path.join(os.path.dirname(torch.__file__), "autograd", "grad_mode.py")
 
 
 def _switch(frame: FrameType | None, context: Any) -> Switch:
-    """What switched gradients off: a context, a statement, or the decorator of a function, whose first line it is."""
+    """What switched gradients off: a context, a statement, or the decorator of a function, whose
+    first line it is.
+    """
     user = next(user_frames(frame), None)
     line = None if user is None else line_of(user)
     name = type(context).__name__ if context is not None else ""
@@ -485,14 +561,18 @@ def _switch(frame: FrameType | None, context: Any) -> Switch:
         return Switch(line, how)
     if not is_users(code):
         return Switch(line, f"{how} decorates {code.co_name}, which this line calls")
-    return Switch(Line(code.co_filename, code.co_firstlineno), f"{how} decorates {code.co_name}", line)
+    return Switch(
+        Line(code.co_filename, code.co_firstlineno), f"{how} decorates {code.co_name}", line
+    )
 
 
 # --- the record of a program ----------------------------------------------------------------------
 
 
 class Listener:
-    """What is told of each operation and each backward pass under a watch; what it has no use for goes by."""
+    """What is told of each operation and each backward pass under a watch;
+    what it has no use for goes by.
+    """
 
     def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
         """`func` was called with `arguments` (args and kwargs) from `frame`, and gave `result`."""
@@ -515,7 +595,9 @@ CHANGES = 8
 
 
 class Record:
-    """What was noted of a program: its backward passes, the tags that they left, where graphs ended."""
+    """What was noted of a program: its backward passes, the tags that they left,
+    where graphs ended.
+    """
 
     def __init__(self, *listeners: Listener) -> None:
         super().__init__()
@@ -526,9 +608,13 @@ class Record:
         self.cuts = Cuts(self.place, self._paths, self._tell)
         self._log = Log()
         self.once: dict[tuple[str, Line | None], None] = {}
-        """The Functions that forbid a second derivative and were differentiated with create_graph: names, lines."""
+        """The Functions that forbid a second derivative and were differentiated with create_graph:
+        names, lines.
+        """
         self.functions: dict[Line, str] = {}
-        """A Python `autograd.Function` in what a line differentiated with create_graph, by its name."""
+        """A Python `autograd.Function` in what a line differentiated with create_graph,
+        by its name.
+        """
         self._changed: dict[int, list[Change]] = {}
         self._switched: dict[int, Path] = {}
         self.without: deque[NoGradient] = deque(maxlen=16)
@@ -556,10 +642,14 @@ class Record:
             self.without.append(NoGradient(weakref.ref(tensor), line_of(frame)))
         elif isinstance(gradient, Tensor) and not gradient.requires_grad:
             place = self.place(frame)
-            self.cuts.remember(gradient, (self.cuts.cut("first gradient", place, "grad", [tensor]),), place, "grad")
+            self.cuts.remember(
+                gradient, (self.cuts.cut("first gradient", place, "grad", [tensor]),), place, "grad"
+            )
 
     def note_change(self, name: str, what: Any, place: int, before: int) -> None:
-        """A function of that name changed one or several tensors in place; so many nodes were there before."""
+        """A function of that name changed one or several tensors in place;
+        so many nodes were there before.
+        """
         change = Change(self._paths[place], len(self.passes), name, before)
         for tensor in tensors_in(what):
             changes = self._changed.setdefault(_saved.memory(tensor), [])
@@ -571,12 +661,18 @@ class Record:
         self._switched[_saved.memory(leaf)] = self._path_of(frame)
 
     def switched(self, leaf: Tensor) -> Path:
-        """The user's frames in which a leaf's requires_grad was last set; empty if none was seen."""
+        """The user's frames in which a leaf's requires_grad was last set;
+        empty if none was seen.
+        """
         return self._switched.get(_saved.memory(leaf), ())
 
     def changes(self, tensor: Tensor, since: int = -1) -> list[Change]:
         """What changed a tensor's memory in place, after the node of a place was made."""
-        return [change for change in self._changed.get(_saved.memory(tensor), ()) if change.place > since]
+        return [
+            change
+            for change in self._changed.get(_saved.memory(tensor), ())
+            if change.place > since
+        ]
 
     def changed(self, tensor: Tensor) -> Change | None:
         """What last changed a tensor's memory in place."""
@@ -591,7 +687,9 @@ class Record:
                 self.once[function.__name__, self.made(users.get(node, node))] = None
 
     def path(self, node: Node | None) -> Path:
-        """The user's frames in which a node was made, the innermost first; empty if it was not seen."""
+        """The user's frames in which a node was made, the innermost first;
+        empty if it was not seen.
+        """
         known = node is not None and _saved.answers().sequences
         number = self._log.line(_saved.sequence(node)) if known else None
         return () if number is None else self._paths[number]
@@ -602,7 +700,9 @@ class Record:
         return path[0].line if path else None
 
     def making(self, tensor: Tensor) -> Path:
-        """The user's frames in which a tensor was made, or was said to require grad; empty if it was not seen."""
+        """The user's frames in which a tensor was made, or was said to require grad;
+        empty if it was not seen.
+        """
         if tensor.grad_fn is not None:
             return self.path(tensor.grad_fn)
         origin, switched = self.cuts.origin(tensor), self.switched(tensor)
@@ -627,7 +727,8 @@ NOTHING = Record()
 # --- what a call of PyTorch is to the recorder, and what its arguments are ------------------------
 
 
-OPERATION, INPLACE, CUT, GRADIENT, PLAIN, PASS, SWITCH, MODE = range(8)  # what is recorded comes first
+# what is recorded comes first
+OPERATION, INPLACE, CUT, GRADIENT, PLAIN, PASS, SWITCH, MODE = range(8)
 
 
 def kind_of(func: Callable[..., Any]) -> int:
@@ -636,7 +737,9 @@ def kind_of(func: Callable[..., Any]) -> int:
         return PASS
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
-        return _ATTRIBUTES.get((name, getattr(getattr(func, "__self__", None), "__name__", "")), PLAIN)
+        return _ATTRIBUTES.get(
+            (name, getattr(getattr(func, "__self__", None), "__name__", "")), PLAIN
+        )
     if name == "requires_grad_":
         return SWITCH
     if name == "_set_grad_enabled":
@@ -645,7 +748,11 @@ def kind_of(func: Callable[..., Any]) -> int:
         return PLAIN
     if name in LEAVING or name in ("detach", "detach_"):
         return CUT
-    writes = name == "__setitem__" or name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
+    writes = (
+        name == "__setitem__"
+        or name in _AUGMENTED
+        or (name.endswith("_") and not name.endswith("__"))
+    )
     return INPLACE if writes else OPERATION
 
 
@@ -656,8 +763,12 @@ _ATTRIBUTES = {
     ("__set__", "requires_grad"): SWITCH,
     **{("__get__", name): OPERATION for name in ("T", "mT", "H", "mH", "real", "imag")},
 }
-_AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"))
-_ASKING = frozenset({"size", "dim", "numel", "stride", "storage_offset", "element_size", "get_device", "__len__"})
+_AUGMENTED = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor")
+)
+_ASKING = frozenset(
+    {"size", "dim", "numel", "stride", "storage_offset", "element_size", "get_device", "__len__"}
+)
 """What tells of a tensor what is none of its values."""
 
 
@@ -667,7 +778,9 @@ LEAVING = frozenset({"item", "tolist", "numpy", "__array__", "__float__"})
 
 def roots_of(given: dict[str, Any]) -> list[Node]:
     """The nodes where a pass begins."""
-    return [node for item in as_list(given.get("tensors")) or () if (node := _node(item)) is not None]
+    return [
+        node for item in as_list(given.get("tensors")) or () if (node := _node(item)) is not None
+    ]
 
 
 def starts_of(given: dict[str, Any]) -> list[Any] | None:
@@ -701,7 +814,9 @@ _HOLDING = (Tensor, tuple, list, dict)
 
 
 def surroundings(frame: FrameType | None) -> tuple[str, FrameType | None]:
-    """What of PyTorch runs code with gradients switched off, `checkpoint` or `inside a Function`, and its frame."""
+    """What of PyTorch runs code with gradients switched off, `checkpoint` or `inside a Function`,
+    and its frame.
+    """
     forwards = _forwards()
     while frame is not None:
         file = frame.f_code.co_filename
@@ -714,7 +829,9 @@ def surroundings(frame: FrameType | None) -> tuple[str, FrameType | None]:
 
 
 def _forwards() -> set[Any]:
-    """The code of each Function's forward: from PyTorch 2.14 on, `apply`, which runs it, has no frame."""
+    """The code of each Function's forward: from PyTorch 2.14 on, `apply`, which runs it,
+    has no frame.
+    """
     kinds: list[Any] = [torch.autograd.Function]
     for kind in kinds:
         kinds += kind.__subclasses__()

@@ -25,7 +25,9 @@ from hodiff.errors import GraphError
 
 
 def is_function(node: Node) -> bool:
-    """Whether the node is a Python `autograd.Function`, of which only its backward knows what it needs."""
+    """Whether the node is a Python `autograd.Function`,
+    of which only its backward knows what it needs.
+    """
     return _LAYOUTS[type(node)].function
 
 
@@ -43,7 +45,9 @@ def slots(node: Node) -> list[SavedTensor]:
 
 
 def is_whole(node: Node) -> bool:
-    """Whether all that a node saved is there as it was saved, as is so of most: told without a record of each."""
+    """Whether all that a node saved is there as it was saved, as is so of most:
+    told without a record of each.
+    """
     names, _, opaque, raising = _LAYOUTS[node.__class__]
     if not names:
         return not (opaque or raising)
@@ -64,7 +68,9 @@ def is_whole(node: Node) -> bool:
 
 
 def states(node: Node) -> list[str]:
-    """The states of a node's saved tensors; once one was freed, all were, and the others are not looked at."""
+    """The states of a node's saved tensors; once one was freed, all were,
+    and the others are not looked at.
+    """
     names = _LAYOUTS[type(node)].names
     if not names or not works():
         return [slot.state for slot in slots(node)]
@@ -77,11 +83,14 @@ def states(node: Node) -> list[str]:
 
 
 _FREED: set[tuple[Any, ...]] = set()
-"""Nodes that were found freed: their class, and which of their inputs wanted a gradient, which says what they save."""
+"""Nodes that were found freed: their class, and which of their inputs wanted a gradient,
+which says what they save.
+"""
 
 
 def is_freed_like_others(node: Node) -> bool:
-    """Whether nothing that a node saved is there any more, as of a node of its kind that was found freed.
+    """Whether nothing that a node saved is there any more, as of a node of its kind that was found
+    freed.
 
     To be told by PyTorch that a tensor was freed is to catch its exception, at some 30 µs; to be
     told so of each node of a large graph takes seconds. What a node saves depends on its class and
@@ -123,9 +132,11 @@ def works() -> bool:
 # The states of a saved tensor, and how each is told without running a hook or changing anything
 # (`raw` is a node's `_raw_saved_x`, a reference into the node that must not outlive it):
 #
-# * `raw.unpack_hook` is set: *packed* (a checkpoint, `save_on_cpu`, the user's hooks); never unpacked here.
+# * `raw.unpack_hook` is set: *packed* (a checkpoint, `save_on_cpu`, the user's hooks); never
+# unpacked here.
 # * `raw.data` is a tensor: *alive*; or *stale*, if reading `_saved_x` finds that its version moved.
-# * no data, no hook: `raw.unpack()` can run nothing. It gives None (*none*: nothing was to be saved), or
+# * no data, no hook: `raw.unpack()` can run nothing. It gives None (*none*: nothing was to be
+# saved), or
 #   raises what the engine would raise (*freed*).
 #
 # Whether this PyTorch answers so is not asked here, but in `_saved`, which all others read.
@@ -140,7 +151,9 @@ NONE = "none"
 UNKNOWN = "unknown"
 
 _BUILTIN = re.compile(r".*Backward\d*$")
-_EMPTY = frozenset({"AccumulateGrad", "CopyBackwards", "UndefinedGradBackward", "GraphRoot", "Identity"})
+_EMPTY = frozenset(
+    {"AccumulateGrad", "CopyBackwards", "UndefinedGradBackward", "GraphRoot", "Identity"}
+)
 _RAISING = frozenset({"Error", "DelayedError", "NotImplemented"})
 
 
@@ -162,7 +175,9 @@ class NodeLayout(NamedTuple):
 
 
 class _Layouts(dict[type, NodeLayout]):
-    """How to read the nodes of a class; one of Python Functions, which may be made anew, is not kept."""
+    """How to read the nodes of a class; one of Python Functions, which may be made anew,
+    is not kept.
+    """
 
     def __missing__(self, kind: type) -> NodeLayout:
         if issubclass(kind, BackwardCFunction):
@@ -201,7 +216,9 @@ def read(node: Node, names: Iterable[tuple[str, str, str]]) -> list[SavedTensor]
 
 
 _slot = tuple.__new__
-"""Makes a named tuple at a third of the cost; `inspect` and `predict` make one for each saved tensor."""
+"""Makes a named tuple at a third of the cost;
+`inspect` and `predict` make one for each saved tensor.
+"""
 
 
 def _read_name(node: Node, name: str, raw_name: str, value_name: str) -> list[SavedTensor]:
@@ -212,7 +229,9 @@ def _read_name(node: Node, name: str, raw_name: str, value_name: str) -> list[Sa
         return [SavedTensor(name, _refused(error), None)]
     except AttributeError:
         return [SavedTensor(name, UNKNOWN, None)]
-    several = [state_of(part) for part in (raw if isinstance(raw, tuple) else (raw,)) if part is not None]
+    several = [
+        state_of(part) for part in (raw if isinstance(raw, tuple) else (raw,)) if part is not None
+    ]
     states = [state for state, _ in several]
     if ALIVE in states and PACKED not in states and RELEASED not in states:
         now = _check(node, value_name)
@@ -223,7 +242,9 @@ def _read_name(node: Node, name: str, raw_name: str, value_name: str) -> list[Sa
 
 
 def _is_alive(raw: Any) -> bool:
-    """Whether `state_of` would say so; of one that was freed it asks for what PyTorch says, and that takes longer."""
+    """Whether `state_of` would say so; of one that was freed it asks for what PyTorch says,
+    and that takes longer.
+    """
     try:
         return raw.unpack_hook is None and raw.data is not None
     except RuntimeError:  # a strided nested tensor
@@ -285,7 +306,9 @@ def _unpacked(raw: Any) -> str:
 
 
 def _check(node: Node, name: str) -> str:
-    """Whether values that are there are alive, or stale: to read them is to compare version counters."""
+    """Whether values that are there are alive, or stale:
+    to read them is to compare version counters.
+    """
     try:
         getattr(node, name)
     except RuntimeError as error:
@@ -294,7 +317,10 @@ def _check(node: Node, name: str) -> str:
 
 
 def release(node: Node) -> int:
-    """Drop the saved tensors of a node; a later use raises `RELEASED_TEXT`. Returns how many were dropped."""
+    """Drop the saved tensors of a node; a later use raises `RELEASED_TEXT`.
+
+    Returns how many were dropped.
+    """
     return drop(node) if works() else 0
 
 
@@ -307,16 +333,19 @@ def drop(node: Node) -> int:
         except (RuntimeError, AttributeError):  # freed already
             continue
         raws = raws if isinstance(raws, tuple) else (raws,)
-        for raw, state in zip(raws, told if isinstance(told, tuple) else [told] * len(raws), strict=True):
-            if raw is not None and _is_alive(state):  # a packed one has its hooks, and takes no second pair
+        for raw, state in zip(
+            raws, told if isinstance(told, tuple) else [told] * len(raws), strict=True
+        ):
+            # a packed one has its hooks, and takes no second pair
+            if raw is not None and _is_alive(state):
                 raw.register_hooks(_forget, _raise_released)
                 dropped += 1
     return dropped
 
 
 RELEASED_TEXT = (
-    "this part of the graph was released: by hodiff.graph.release, or by hodiff.multi_grad(..., release=True). "
-    "Compute the tensor again, or release later."
+    "this part of the graph was released: by hodiff.graph.release, or by hodiff.multi_grad(..., "
+    "release=True). Compute the tensor again, or release later."
 )
 
 
@@ -336,7 +365,9 @@ ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 def without_modes() -> _settings.Context:
-    """A context in which reading a tensor's attributes calls no mode and no subclass, and meets no inference mode."""
+    """A context in which reading a tensor's attributes calls no mode and no subclass,
+    and meets no inference mode.
+    """
     return Scope(_normal) if torch.is_inference_mode_enabled() else torch._C.DisableTorchFunction()
 
 
@@ -384,7 +415,9 @@ def children(node: Node) -> Iterator[Node]:
 
 
 def tags(node: Node) -> dict[str, Any]:
-    """The node's own dict, which lives as long as the node and is empty until someone writes to it."""
+    """The node's own dict, which lives as long as the node and is empty until
+    someone writes to it.
+    """
     return node.metadata
 
 
@@ -430,11 +463,15 @@ def version(tensor: Tensor) -> int:
 
 
 _WITHOUT_MEMORY = (RuntimeError, NotImplementedError, ValueError)
-"""What tensors raise that have no memory of one piece: sparse and nested ones, and a lazy module's parameters."""
+"""What tensors raise that have no memory of one piece: sparse and nested ones,
+and a lazy module's parameters.
+"""
 
 
 def storage(tensor: Tensor) -> tuple[int, int]:
-    """An identity for the memory under a tensor, and its size in bytes: none, if it only says how many it would be."""
+    """An identity for the memory under a tensor, and its size in bytes: none, if it only says how
+    many it would be.
+    """
     try:
         memory = tensor.untyped_storage()
         return memory._cdata, 0 if tensor.is_meta else memory.nbytes()
@@ -492,7 +529,8 @@ def answers() -> Answers:
     thread.join()
     if not (lines[0].states and lines[0].sequences):
         _messages.warn_once(
-            f"torch {torch.__version__} does not tell of graphs what hodiff expects, so explanations "
+            f"torch {torch.__version__} does not tell of graphs what hodiff expects, "
+            "so explanations "
             'are off: what was saved is "unknown", predict() says "maybe", and release() frees '
             "nothing. Derivatives are not affected."
         )
@@ -515,7 +553,9 @@ def _states_are_told() -> bool:
     if _states(y.grad_fn) != {"self": NONE, "other": ALIVE}:
         return False
     product = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    if _states(product) != {"self": ALIVE, "other": ALIVE} or leaf(y.grad_fn.next_functions[0][0]) is not x:  # type: ignore[union-attr]
+    if _states(product) != {"self": ALIVE, "other": ALIVE}:
+        return False
+    if leaf(y.grad_fn.next_functions[0][0]) is not x:  # type: ignore[union-attr]
         return False
     with _settings.grad_mode(False):
         y.add_(1)
@@ -535,7 +575,8 @@ def _states_are_told() -> bool:
 
 
 def _references() -> int:
-    factor = torch.ones(3, device="cpu").requires_grad_() * 2.0  # no result: 2.10 and 2.11 make a new tensor of that
+    # no result: 2.10 and 2.11 make a new tensor of that
+    factor = torch.ones(3, device="cpu").requires_grad_() * 2.0
     product = (factor * factor).grad_fn
     del factor
     (name, raw_name, _), *_ = _LAYOUTS[type(product)].names

@@ -1,4 +1,6 @@
-"""A backward pass met a part of the graph that was freed: which part, by which pass, why it was met again."""
+"""A backward pass met a part of the graph that was freed: which part, by which pass,
+why it was met again.
+"""
 
 from __future__ import annotations
 
@@ -95,9 +97,13 @@ class SharedPart:
 
     @property
     def at_once(self) -> bool:
-        """Whether both losses had been computed when the first was differentiated: no state entered a step between."""
+        """Whether both losses had been computed when the first was differentiated:
+        no state entered a step between.
+        """
         place = self.freed_by.place
-        before = all(_saved.sequence(node) < place for node in self.case.nodes if _saved.leaf(node) is None)
+        before = all(
+            _saved.sequence(node) < place for node in self.case.nodes if _saved.leaf(node) is None
+        )
         return before and not self.rounds and self.call.path != self.freed_by.path
 
     @property
@@ -106,7 +112,9 @@ class SharedPart:
         first = self.values[0]
         if first.node in self.case.roots:
             return "same loss twice"
-        member = first.kept and not first.variable.isidentifier() and not first.variable.endswith("]")
+        member = (
+            first.kept and not first.variable.isidentifier() and not first.variable.endswith("]")
+        )
         left = first.replaced or (first.again and not member)  # an attribute may be kept for good
         if left and not (self.at_once or self._after_the_loop()):
             return "carried over"
@@ -115,10 +123,14 @@ class SharedPart:
         return "made once"
 
     def _after_the_loop(self) -> bool:
-        """Whether the failing pass stands behind the loop whose steps freed the part: it is no step."""
+        """Whether the failing pass stands behind the loop whose steps freed the part:
+        it is no step.
+        """
         mine, theirs = self.call.path, self.freed_by.path
         same = mine and theirs and mine[0].code is theirs[0].code
-        return bool(same) and any(not _source.within(loop, mine[0].number) for loop in _source.loops(theirs[0].line))
+        return bool(same) and any(
+            not _source.within(loop, mine[0].number) for loop in _source.loops(theirs[0].line)
+        )
 
 
 def explain(case: FailedPass) -> Explanation | None:
@@ -135,10 +147,15 @@ def left_behind(case: FailedPass) -> Explanation | None:
 
 def _recorded(case: FailedPass, part: SharedPart) -> Explanation:
     first, freed = part.values[0], part.freed_by
-    values = [Fact("part", value.variable or "a value without a name", text=_what(value.node)) for value in part.values]
+    values = [
+        Fact("part", value.variable or "a value without a name", text=_what(value.node))
+        for value in part.values
+    ]
     passes = dict.fromkeys(value.freed_by for value in part.values if value.freed_by is not None)
     compiled = type(first.node).__name__ == "CompiledFunctionBackward"
-    changes = {line: None for leaf in part.moved if (line := _changed(case, leaf, freed)) is not None}
+    changes = {
+        line: None for leaf in part.moved if (line := _changed(case, leaf, freed)) is not None
+    }
     return case.explanation(
         part.cause,
         *values[:SHOWN],
@@ -161,7 +178,10 @@ def _changed(case: FailedPass, leaf: Tensor, since: Pass) -> Line | None:
     return change.line if change is not None and change.passes > since.number else None
 
 
-ONE_NODE = "torch.compile makes one node of all outputs of a call: a pass through one frees what the others need"
+ONE_NODE = (
+    "torch.compile makes one node of all outputs of a call: a pass through one frees what the "
+    "others need"
+)
 OLD = "since: a kept graph would be of the old values"
 SHOWN = 4
 """Values that are told, where several begin the old part."""
@@ -180,12 +200,18 @@ def _freed_below(part: SharedPart) -> str:
 
 
 def _states(case: FailedPass) -> Explanation | None:
-    """Nothing was recorded of the pass that freed it: where the freed part begins, by its nodes and variables."""
+    """Nothing was recorded of the pass that freed it: where the freed part begins,
+    by its nodes and variables.
+    """
     freed = case.having(case.graph, "freed")
     if not freed or case.line is None:
         return None
     leading = _inspect.leading_to(case.graph, freed)
-    spent = [node for node in case.graph if node in leading and node in case.names.nodes and node not in case.roots]
+    spent = [
+        node
+        for node in case.graph
+        if node in leading and node in case.names.nodes and node not in case.roots
+    ]
     begin = [node for node in freed if node in _inspect.topmost(case.roots, freed)]
     named = _inspect.topmost(case.roots, spent) or [root for root in case.roots if root in leading]
     facts = [_state(case, node) for node in dict.fromkeys([*named, *begin])]
@@ -215,22 +241,30 @@ def gather(case: FailedPass) -> SharedPart | None:
     again = [root for root in case.roots if tag(root) is not None and needs(root)]
     begin = again[:1] or [_named(case, node) for node in _begin(case, needs)]
     values = [_part(case, node, _last_pass(case, node)) for node in begin]
-    values.sort(key=lambda value: (value.variable == "", not value.replaced, value.variable[:1] == "_"))
+    values.sort(
+        key=lambda value: (value.variable == "", not value.replaced, value.variable[:1] == "_")
+    )
     freed_by = values[0].freed_by if values else None
     return None if freed_by is None else SharedPart(case, case.call, freed_by, tuple(values))
 
 
 def _needing(case: FailedPass) -> Callable[[Node], bool]:
-    """Tells whether a node of the pass leads to one that cannot run: it was changed, or a pass freed what it needs."""
+    """Tells whether a node of the pass leads to one that cannot run: it was changed, or a pass
+    freed what it needs.
+    """
     run, clear = set(case.nodes), set[Node]()
 
     def needs(node: Node) -> bool:
         reached = {node}
         for each in (way := [node]):  # which grows
             trouble = case.troubles.get(each) if each in run else None
-            if trouble == "stale" or (trouble in ("freed", "unknown") and case.record.tags.tag(each) is not None):
+            if trouble == "stale" or (
+                trouble in ("freed", "unknown") and case.record.tags.tag(each) is not None
+            ):
                 return True
-            fresh = [child for child in case.graph[each] if child not in clear and child not in reached]
+            fresh = [
+                child for child in case.graph[each] if child not in clear and child not in reached
+            ]
             reached.update(fresh)
             way += fresh
         clear.update(reached)
@@ -251,7 +285,8 @@ def _last_pass(case: FailedPass, node: Node) -> Pass | None:
 
 
 def _begin(case: FailedPass, needs: Callable[[Node], bool]) -> list[Node]:
-    """The values at which the old part begins, met from the loss: those that an earlier pass ran or left behind.
+    """The values at which the old part begins, met from the loss: those that an earlier pass ran or
+    left behind.
 
     What a pass did not run counts as well (the state beside a recurrent module's output), if the
     variable that held it has another value by now, or if the lines that made it have run again:
@@ -261,10 +296,16 @@ def _begin(case: FailedPass, needs: Callable[[Node], bool]) -> list[Node]:
     old: list[Node] = []
     reached = dict.fromkeys(case.roots)
     for node in (way := list(reached)):  # which grows
-        if node not in case.roots and (case.record.tags.tag(node) is not None or _is_left(case, node)):
+        if node not in case.roots and (
+            case.record.tags.tag(node) is not None or _is_left(case, node)
+        ):
             old.append(node)
             continue
-        fresh = [child for child in case.graph[node] if child not in reached and _saved.leaf(child) is None]
+        fresh = [
+            child
+            for child in case.graph[node]
+            if child not in reached and _saved.leaf(child) is None
+        ]
         reached.update(dict.fromkeys(fresh))
         way += fresh
     left = {node for node in old if _is_left(case, node)}
@@ -278,11 +319,15 @@ def _is_left(case: FailedPass, node: Node) -> bool:
     call = tags.held_at(node)
     if call is None:
         return False
-    return case.record.ran_again(node, call) or any(_replaced(case, held, node) for held in tags.held(node))
+    return case.record.ran_again(node, call) or any(
+        _replaced(case, held, node) for held in tags.held(node)
+    )
 
 
 def _named(case: FailedPass, node: Node) -> Node:
-    """The node, or the nearest below that a variable holds, if what lies between has saved nothing."""
+    """The node, or the nearest below that a variable holds,
+    if what lies between has saved nothing.
+    """
     here = node
     for _ in range(NEAR):
         if case.record.tags.held(here) or here in case.names.nodes:
@@ -306,11 +351,17 @@ def _replaced(case: FailedPass, held: NamedVariable, node: Node) -> bool:
 
 
 def _part(case: FailedPass, node: Node, call: Pass | None) -> SharedValue:
-    """The value of a node at which the old part begins, and what the pass that freed it tells of it."""
+    """The value of a node at which the old part begins,
+    and what the pass that freed it tells of it.
+    """
     record = case.record
     path = record.path(node)
     again = call is not None and record.ran_again(node, call)
-    holding = [path for path, tensor in case.names.at.items() if not tensor.is_leaf and tensor.grad_fn is node]
+    holding = [
+        path
+        for path, tensor in case.names.at.items()
+        if not tensor.is_leaf and tensor.grad_fn is node
+    ]
     now = list(map(case.names.held, holding))
     then = [held for held in record.tags.held(node) if _replaced(case, held, node)]
     likely = any(_unlikely(held, call)[0] < OTHER for held in then)
@@ -324,16 +375,24 @@ def _part(case: FailedPass, node: Node, call: Pass | None) -> SharedValue:
         best = before[0] if before else NamedVariable(*_assigned(path))
     if not path and best.path:  # the result of a Python Function, which no watch sees made
         made = _assigned_once(case, best.path)
-        path = tuple(Frame(frame.f_code, made.number) for frame in case.frames[:1]) if made is not None else ()
+        path = (
+            tuple(Frame(frame.f_code, made.number) for frame in case.frames[:1])
+            if made is not None
+            else ()
+        )
     return SharedValue(node, best.path, bool(now), replaced, path, again, call)
 
 
 def _among_entries(case: FailedPass, now: list[NamedVariable]) -> bool:
-    """Whether what holds it is an entry of what a function assigned in this very call, outside of loops: of a batch."""
+    """Whether what holds it is an entry of what a function assigned in this very call, outside of
+    loops: of a batch.
+    """
     frames = [frame for frame in case.path if frame.code.co_name != "<module>"]
     lines = {frame.code: frame.line for frame in frames if not _source.loops(frame.line)}
     return all(
-        held.code in lines and "[" in held.path and _source.assignments(_names.root(held.path), lines[held.code])
+        held.code in lines
+        and "[" in held.path
+        and _source.assignments(_names.root(held.path), lines[held.code])
         for held in now
     )
 
@@ -346,7 +405,9 @@ HANDED_ON, MEMBER, OTHER = range(3)
 
 
 def _unlikely(held: NamedVariable, call: Pass | None) -> tuple[int, int, int]:
-    """How unlikely it is that a variable hands its value to the next step: one that is read first, or is a member."""
+    """How unlikely it is that a variable hands its value to the next step: one that is read first,
+    or is a member.
+    """
     member = held.path != _names.root(held.path)
     if member:
         return MEMBER, *_steps(held.path)
@@ -357,7 +418,9 @@ def _unlikely(held: NamedVariable, call: Pass | None) -> tuple[int, int, int]:
 
 
 def _assigned(path: Path) -> tuple[str, CodeType | None]:
-    """The name that the line that made a value gives it; or that the line gives which called a `return` of it."""
+    """The name that the line that made a value gives it;
+    or that the line gives which called a `return` of it.
+    """
     for number, frame in enumerate(path):
         if number and not _source.is_call(frame.line):
             break  # the line goes on computing with what it was returned

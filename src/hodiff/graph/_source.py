@@ -1,4 +1,6 @@
-"""The user's source, in files or cells: its lines, what they assign, change in place, differentiate."""
+"""The user's source, in files or cells: its lines, what they assign, change in place,
+differentiate.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _joined(text: str, before: tuple[tuple[int, str], ...]) -> ast.Module | None
     body: list[ast.stmt] = []
     for offset, earlier in before:
         ran = parsed(earlier)
-        body += [ast.increment_lineno(copy.deepcopy(each), -offset) for each in (ran.body if ran else ())]
+        body += [
+            ast.increment_lineno(copy.deepcopy(each), -offset) for each in (ran.body if ran else ())
+        ]
     return ast.Module([*body, *own.body], [])
 
 
@@ -64,7 +68,9 @@ def scope_of(line: Line) -> ast.AST | None:
     """The innermost function around a line, or the module."""
     scope: ast.AST | None = _file(line.file)
     for node in _walk(scope):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and within(node, line.number):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and within(
+            node, line.number
+        ):
             scope = node  # ast.walk is breadth first: the last one is the innermost
     return scope
 
@@ -78,7 +84,9 @@ def inside(scope: ast.AST | None) -> Iterator[ast.AST]:
         stack += [
             child
             for child in ast.iter_child_nodes(node)
-            if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda))
+            if not isinstance(
+                child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+            )
         ]
 
 
@@ -87,7 +95,8 @@ def loops(line: Line) -> list[ast.stmt]:
     loop_statements: list[ast.stmt] = [
         node
         for node in inside(scope_of(line))
-        if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and any(within(part, line.number) for part in node.body)
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While))
+        and any(within(part, line.number) for part in node.body)
     ]
     return loop_statements[::-1]
 
@@ -137,7 +146,8 @@ def returns(line: Line) -> bool:
 def calls(line: Line, name: str) -> bool:
     """Whether the statement at a line calls a function of that name."""
     return any(
-        isinstance(each, ast.Call) and ast.unparse(each.func).rpartition(".")[2] == name for each in nodes_at(line)
+        isinstance(each, ast.Call) and ast.unparse(each.func).rpartition(".")[2] == name
+        for each in nodes_at(line)
     )
 
 
@@ -146,13 +156,17 @@ def calls(line: Line, name: str) -> bool:
 
 def assigned_by(line: Line) -> list[str]:
     """What the statements at a line assign."""
-    return [target for node in statements(line) if within(node, line.number) for target in targets(node)]
+    return [
+        target for node in statements(line) if within(node, line.number) for target in targets(node)
+    ]
 
 
 def given_by(line: Line) -> list[str]:
     """What the assignment at a line gives its whole value to: nothing, for one that unpacks."""
     node = statement(line)
-    if isinstance(node, ast.Assign) and any(isinstance(target, (ast.Tuple, ast.List)) for target in node.targets):
+    if isinstance(node, ast.Assign) and any(
+        isinstance(target, (ast.Tuple, ast.List)) for target in node.targets
+    ):
         return []
     return targets(node) if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) else []
 
@@ -193,21 +207,27 @@ def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     for statement in body:
         yield statement
         for field in ("body", "orelse", "finalbody"):
-            yield from _flat(getattr(statement, field, []) if not isinstance(statement, ast.FunctionDef) else [])
+            yield from _flat(
+                getattr(statement, field, []) if not isinstance(statement, ast.FunctionDef) else []
+            )
 
 
 def hands_on(name: str, line: Line) -> bool:
-    """Whether a loop around a line reads a name before it assigns it: what one round leaves to the next."""
+    """Whether a loop around a line reads a name before it assigns it:
+    what one round leaves to the next.
+    """
     return any(name in carried(loop) for loop in loops(line))
 
 
-# --- what lines of the user's source change in place, or put into containers -----------------------
+# --- what lines of the user's source change in place, or put into containers ----------------------
 
 
 def changed_at(line: Line, call: str = "") -> list[str]:
-    """The variables that the statement at a line changes in place: `x += 1`, `x[i] = 0`, `x.mul_(2)`.
+    """The variables that the statement at a line changes in place: `x += 1`, `x[i] = 0`,
+    `x.mul_(2)`.
 
-    If `call`, which changed them, assigned an item of `x`, it is `x` that was changed, and not `x[i]`.
+    If `call`, which changed them, assigned an item of `x`, it is `x` that was changed, and not
+    `x[i]`.
     """
     node = statement(line)
     if isinstance(node, (ast.Assign, ast.AugAssign)):
@@ -218,16 +238,23 @@ def changed_at(line: Line, call: str = "") -> list[str]:
         return list(map(ast.unparse, items if isinstance(node, ast.Assign) else given))
     calling = node.value if isinstance(node, ast.Expr) else None
     changed = None
-    while isinstance(calling, ast.Call) and isinstance(calling.func, ast.Attribute):  # x.sub_(m).div_(s) changes x
+    # x.sub_(m).div_(s) changes x
+    while isinstance(calling, ast.Call) and isinstance(calling.func, ast.Attribute):
         changed = calling.func.value if calling.func.attr.endswith("_") else changed
         calling = calling.func.value
     return [ast.unparse(changed)] if changed is not None else []
 
 
 def receiver(line: Line, method: str) -> str:
-    """What the statement at a line calls a method of: `hx[i]` in `[hx[i].squeeze_(0) for i in ...]`."""
+    """What the statement at a line calls a method of: `hx[i]` in
+    `[hx[i].squeeze_(0) for i in ...]`.
+    """
     for each in nodes_at(line):
-        if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr == method:
+        if (
+            isinstance(each, ast.Call)
+            and isinstance(each.func, ast.Attribute)
+            and each.func.attr == method
+        ):
             return ast.unparse(each.func.value)
     return ""
 
@@ -236,14 +263,20 @@ def receiver(line: Line, method: str) -> str:
 
 
 def target_of(line: Line) -> str:
-    """What the pass at a line differentiates, as written: of `x.backward(...)`, `grad(x, ...)`, `backward(x)`."""
+    """What the pass at a line differentiates, as written: of `x.backward(...)`, `grad(x, ...)`,
+    `backward(x)`.
+    """
     for call in nodes_at(line):
         if isinstance(call, ast.Call):
             name = _called(call)
             owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
             if name == "backward" and owner not in ("", "torch.autograd", "autograd", "torch"):
                 return owner
-            if name in ("grad", "backward") and call.args and isinstance(call.args[0], (ast.Name, ast.Attribute)):
+            if (
+                name in ("grad", "backward")
+                and call.args
+                and isinstance(call.args[0], (ast.Name, ast.Attribute))
+            ):
                 return ast.unparse(call.args[0])
     return ""
 
@@ -277,7 +310,9 @@ class Line(NamedTuple):
 
 
 def quoted(line: Line) -> str:
-    """A line for a list: where it is, and what it says; the text alone is missing where no source is at hand."""
+    """A line for a list: where it is, and what it says;
+    the text alone is missing where no source is at hand.
+    """
     return f"{line}   {line.text}".rstrip()
 
 
@@ -287,7 +322,9 @@ def line_of(frame: FrameType) -> Line:
 
 
 class Frame(NamedTuple):
-    """A call of the user's code that was under way: its code, and the number of the line that it was at."""
+    """A call of the user's code that was under way: its code,
+    and the number of the line that it was at.
+    """
 
     code: CodeType
     number: int
@@ -307,7 +344,7 @@ def lines_of(path: Path) -> tuple[Line, ...]:
     return tuple(Line(code.co_filename, number) for code, number in path)
 
 
-# --- cells of IPython and Jupyter: how they are called, and a session read as if it were one script -------------------
+# --- cells of IPython and Jupyter: how they are called, and a session read as if it were one script
 # Each cell is a file of its own. What a name was given in an earlier one is found by the numbers of
 # lines: in the file of a cell the lines of the cells that ran before have the numbers 0, -1, -2 and
 # so on, the last first.
@@ -327,7 +364,9 @@ def number(file: str) -> int:
 
 
 def before(file: str) -> list[tuple[int, int, str]]:
-    """The cells that ran before one, the nearest first: what to take from their line numbers, number and text."""
+    """The cells that ran before one, the nearest first: what to take from their line numbers,
+    number and text.
+    """
     last = number(file)
     inputs = _shell().user_ns.get("In", []) if last else []
     if last >= len(inputs) or inputs[last].split() != "".join(linecache.getlines(file)).split():
@@ -373,5 +412,7 @@ def steps(path: str) -> int:
 
 
 def forms(path: str) -> tuple[str, str]:
-    """As a variable is written, and as it is within its class: `trainer.total` is `self.total` there."""
+    """As a variable is written, and as it is within its class:
+    `trainer.total` is `self.total` there.
+    """
     return path, re.sub(r"^.*\.", "self.", path)

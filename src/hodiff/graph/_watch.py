@@ -2,9 +2,9 @@
 
 A `TorchFunctionMode` sees each call. Per operation it keeps one number and the user's lines: the
 place that the next node of this thread gets, and where it was made. Nothing is attached to tensors
-in the forward; of those without a graph it is kept what made them. A graph is walked where it ends. Per pass the
-nodes that variables hold are tagged with the variable, and those that it freed with the pass, in a
-dict that the node owns.
+in the forward; of those without a graph it is kept what made them. A graph is walked where it ends.
+Per pass the nodes that variables hold are tagged with the variable, and those that it freed with
+the pass, in a dict that the node owns.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ from hodiff.graph._record import (
     Switch,
 )
 
-# --- the steps of PyTorch's own optimizers, of which a recorder sees no call, only what they changed ------------------
-# A step makes five to fifteen calls per parameter, and an explanation needs none of them: the mode
-# is off the stack for as long. It is taken off by the hook that an optimizer calls before a step,
-# and put back when the step has ended in whatever way: what the hook returns is held by the frame
-# that called it, and goes with that frame.
+# --- the steps of PyTorch's own optimizers, of which a recorder sees no call, only what they
+# changed A step makes five to fifteen calls per parameter, and an explanation needs none of them:
+# the mode is off the stack for as long. It is taken off by the hook that an optimizer calls before
+# a step, and put back when the step has ended in whatever way: what the hook returns is held by the
+# frame that called it, and goes with that frame.
 
 
 class _Away(NamedTuple):
-    """While the mode is off the stack: how many others are on it, the leaves with their versions, and the place."""
+    """While the mode is off the stack: how many others are on it, the leaves with their versions,
+    and the place.
+    """
 
     depth: int
     leaves: list[tuple[Tensor, int]]
@@ -85,7 +87,8 @@ class OptimizerSteps:
         """The mode is to be popped."""
         self.settle()
         hooks = _saved.hooks_before_steps()
-        for key, hook in list(hooks.items()):  # in one step of the interpreter: other threads register theirs
+        # in one step of the interpreter: other threads register theirs
+        for key, hook in list(hooks.items()):
             if _owner(hook) is self:
                 del hooks[key]
 
@@ -94,8 +97,13 @@ class OptimizerSteps:
             return None
         self._watch.stepping(optimizer)
         self._back()  # from a step that raised, if someone still holds its error
-        closures = [value for value in (*args[1:], *kwargs.values()) if value is not None]  # which ask for passes
-        hooks = [hook for hook in _saved.step_hooks(optimizer) if not isinstance(_owner(hook), OptimizerSteps)]
+        # which ask for passes
+        closures = [value for value in (*args[1:], *kwargs.values()) if value is not None]
+        hooks = [
+            hook
+            for hook in _saved.step_hooks(optimizer)
+            if not isinstance(_owner(hook), OptimizerSteps)
+        ]
         if closures or hooks or not _is_plain(optimizer) or not _saved.innermost(self._watch):
             return None
         TorchFunctionMode.__exit__(self._watch, None, None, None)
@@ -155,7 +163,10 @@ def recording() -> WatchMode | None:
 
 @final
 class WatchMode(Record, TorchFunctionMode):
-    """What PyTorch holds of a watch. It does not hold the watch, which ends with its last holder."""
+    """What PyTorch holds of a watch.
+
+    It does not hold the watch, which ends with its last holder.
+    """
 
     def __init__(self, *listeners: Listener) -> None:
         super().__init__(*listeners)
@@ -230,7 +241,8 @@ class WatchMode(Record, TorchFunctionMode):
             made = args[0] if kind == INPLACE and args else result
             if not getattr(made, "requires_grad", False):
                 self.cuts.note(func, kind, (args, kwargs or {}), made, frame)
-            elif kwargs and isinstance(made, Tensor) and made.is_leaf:  # torch.zeros(3, requires_grad=True)
+            elif kwargs and isinstance(made, Tensor) and made.is_leaf:
+                # as torch.zeros(3, requires_grad=True) makes one
                 self.cuts.remember(made, (), self.place(frame), getattr(func, "__name__", ""))
         if args and (kind == INPLACE or (kwargs and kwargs.get("inplace"))):
             self.note_change(getattr(func, "__name__", ""), args[0], self.place(frame), before)
@@ -250,7 +262,9 @@ class WatchMode(Record, TorchFunctionMode):
         """PyTorch refused an operation: if that is about gradients, say why."""
 
         def explanation() -> Explanation | None:
-            return _explain.of_operation(error, func, arguments, self._path_of(frame), list(user_frames(frame)), self)
+            return _explain.of_operation(
+                error, func, arguments, self._path_of(frame), list(user_frames(frame)), self
+            )
 
         _explain.note(error, explanation)
 
@@ -276,7 +290,9 @@ class WatchMode(Record, TorchFunctionMode):
             outputs, starts = _record.as_list(given.get("tensors")), _record.starts_of(given)
             tensors = [item for item in outputs or () if isinstance(item, Tensor)]
             frames = list(user_frames(frame))
-            case = FailedPass(error, name, roots, tensors, inputs, frames, self, call, outputs or (), starts)
+            case = FailedPass(
+                error, name, roots, tensors, inputs, frames, self, call, outputs or (), starts
+            )
             self._failed(case, call)
             raise
         after = counter()
@@ -284,7 +300,8 @@ class WatchMode(Record, TorchFunctionMode):
             self._log.add(before, after, place)
         if not call.retained:
             self.tags.freed(call, _inspect.executed(roots, inputs))
-        if not (call.retained and create):  # a kept graph may be met again when what it needs has changed
+        # a kept graph may be met again when what it needs has changed
+        if not (call.retained and create):
             self.tags.name(frame)
         for listener in self._listeners:
             listener.after(self, call, failed=False)
@@ -292,7 +309,9 @@ class WatchMode(Record, TorchFunctionMode):
             self._without_graph(call, given, result, place, args)
         return result
 
-    def _without_graph(self, call: Pass, given: Any, result: tuple[Any, ...], place: int, args: Any) -> None:
+    def _without_graph(
+        self, call: Pass, given: Any, result: tuple[Any, ...], place: int, args: Any
+    ) -> None:
         """Gradients that have no graph of their own."""
         lost = [each for each in result if isinstance(each, Tensor) and not each.requires_grad]
         if not lost:
@@ -301,13 +320,19 @@ class WatchMode(Record, TorchFunctionMode):
         kind = "zero derivative" if call.built else "first gradient"
         if function:
             kind = "Function differentiable once"
-        graphs = [each for each in _record.as_list(given.get("tensors")) or () if isinstance(each, Tensor)]
-        cut = self.cuts.cut(kind, place, function or call.name, [each for each in graphs if each.requires_grad])
+        graphs = [
+            each for each in _record.as_list(given.get("tensors")) or () if isinstance(each, Tensor)
+        ]
+        cut = self.cuts.cut(
+            kind, place, function or call.name, [each for each in graphs if each.requires_grad]
+        )
         self.cuts.remember(lost, (cut,), place, call.name)
         self._tell(cut, args)
 
     def _failed(self, case: FailedPass, call: Pass) -> None:
-        """Explain, and then tag the nodes that the failing pass ran: what it freed, and all above, which come first."""
+        """Explain, and then tag the nodes that the failing pass ran: what it freed, and all above,
+        which come first.
+        """
         _explain.note(case.error, partial(_explain.of_pass, case))
         fresh = {node: case.graph[node] for node in case.nodes if self.tags.tag(node) is None}
         self.tags.freed(call, list(_inspect.leading_to(fresh, case.having(fresh, "freed"))))
@@ -315,7 +340,8 @@ class WatchMode(Record, TorchFunctionMode):
             listener.after(self, call, failed=True)
 
 
-# --- inference mode, which hands no call on: its two methods tell the watches of their thread while any watch runs ----
+# --- inference mode, which hands no call on: its two methods tell the watches of their thread while
+# any watch runs
 
 
 def _tell_of_inference(restore: Undo) -> None:
@@ -332,7 +358,10 @@ def _tell_of_inference(restore: Undo) -> None:
             watch.cuts.inferring(True, "__exit__", self, None)
         return leave(self, *exc)
 
-    restore += [partial(setattr, kind, "__enter__", enter), partial(setattr, kind, "__exit__", leave)]
+    restore += [
+        partial(setattr, kind, "__enter__", enter),
+        partial(setattr, kind, "__exit__", leave),
+    ]
     kind.__enter__, kind.__exit__ = __enter__, __exit__
 
 
@@ -360,12 +389,15 @@ class Watch(_settings.Offered[Any]):
 
     def __init_subclass__(cls) -> None:  # its frames would pass for the user's
         if not cls.__module__.startswith("hodiff."):
-            raise TypeError("hodiff.graph.Watch cannot be subclassed; hold one, and read its .passes.")
+            raise TypeError(
+                "hodiff.graph.Watch cannot be subclassed; hold one, and read its .passes."
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied, or pickled."""
         raise GraphError(
-            "a Watch cannot be copied or pickled: it follows graphs of this process; keep what is needed of .passes."
+            "a Watch cannot be copied or pickled: it follows graphs of this process; "
+            "keep what is needed of .passes."
         )
 
     def __enter__(self) -> Self:
@@ -380,7 +412,8 @@ class Watch(_settings.Offered[Any]):
 
 
 def watch() -> Watch:
-    """A context in which a failing backward pass says why: the variable, the lines, the class, what helps.
+    """A context in which a failing backward pass says why: the variable, the lines, the class, what
+    helps.
 
     The explanation is a note of the exception (`exc.__notes__`), which tracebacks print. Numbers,
     errors and graphs are those of the same program without the context; it concerns the thread that

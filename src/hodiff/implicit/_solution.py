@@ -51,12 +51,18 @@ class SolutionOptions(TypedDict, total=False):
 
 @overload
 def argmin(
-    f: Function, x_star: nn.Module | Selection, *, method: Method = "cg", **options: Unpack[SolutionOptions]
+    f: Function,
+    x_star: nn.Module | Selection,
+    *,
+    method: Method = "cg",
+    **options: Unpack[SolutionOptions],
 ) -> ByName: ...
 
 
 @overload
-def argmin(f: Function, x_star: V, *, method: Method = "cg", **options: Unpack[SolutionOptions]) -> V: ...
+def argmin(
+    f: Function, x_star: V, *, method: Method = "cg", **options: Unpack[SolutionOptions]
+) -> V: ...
 
 
 def argmin(
@@ -147,7 +153,8 @@ def argmin(
         pass, and without `preconditioner` and `iterations`.
 
     Examples:
-        Ridge regression of one number: \(x = b / (1 + \theta)\), with the derivative \(-b / (1 + \theta)^2\):
+        Ridge regression of one number: \(x = b / (1 + \theta)\), with the derivative \(-b / (1 +
+            \theta)^2\):
 
         >>> import torch, hodiff
         >>> theta = torch.tensor(1.0, requires_grad=True)
@@ -164,9 +171,9 @@ def argmin(
         (tensor(-2.),)
 
     Reference:
-        Blondel, M. et al. (2022). Efficient and modular implicit differentiation. NeurIPS. arXiv:2105.15183.
-        Lorraine, J., Vicol, P., Duvenaud, D. (2020). Optimizing millions of hyperparameters by implicit
-        differentiation. AISTATS. arXiv:1911.02590.
+        Blondel, M. et al. (2022). Efficient and modular implicit differentiation. NeurIPS.
+        arXiv:2105.15183. Lorraine, J., Vicol, P., Duvenaud, D. (2020). Optimizing millions of
+        hyperparameters by implicit differentiation. AISTATS. arXiv:1911.02590.
     """
     given = Given(
         batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart,
@@ -177,12 +184,18 @@ def argmin(
 
 @overload
 def root(
-    F: Function, x_star: nn.Module | Selection, *, method: AnySystem = "gmres", **options: Unpack[SolutionOptions]
+    F: Function,
+    x_star: nn.Module | Selection,
+    *,
+    method: AnySystem = "gmres",
+    **options: Unpack[SolutionOptions],
 ) -> ByName: ...
 
 
 @overload
-def root(F: Function, x_star: V, *, method: AnySystem = "gmres", **options: Unpack[SolutionOptions]) -> V: ...
+def root(
+    F: Function, x_star: V, *, method: AnySystem = "gmres", **options: Unpack[SolutionOptions]
+) -> V: ...
 
 
 def root(
@@ -212,8 +225,8 @@ def root(
     minimum are an example of *F*.
 
     Args:
-        F: The function, with as many equations as unknowns: what it returns is like *x_star* (a dict by parameter
-            name for a module).
+        F: The function, with as many equations as unknowns: what it returns is like *x_star* (a
+            dict by parameter name for a module).
         x_star: The zero: a tensor, a container of tensors, a module, or `hodiff.select(module,
             ...)`.
         batch_ndim: How many leading dimensions index independent problems.
@@ -264,7 +277,8 @@ def root(
         (tensor([0.2500]),)
 
     Reference:
-        Blondel, M. et al. (2022). Efficient and modular implicit differentiation. NeurIPS. arXiv:2105.15183.
+        Blondel, M. et al. (2022). Efficient and modular implicit differentiation. NeurIPS.
+        arXiv:2105.15183.
     """
     given = Given(
         batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart,
@@ -275,12 +289,18 @@ def root(
 
 @overload
 def fixed_point(
-    g: Function, x_star: nn.Module | Selection, *, method: AnySystem = "gmres", **options: Unpack[SolutionOptions]
+    g: Function,
+    x_star: nn.Module | Selection,
+    *,
+    method: AnySystem = "gmres",
+    **options: Unpack[SolutionOptions],
 ) -> ByName: ...
 
 
 @overload
-def fixed_point(g: Function, x_star: V, *, method: AnySystem = "gmres", **options: Unpack[SolutionOptions]) -> V: ...
+def fixed_point(
+    g: Function, x_star: V, *, method: AnySystem = "gmres", **options: Unpack[SolutionOptions]
+) -> V: ...
 
 
 def fixed_point(
@@ -367,8 +387,9 @@ def fixed_point(
         (tensor([1.5000]),)
 
     Reference:
-        Bai, S., Kolter, J. Z., Koltun, V. (2019). Deep equilibrium models. NeurIPS. arXiv:1909.01377.
-        Fung, S. W. et al. (2022). JFB: Jacobian-free backpropagation for implicit networks. AAAI. arXiv:2103.12803.
+        Bai, S., Kolter, J. Z., Koltun, V. (2019). Deep equilibrium models. NeurIPS.
+        arXiv:1909.01377. Fung, S. W. et al. (2022). JFB: Jacobian-free backpropagation for implicit
+        networks. AAAI. arXiv:2103.12803.
     """
     given = Given(
         batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart,
@@ -377,7 +398,7 @@ def fixed_point(
     return attached("fixed_point", g, x_star, args, kwargs, given)
 
 
-# --- what they share: the residual at a point, its checks, the chain of links -----------------------------------------
+# --- what they share: the residual at a point, its checks, the chain of links ---------------------
 
 
 Kind = Literal["argmin", "root", "fixed_point"]
@@ -402,7 +423,12 @@ class Given(NamedTuple):
 
 
 def attached(
-    kind: Kind, f: Callable[..., Any], x_star: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, given: Given
+    kind: Kind,
+    f: Callable[..., Any],
+    x_star: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    given: Given,
 ) -> Any:
     """The solution, attached to the graph of everything that `f` depends on."""
     if torch.is_inference_mode_enabled():
@@ -411,12 +437,13 @@ def attached(
     _call.refuse_stand_ins()
     where, line = Where(x_star, "x_star"), CallSite.now()
     if not callable(f) or isinstance(f, Tensor):
-        raise InputError(f"f: got {_arguments.kind(f)}, expected a function, which is evaluated at x_star.")
+        raise InputError(f"f: got {_arguments.kind(f)}, expected a function, evaluated at x_star.")
+    check = _arguments.check_integer
     _arguments.check_option(given.method, Method if kind == "argmin" else AnySystem, "method")
-    order = _call.outer_order() if given.order is None else _arguments.check_integer(given.order, "order", least=1)
-    _arguments.check_integer(given.polish, "polish", least=0)
+    order = _call.outer_order() if given.order is None else check(given.order, "order", least=1)
+    check(given.polish, "polish", least=0)
     as_float(given.damping, "damping", least=0)
-    if _arguments.check_integer(given.batch_ndim, "batch_ndim", least=0):
+    if check(given.batch_ndim, "batch_ndim", least=0):
         check_stack(where, None, None, given.batch_ndim)
     if _arguments.is_set(given.check_independence, "check_independence"):
         _independence.check(f, where, batch_ndim=given.batch_ndim, args=args, kwargs=kwargs)
@@ -424,7 +451,7 @@ def attached(
     number = _arguments.is_number(limit) or (isinstance(limit, float) and limit == math.inf)
     if limit is not None and not (number and limit >= 0):
         raise InputError(f"gradient_tol: got {limit!r}, expected a number of at least 0, or None.")
-    # The residual at the values alone; and in a differentiable result with as many derivatives as there are links.
+    # The residual at the values; and in a differentiable result, with a derivative for each link.
     linked = _call.call(f, where, 1, True, args=args, kwargs=kwargs, batch_ndim=given.batch_ndim)
     linked = linked._replace(order=1 + order)
     plain = linked._replace(create_graph=False, keep=True, order=2)
@@ -437,12 +464,12 @@ def attached(
         return where.result(values)
     x = _leaves(values)
     graph, residual = problem.residual(linked, x)
-    # Passes for a first derivative free this graph after their linear system, so that it may serve for both.
+    # Passes of a first derivative free this graph after their linear system: it serves for both.
     first = (graph.kept(), residual) if order == 1 else problem.residual(plain, _leaves(values))
     chain = Chain(problem.solved(*first, values), values)
     survey = _nodes.survey([part for part in residual if part.requires_grad])
     if survey.leaf_ids() <= set(map(id, graph.leaves)):
-        return where.result(values)  # a frozen network, an evaluation: as PyTorch's layers, without a graph
+        return where.result(values)  # a frozen network: as PyTorch's layers, without a graph
     x = chain.link(1, values, residual)
     for number in range(2, order + 1):
         _, residual = problem.residual(linked, x)
@@ -486,7 +513,9 @@ class Problem:
             for part in residual:
                 _call.refuse_tangent(part, WHAT[self.kind])
             if self.kind == "fixed_point":
-                residual = [leaf - output for leaf, output in zip(graph.leaves, residual, strict=True)]
+                residual = [
+                    leaf - output for leaf, output in zip(graph.leaves, residual, strict=True)
+                ]
             return graph, residual
 
     def held(self, residual: Leaves, x: Leaves, values: Leaves) -> Leaves:
@@ -494,7 +523,9 @@ class Problem:
         damping = self._given.damping
         if not damping:
             return residual
-        return [r + damping * (part - value) for r, part, value in zip(residual, x, values, strict=True)]
+        return [
+            r + damping * (part - value) for r, part, value in zip(residual, x, values, strict=True)
+        ]
 
     def _like_x(self, graph: OutputGraph) -> Leaves:
         """What `f` returned, in the order of the point's leaves."""
@@ -570,7 +601,9 @@ class Problem:
         pairs = [*zip(sizes, scales, strict=True)]
         far = torch.tensor([size > limit * scale for size, scale in pairs], device="cpu")
         if bool(far.any()):
-            off = max(size / scale if scale else math.inf for size, scale in pairs if size > limit * scale)
+            off = max(
+                size / scale if scale else math.inf for size, scale in pairs if size > limit * scale
+            )
             self._line.warn(
                 f"{self.kind}: x_star is not the solution{told(far.reshape(space.batch))}: "
                 f"{WHAT[self.kind]} has {off:.2g} times its size at zero, and the relative error "
@@ -582,24 +615,27 @@ class Problem:
 WHAT: dict[Kind, str] = {"argmin": "the gradient of f", "root": "F(x)", "fixed_point": "x - g(x)"}
 NO_DERIVATIVE: dict[Status, str] = {
     "negative curvature": (
-        "the second derivative of f at x_star has a direction of negative or zero curvature, so x_star is not an "
-        "isolated minimum: a saddle point (method='minres' differentiates it as a stationary point), or a flat "
-        "direction (damping= adds to the curvature)."
+        "the second derivative of f at x_star has a direction of negative or zero curvature, "
+        "so x_star is not an isolated minimum: a saddle point (method='minres' differentiates it "
+        "as a stationary point), or a flat direction (damping= adds to the curvature)."
     ),
     "stagnation": (
-        "the linear system of the derivative is singular: the solution is not isolated, so that its derivative does "
-        "not exist. Use damping=, or add a term to f that makes the solution unique."
+        "the linear system of the derivative is singular: the solution is not isolated, "
+        "so that its derivative does not exist. Use damping=, or add a term to f that makes the "
+        "solution unique."
     ),
 }
 """Why a linear system of the derivative has no solution, by how its solver ended."""
 
 
-# --- the transposed Jacobian of a residual at a solution, as an operator ----------------------------------------------
+# --- the transposed Jacobian of a residual at a solution, as an operator --------------------------
 
 
 @final
 class Transposed(LinearOperator):
-    """Jᵀ at a solution, by reverse passes through the graph of the residual; J itself by the derivative of those."""
+    """Jᵀ at a solution, by reverse passes through the graph of the residual;
+    J itself by the derivative of those.
+    """
 
     def __init__(self, graph: OutputGraph, residual: Leaves, *, symmetric: bool) -> None:
         super().__init__()
@@ -608,7 +644,9 @@ class Transposed(LinearOperator):
         self._symmetric = symmetric
         self._space = graph.call.where.space().side(graph.call.batch_ndim)
         self._linear: tuple[Leaves, Leaves] | None = None
-        self._calls_back = _nodes.runs_hooks(_nodes.survey([part for part in residual if part.requires_grad]))
+        self._calls_back = _nodes.runs_hooks(
+            _nodes.survey([part for part in residual if part.requires_grad])
+        )
 
     @property
     def symmetric(self) -> bool:
@@ -632,7 +670,9 @@ class Transposed(LinearOperator):
             return _reverse.products(self._graph, self._residual, parts, count, chunk_size=None)
 
     def _times(self, flat: Tensor) -> Tensor:
-        """As for any operator; but what it gives is read alone, and need not be memory of its own."""
+        """As for any operator; but what it gives is read alone,
+        and need not be memory of its own.
+        """
         self._count(1)
         with self.ready():
             parts = _reverse.writable(self._graph, self._space.split(flat))
@@ -643,9 +683,14 @@ class Transposed(LinearOperator):
         with self.ready():
             if self._linear is None:
                 cotangents = [torch.ones_like(part, requires_grad=True) for part in self._residual]
-                self._linear = cotangents, _reverse.transposed_product(self._graph, self._residual, cotangents)
+                self._linear = (
+                    cotangents,
+                    _reverse.transposed_product(self._graph, self._residual, cotangents),
+                )
             cotangents, pulled = self._linear
-            return _reverse.products(self._graph, pulled, parts, count, chunk_size=None, inputs=cotangents)
+            return _reverse.products(
+                self._graph, pulled, parts, count, chunk_size=None, inputs=cotangents
+            )
 
     def _about(self) -> str:
         return "at a solution"

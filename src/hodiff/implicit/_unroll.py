@@ -39,7 +39,9 @@ from hodiff.rules import (
 V = TypeVar("V")
 ByName = dict[str, Tensor]
 AnyRule = Rule | torch.optim.Optimizer | Callable[[Any, Any, Any, int], tuple[Any, Any]]
-"""A rule of `hodiff.rules`, a function with its signature, or a `torch.optim` optimizer as its description."""
+"""A rule of `hodiff.rules`, a function with its signature,
+or a `torch.optim` optimizer as its description.
+"""
 Inner = Callable[..., Any]
 Count = int | Iterable[Any]
 Segments = int | Literal["auto"] | None
@@ -94,7 +96,13 @@ def unroll(
 
 @overload
 def unroll(
-    f: Inner, where: V, rule: AnyRule, steps: Count, *, return_state: Literal[True], **options: Unpack[UnrollOptions]
+    f: Inner,
+    where: V,
+    rule: AnyRule,
+    steps: Count,
+    *,
+    return_state: Literal[True],
+    **options: Unpack[UnrollOptions],
 ) -> tuple[V, Any]: ...
 
 
@@ -112,7 +120,8 @@ def unroll(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The parameters after *k* steps of an optimizer, as a function of everything that went into them.
+    r"""The parameters after *k* steps of an optimizer, as a function of everything that went into
+    them.
 
     \(p_t = u(p_{t-1}, \nabla f(p_{t-1}), s_{t-1})\) with the rule *u* and its state *s*.
     Derivatives flow to the initial parameters, to hyperparameters that are tensors, and to
@@ -145,14 +154,16 @@ def unroll(
         kwargs: Keyword arguments for `f`.
 
     Returns:
-        The parameters after the last step, in the structure and shapes of *where* (a dict by parameter name for
-        a module: pass it to `torch.func.functional_call`); with `return_state=True`, `(parameters, state)`.
-        Under `no_grad` they are detached, and no graph is kept.
+        The parameters after the last step, in the structure and shapes of *where* (a dict by
+        parameter name for
+        a module: pass it to `torch.func.functional_call`); with `return_state=True`,
+        `(parameters, state)`. Under `no_grad` they are detached, and no graph is kept.
 
     Raises:
         InputError: A rule, a number of steps or a state does not fit, or `f` does not return one
             element.
-        GraphError: `f` does not use its argument; a second derivative through `segments`; or as for `hodiff.grad`.
+        GraphError: `f` does not use its argument; a second derivative through `segments`; or as for
+            `hodiff.grad`.
 
     Cost:
         One evaluation of `f`, one reverse pass and the rule in each step; the pass through all
@@ -162,36 +173,52 @@ def unroll(
         each step starts from them.
 
     Examples:
-        Two steps on \(2 p^2\) from 1 lead to \((1 - 4 \eta)^2\), whose derivative is \(-8(1 - 4 \eta)\):
+        Two steps on \(2 p^2\) from 1 lead to \((1 - 4 \eta)^2\), whose derivative is \(-8(1 - 4
+        \eta)\):
 
         >>> import torch, hodiff
         >>> lr = torch.tensor(0.1, requires_grad=True)
-        >>> p = hodiff.unroll(lambda p: (2.0 * p**2).sum(), torch.ones(1), hodiff.rules.SGD(lr=lr), 2)
+        >>> p = hodiff.unroll(
+        ...     lambda p: (2.0 * p**2).sum(), torch.ones(1), hodiff.rules.SGD(lr=lr), 2
+        ... )
         >>> p.detach(), torch.autograd.grad(p.sum(), lr)[0]
         (tensor([0.3600]), tensor(-4.8000))
 
     Reference:
-        Maclaurin, D., Duvenaud, D., Adams, R. P. (2015). Gradient-based hyperparameter optimization through
-        reversible learning. ICML. arXiv:1502.03492.
-        Finn, C., Abbeel, P., Levine, S. (2017). Model-agnostic meta-learning. ICML. arXiv:1703.03400.
+        Maclaurin, D., Duvenaud, D., Adams, R. P. (2015). Gradient-based hyperparameter optimization
+        through reversible learning. ICML. arXiv:1502.03492. Finn, C., Abbeel, P., Levine, S.
+        (2017). Model-agnostic meta-learning. ICML. arXiv:1703.03400.
     """
     return_state = _arguments.is_set(return_state, "return_state")
     first_order = _arguments.is_set(first_order, "first_order")
     parsed = Where(where, "where")
     if not callable(f) or isinstance(f, Tensor):
-        raise InputError(f"f: got {_arguments.kind(f)}, expected a function of the parameters, evaluated at each step.")
+        raise InputError(
+            f"f: got {_arguments.kind(f)}, expected a function of the parameters, "
+            "evaluated at each step."
+        )
     batches = _batches(steps)
     rules = _rules(rule, parsed)
-    inner = UnrolledSteps(f, parsed, _update(rule, rules, parsed), args, kwargs, first_order=first_order)
+    inner = UnrolledSteps(
+        f, parsed, _update(rule, rules, parsed), args, kwargs, first_order=first_order
+    )
     now = inner.resume(state)
     if rules:
         now = now._replace(state=taken(now.state, rules, parsed.tree, parsed.tensors))
     if torch.is_grad_enabled():
-        cut = 0 if last is None else max(0, len(batches) - _arguments.check_integer(last, "last", least=1))
+        cut = (
+            0
+            if last is None
+            else max(0, len(batches) - _arguments.check_integer(last, "last", least=1))
+        )
         if cut:
             now = inner.run(now, batches[:cut], record=False)
         for some in _split(batches[cut:], segments):
-            now = inner.run(now, some, record=True) if segments is None else run_segment(inner, now, some)
+            now = (
+                inner.run(now, some, record=True)
+                if segments is None
+                else run_segment(inner, now, some)
+            )
         _nodes.mark_results(now.params)
     else:
         now = inner.run(now, batches, record=False)
@@ -207,7 +234,8 @@ def _batches(steps: Any) -> list[Any]:
         return [()] * _arguments.check_integer(steps, "steps", least=1)
     if isinstance(steps, Tensor) or not isinstance(steps, Iterable):
         raise InputError(
-            f"steps: got {_arguments.kind(steps)}, expected a number, or an iterable with a batch for each step."
+            f"steps: got {_arguments.kind(steps)}, expected a number, or an iterable with a batch "
+            "for each step."
         )
     batches = [(batch,) for batch in steps]
     if not batches:
@@ -222,7 +250,9 @@ def _split(batches: list[Any], segments: Any) -> list[list[Any]]:
     if isinstance(segments, str) and segments == "auto":
         segments = math.ceil(math.sqrt(len(batches)))
     elif isinstance(segments, bool) or not isinstance(segments, int) or segments < 1:
-        raise InputError(f'segments: got {segments!r}, expected None, "auto", or a number of segments.')
+        raise InputError(
+            f'segments: got {segments!r}, expected None, "auto", or a number of segments.'
+        )
     size = -(-len(batches) // segments)
     return [batches[start : start + size] for start in range(0, len(batches), size)]
 
@@ -247,8 +277,12 @@ def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
         )
     tree, given = where.tree, rule
 
-    def update(params: list[Tensor], grads: list[Tensor | None], state: Any, step: int) -> tuple[list[Tensor], Any]:
-        whole = [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
+    def update(
+        params: list[Tensor], grads: list[Tensor | None], state: Any, step: int
+    ) -> tuple[list[Tensor], Any]:
+        whole = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)
+        ]
         updated = given(where.result(params), where.result(whole), state, step)
         if not isinstance(updated, tuple) or len(updated) != 2:
             raise InputError(f"rule returned {_arguments.kind(updated)}, expected (params, state).")
@@ -261,27 +295,34 @@ def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
 
 
 def _apart(params: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
-    """The parameters, copied where a rule gave back what it was given, so that they share no memory with the user's."""
+    """The parameters, copied where a rule gave back what it was given,
+    so that they share no memory with the user's.
+    """
     taken = {memory_of(tensor) for tensor in theirs}
     return [p.clone() if memory_of(p) in taken else p for p in params]
 
 
-# --- checkpoints for `unroll`: a segment of steps keeps its start, and is taken again in the backward pass ------------
-# `torch.utils.checkpoint` around a segment saves nothing: each gradient inside unpacks saved tensors, and so takes
-# the segment again within itself. Here the steps are taken without a lasting graph; a Function stands for the
-# segment, and its backward takes them once more from the saved start, this time with their graph.
+# --- checkpoints for `unroll`: a segment of steps keeps its start, and is taken again in the
+# backward pass `torch.utils.checkpoint` around a segment saves nothing: each gradient inside
+# unpacks saved tensors, and so takes the segment again within itself. Here the steps are taken
+# without a lasting graph; a Function stands for the segment, and its backward takes them once more
+# from the saved start, this time with their graph.
 #
-# What `f` and the rule reach besides the parameters (closures, tensors of batches, parameters that are not in
-# *where*) is met while the steps are taken, as arguments of operations. The second time stand-ins take their place,
-# so that the segment's own part of a derivative ends there. What was not met would be missing: it is seen, in the
-# graph of the second time, and raises.
+# What `f` and the rule reach besides the parameters (closures, tensors of batches, parameters that
+# are not in
+# *where*) is met while the steps are taken, as arguments of operations. The second time stand-ins
+# take their place, so that the segment's own part of a derivative ends there. What was not met
+# would be missing: it is seen, in the graph of the second time, and raises.
 
 
 def run_segment(steps: UnrolledSteps, now: Progress, batches: Sequence[Any]) -> Progress:
     """Some steps, behind one node."""
     met, replay = CaptureInputs(), Replay(steps, now, batches)
     ends = steps.under(met).run(now, batches, record=False)
-    start, thetas = [*map(_normal, (*now.params, *_tensors(now.state)))], [*met.tensors.values(), *_others(steps.where)]
+    start, thetas = (
+        [*map(_normal, (*now.params, *_tensors(now.state)))],
+        [*met.tensors.values(), *_others(steps.where)],
+    )
     replay.number, replay.thetas = len(start), thetas
     outputs = [*ends.params, *_tensors(ends.state)]
     replay.ends = [(output, output._version) for output in outputs]
@@ -291,9 +332,15 @@ def run_segment(steps: UnrolledSteps, now: Progress, batches: Sequence[Any]) -> 
 
 
 def _others(where: Where) -> list[Tensor]:
-    """The parameters of the point's modules that are not differentiated by: stand-ins hide them from the capture."""
+    """The parameters of the point's modules that are not differentiated by:
+    stand-ins hide them from the capture.
+    """
     own = set(map(id, where.tensors))
-    slots = [parameter for module_slice in where.module_slices for _, _, _, parameter in module_slice.assembly.slots]
+    slots = [
+        parameter
+        for module_slice in where.module_slices
+        for _, _, _, parameter in module_slice.assembly.slots
+    ]
     return list({id(p): p for p in slots if p.requires_grad and id(p) not in own}.values())
 
 
@@ -332,7 +379,9 @@ class Replay:
         self._refuse_unmet(outputs, aliases, mode)
         pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
         wanted = [alias for alias in aliases if alias.requires_grad]
-        gradients = iter(_reverse.vjp_between([o for o, _ in pairs], wanted, [c for _, c in pairs], keep=False))
+        gradients = iter(
+            _reverse.vjp_between([o for o, _ in pairs], wanted, [c for _, c in pairs], keep=False)
+        )
         return [next(gradients) if alias.requires_grad else None for alias in aliases]
 
     def _compare(self, outputs: Sequence[Tensor]) -> None:
@@ -350,7 +399,9 @@ class Replay:
                 )
 
     @staticmethod
-    def _refuse_unmet(outputs: Sequence[Tensor], aliases: Sequence[Tensor], mode: SubstituteInputs) -> None:
+    def _refuse_unmet(
+        outputs: Sequence[Tensor], aliases: Sequence[Tensor], mode: SubstituteInputs
+    ) -> None:
         known = set(map(id, aliases))
         for leaf in _nodes.survey([o for o in outputs if o.requires_grad]).variables():
             if id(leaf) not in known and tag_of(leaf) is None and not mode.made(leaf):
@@ -366,7 +417,9 @@ class Segment(torch.autograd.Function):
     """The steps of a segment, as one node."""
 
     @staticmethod
-    def forward(ctx: Any, replay: Replay, outputs: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, replay: Replay, outputs: list[Tensor], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         """The end, which is known already."""
         ctx.replay = replay
         ctx.save_for_backward(*tensors)
@@ -401,10 +454,13 @@ def _replaced(state: Any, tensors: Sequence[Tensor]) -> Any:
     """A state with other tensors in place of its own."""
     leaves, _, tree = _tree.flatten(state)
     new = iter(tensors)
-    return _tree.rebuild(tree, iter([next(new) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+    return _tree.rebuild(
+        tree, iter([next(new) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    )
 
 
-# --- the steps of an inner optimization, on flat lists of tensors: a gradient by the road, and the rule ---------------
+# --- the steps of an inner optimization, on flat lists of tensors: a gradient by the road, and the
+# rule
 
 
 Update = Callable[[list[Tensor], list[Tensor | None], Any, int], tuple[list[Tensor], Any]]
@@ -457,7 +513,9 @@ class UnrolledSteps:
         if state is None:
             return Progress(self.where.tensors, None, 0)
         if not (isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], int)):
-            raise InputError("state: expected the state that hodiff.unroll(..., return_state=True) returned.")
+            raise InputError(
+                "state: expected the state that hodiff.unroll(..., return_state=True) returned."
+            )
         return Progress(self.where.tensors, state[1], state[0])
 
     def run(self, now: Progress, batches: Sequence[Any], *, record: bool) -> Progress:
@@ -494,13 +552,23 @@ class UnrolledSteps:
             self._met.begin(leaves)
         return leaves
 
-    def _step(self, params: list[Tensor], gradient: list[Tensor], missed: set[int], now: Progress) -> Progress:
+    def _step(
+        self, params: list[Tensor], gradient: list[Tensor], missed: set[int], now: Progress
+    ) -> Progress:
         """One step of the rule."""
         reached = [None if number in missed else part for number, part in enumerate(gradient)]
         new, state = self._update(params, reached, now.state, now.step + 1)
         for before, after, name in zip(params, new, self.where.names, strict=True):
-            if not isinstance(after, Tensor) or after.shape != before.shape or after.dtype != before.dtype:
-                got = f"{after.dtype}, {tuple(after.shape)}" if isinstance(after, Tensor) else _arguments.kind(after)
+            if (
+                not isinstance(after, Tensor)
+                or after.shape != before.shape
+                or after.dtype != before.dtype
+            ):
+                got = (
+                    f"{after.dtype}, {tuple(after.shape)}"
+                    if isinstance(after, Tensor)
+                    else _arguments.kind(after)
+                )
                 raise InputError(
                     f"rule returned {got} for {name}, which is {before.dtype}, "
                     f"{tuple(before.shape)}; a tensor hyperparameter must have one element, or the "
@@ -510,7 +578,9 @@ class UnrolledSteps:
 
 
 def _tracked(params: Sequence[Tensor]) -> list[Tensor]:
-    """Parameters that can be differentiated by, constants (the end of steps that were not recorded) too."""
+    """Parameters that can be differentiated by, constants (the end of steps that were not recorded)
+    too.
+    """
     return [p if p.requires_grad else _leaf(p) for p in params]
 
 
@@ -520,7 +590,9 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _normal(tensor: Tensor) -> Tensor:
-    """A tensor, copied where it was made in inference mode: that can be no leaf, and be saved for no pass."""
+    """A tensor, copied where it was made in inference mode: that can be no leaf,
+    and be saved for no pass.
+    """
     return tensor.clone() if tensor.is_inference() else tensor
 
 
@@ -536,7 +608,7 @@ def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..
     return functools.update_wrapper(inside, function)
 
 
-# --- what steps reach besides the parameters --------------------------------------------------------------------------
+# --- what steps reach besides the parameters ------------------------------------------------------
 
 
 class CaptureInputs(TorchFunctionMode):
@@ -553,19 +625,29 @@ class CaptureInputs(TorchFunctionMode):
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
         """A step, at these leaves."""
-        self._inside = {id(leaf): leaf for leaf in leaves}  # held, so that identities stay their own
+        # held, so that identities stay their own
+        self._inside = {id(leaf): leaf for leaf in leaves}
         self._leaves = set(self._inside)
         self._new: list[Tensor] = []
 
     def end(self) -> None:
-        """The end of it. What a nested call computed of the leaves looked as if it came from outside, and does not."""
+        """The end of it.
+
+        What a nested call computed of the leaves looked as if it came from outside, and does not.
+        """
         for tensor in self._new:
-            if tensor.grad_fn is not None and any(id(v) in self._leaves for v in _nodes.leaves_below([tensor])):
+            if tensor.grad_fn is not None and any(
+                id(v) in self._leaves for v in _nodes.leaves_below([tensor])
+            ):
                 del self.tensors[id(tensor)]
         self.begin([])
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Note the arguments and what becomes of them, and call the operation."""
         kwargs = kwargs or {}
@@ -591,14 +673,22 @@ class SubstituteInputs(TorchFunctionMode):
 
     def __init__(self, tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> None:
         super().__init__()
-        self._pairs = {id(tensor): (tensor, other) for tensor, other in zip(tensors, stand_ins, strict=True)}
+        self._pairs = {
+            id(tensor): (tensor, other) for tensor, other in zip(tensors, stand_ins, strict=True)
+        }
         self._made: dict[int, weakref.ref[Tensor]] = {}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Replace the arguments, and call the operation."""
-        result = func(*_tree.tree_map(self._other, args), **_tree.tree_map(self._other, kwargs or {}))
+        result = func(
+            *_tree.tree_map(self._other, args), **_tree.tree_map(self._other, kwargs or {})
+        )
         if isinstance(result, Tensor) and result.grad_fn is None:
             self._made[id(result)] = weakref.ref(result)
         return result
@@ -613,11 +703,13 @@ class SubstituteInputs(TorchFunctionMode):
         return reference is not None and reference() is tensor
 
 
-# --- a `torch.optim` optimizer read as a description of a rule: its class and its options, nothing else of it ---------
+# --- a `torch.optim` optimizer read as a description of a rule: its class and its options, nothing
+# else of it
 
 
 RULES: dict[str, type[Rule]] = {
-    rule.__name__: rule for rule in (SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta)
+    rule.__name__: rule
+    for rule in (SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta)
 }
 
 
@@ -631,11 +723,16 @@ def rules_of(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> lis
             f"-> (params, state)."
         )
     names = [field.name for field in dataclasses.fields(rule)]
-    made = [rule(**{name: group[name] for name in names if name in group}) for group in optimizer.param_groups]
+    made = [
+        rule(**{name: group[name] for name in names if name in group})
+        for group in optimizer.param_groups
+    ]
     if len(made) == 1:
         return made * len(tensors)
     owner: dict[int, Any] = {
-        id(p): rule for rule, group in zip(made, optimizer.param_groups, strict=True) for p in group["params"]
+        id(p): rule
+        for rule, group in zip(made, optimizer.param_groups, strict=True)
+        for p in group["params"]
     }
     if not all(id(tensor) in owner for tensor in tensors):
         raise InputError(

@@ -33,12 +33,27 @@ from hodiff.jets._jet import (
     value_of,
     wrap,
 )
-from hodiff.jets._series import Expansion, as_tensors, inside, is_hidden, set_grad_enabled, surroundings
+from hodiff.jets._series import (
+    Expansion,
+    as_tensors,
+    inside,
+    is_hidden,
+    set_grad_enabled,
+    surroundings,
+)
 
-_FLAGS = {"requires_grad": True, "is_leaf": False, "grad": None, "_grad": None, "retains_grad": False}
+_FLAGS = {
+    "requires_grad": True,
+    "is_leaf": False,
+    "grad": None,
+    "_grad": None,
+    "retains_grad": False,
+}
 
 
-_PLACES = frozenset(listed("device is_cpu is_cuda is_meta is_mps is_xpu is_xla is_mtia is_maia is_vulkan is_ipu"))
+_PLACES = frozenset(
+    listed("device is_cpu is_cuda is_meta is_mps is_xpu is_xla is_mtia is_maia is_vulkan is_ipu")
+)
 """Attributes that a jet, which lies nowhere, has of its value."""
 
 
@@ -60,7 +75,11 @@ RULES.dispatch = dispatch
 def _refuse_hidden() -> None:
     """Raise inside the forward of an `autograd.Function`, or the user's inference mode."""
     if torch.is_inference_mode_enabled():
-        raise NoRule("torch.inference_mode() inside f", "its tensors have no derivatives", "Use torch.no_grad().")
+        raise NoRule(
+            "torch.inference_mode() inside f",
+            "its tensors have no derivatives",
+            "Use torch.no_grad().",
+        )
     raise NoRule(*BY_A_FUNCTION)
 
 
@@ -76,7 +95,10 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
     if attribute in _FLAGS:
         return _FLAGS[attribute]
     if attribute == "grad_fn":
-        raise NoRule("autograd inside f", "nest hodiff's field operators instead, which expand in series again")
+        raise NoRule(
+            "autograd inside f",
+            "nest hodiff's field operators instead, which expand in series again",
+        )
     if attribute in ("T", "mT", "data"):
         return perform({"T": "numpy_T", "mT": "mT", "data": "detach"}[attribute], args, {}, func)
     if attribute in ("real", "imag") and args[0].dtype.is_complex:
@@ -92,7 +114,10 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     """Apply the operation of that name, by its rule."""
     expansion = _latest(name, args, kwargs)
     if surroundings() != expansion.surroundings:
-        raise NoRule(f"a transform of torch.func or a tracer (make_fx, torch.jit.trace) inside f, here of {name}")
+        raise NoRule(
+            "a transform of torch.func or a tracer (make_fx, torch.jit.trace) inside f, "
+            f"here of {name}"
+        )
     expansion.meet((*args, *kwargs.values()) if kwargs else args)
     if not torch.is_grad_enabled() and not inside.rules:
         return _constant(name, func, args, kwargs)
@@ -158,7 +183,9 @@ _FRESH = frozenset(("elementwise", "bilinear", "fused"))
 
 
 def _with_shares(result: Any, args: Any, kwargs: Any) -> Any:
-    """The result; it and the arguments are marked where they share memory, as their values do in plain PyTorch."""
+    """The result; it and the arguments are marked where they share memory,
+    as their values do in plain PyTorch.
+    """
     jets = jets_among((*args, *kwargs.values()) if kwargs else args)
     for part in _tree.flatten(result)[0]:
         if isinstance(part, Tensor):
@@ -177,8 +204,13 @@ def _memory(value: Any) -> int:
     return memory_of(_versions.unwrapped(value) if _versions.is_wrapped(value) else value)
 
 
-def _applied(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
-    """What the rule gives. Where it fails, either the operation does, in the shapes that f knows, or it has no rule."""
+def _applied(
+    rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any
+) -> Any:
+    """What the rule gives.
+
+    Where it fails, either the operation does, in the shapes that f knows, or it has no rule.
+    """
     try:
         return rule.apply(expansion, func, args, kwargs)
     except Exception as error:
@@ -203,7 +235,9 @@ def wrapped(result: Any, expansion: Expansion, name: str) -> Any:
 
 
 def _check_complex(name: str) -> None:
-    """Raise unless the rule is right of complex coefficients (the derivative is by a real variable)."""
+    """Raise unless the rule is right of complex coefficients (the derivative is
+    by a real variable).
+    """
     if name not in COMPLEX and not name.startswith("fft_"):
         raise NoRule(f"{name} of complex tensors", "use .real and .imag, and real arithmetic")
 
@@ -216,11 +250,20 @@ def _constant(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _in_place(name: str, args: Any, kwargs: Any, func: Any = None) -> Any:
-    """`x += y` and the like: the jet gets another series. Not where memory may be shared: others would not see it."""
+    """`x += y` and the like: the jet gets another series.
+
+    Not where memory may be shared: others would not see it.
+    """
     target = args[0]
     if name in ("requires_grad_", "retain_grad_"):
-        raise NoRule("autograd inside f", "nest hodiff's field operators instead, which expand in series again")
-    advice = "write a = a + b instead of a += b, or the operation without its underscore, which gives a new tensor"
+        raise NoRule(
+            "autograd inside f",
+            "nest hodiff's field operators instead, which expand in series again",
+        )
+    advice = (
+        "write a = a + b instead of a += b, or the operation without its underscore, "
+        "which gives a new tensor"
+    )
     if not isinstance(target, Jet):
         raise NoRule(f"{name} of a jet into a tensor", advice)
     if target.shared:
@@ -229,8 +272,15 @@ def _in_place(name: str, args: Any, kwargs: Any, func: Any = None) -> Any:
     if func is None:
         raise NoRule(name, "write a new tensor instead")
     result = perform(ALIASES.get(name[:-1], name[:-1]), args, kwargs, func)
-    if not isinstance(result, Jet) or result.expansion is not target.expansion or result.shape != target.shape:
-        raise NoRule(f"{name} that turns a constant into a variable, or back", "write a = a + b instead of a += b")
+    if (
+        not isinstance(result, Jet)
+        or result.expansion is not target.expansion
+        or result.shape != target.shape
+    ):
+        raise NoRule(
+            f"{name} that turns a constant into a variable, or back",
+            "write a = a + b instead of a += b",
+        )
     if result.dtype != target.dtype:
         raise NoRule(f"{name} that changes the dtype")
     target.series = result.series
@@ -256,12 +306,18 @@ _HOMES = {f.__module__ for f in (torch.nn.functional.relu, torch.functional.eins
 
 @functools.cache
 def _body(func: types.FunctionType) -> Callable[..., Any] | None:
-    """A function of `torch` as a copy that does not look for overrides again; the original is not touched."""
+    """A function of `torch` as a copy that does not look for overrides again;
+    the original is not touched.
+    """
     if func.__module__ not in _HOMES:
         return None
     never = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
     copy = types.FunctionType(
-        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
+        func.__code__,
+        {**func.__globals__, **never},
+        func.__name__,
+        func.__defaults__,
+        func.__closure__,
     )
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy

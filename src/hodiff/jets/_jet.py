@@ -32,7 +32,10 @@ class NoRule(GraphError):
     """An operation that Taylor mode cannot pass; the operators catch it to fall back as a whole."""
 
     def __init__(self, operation: str, why: str = "", way_out: str = OTHER_ROUTE) -> None:
-        super().__init__(f"Taylor mode has no rule for {operation}{': ' + why.rstrip('.') if why else ''}. {way_out}")
+        super().__init__(
+            f"Taylor mode has no rule for {operation}{': ' + why.rstrip('.') if why else ''}. "
+            f"{way_out}"
+        )
         self.operation = operation
         self.why = why
         self.way_out = way_out
@@ -54,7 +57,9 @@ class NoDerivative(ByNoRoute):
 
 
 class NoConstants(TorchFunctionMode):
-    """Inside it those operations raise, as in Taylor mode: for evaluations by a route that was chosen in its place."""
+    """Inside it those operations raise, as in Taylor mode: for evaluations by a route that was
+    chosen in its place.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Pass everything else through."""
@@ -68,7 +73,9 @@ class NoConstants(TorchFunctionMode):
 
 
 class JetRule(NamedTuple):
-    """How one operation acts on jets: `apply(expansion, func, args, kwargs)` gives a series (or several)."""
+    """How one operation acts on jets: `apply(expansion, func, args, kwargs)`
+    gives a series (or several).
+    """
 
     kind: str
     apply: Callable[..., Any]
@@ -115,22 +122,23 @@ ALIASES = {
 
 METADATA = frozenset(
     listed(
-        "size dim ndimension numel nelement stride storage_offset is_floating_point is_complex is_contiguous "
-        "element_size is_signed __hash__ is_inference is_conj is_neg is_shared is_sparse is_tensor"
+        "size dim ndimension numel nelement stride storage_offset is_floating_point is_complex "
+        "is_contiguous element_size is_signed __hash__ is_inference is_conj is_neg is_shared "
+        "is_sparse is_tensor"
     )
 )
 
 
 COMPLEX = frozenset(
     listed(
-        "add sub rsub radd neg mul rmul div rdiv matmul rmatmul mm bmm mv dot einsum linear sum mean clone contiguous "
-        "to type type_as cpu cuda alias cfloat cdouble complex real imag conj conj_physical resolve_conj resolve_neg "
-        "view_as_real view_as_complex "
-        "view view_as reshape reshape_as flatten unflatten ravel permute transpose swapaxes swapdims t mT movedim "
-        "moveaxis squeeze unsqueeze expand expand_as broadcast_to getitem select narrow index_select split chunk "
-        "unbind cat stack roll flip pad constant_pad_nd repeat tile diagonal index_add index_copy "
-        "new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like eq ne isnan isinf isfinite "
-        "detach"
+        "add sub rsub radd neg mul rmul div rdiv matmul rmatmul mm bmm mv dot einsum linear sum "
+        "mean clone contiguous to type type_as cpu cuda alias cfloat cdouble complex real imag "
+        "conj conj_physical resolve_conj resolve_neg view_as_real view_as_complex view view_as "
+        "reshape reshape_as flatten unflatten ravel permute transpose swapaxes swapdims t mT "
+        "movedim moveaxis squeeze unsqueeze expand expand_as broadcast_to getitem select narrow "
+        "index_select split chunk unbind cat stack roll flip pad constant_pad_nd repeat tile "
+        "diagonal index_add index_copy new_zeros new_ones new_full new_empty zeros_like ones_like "
+        "full_like empty_like eq ne isnan isinf isfinite detach"
     )
 )
 """What is known to be right of complex coefficients: what is linear, or a product; and `fft_*`."""
@@ -153,7 +161,9 @@ class JetRules:
         self.fallback: Callable[..., Any] = _none
         self.dispatch: Callable[[Any, Any, Any], Any] = _none
 
-    def register(self, kind: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(
+        self, kind: str, *names: str
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a rule under the names of its operations."""
 
         def register(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,7 +263,9 @@ class Jet(Tensor):
     series: Series
     expansion: Expansion
     shared: bool
-    """Whether another tensor has the memory of the value: an operation in place would have to reach it as well."""
+    """Whether another tensor has the memory of the value:
+    an operation in place would have to reach it as well.
+    """
 
     @staticmethod
     def __new__(cls, series: Series, expansion: Expansion) -> Jet:
@@ -287,21 +299,27 @@ class Jet(Tensor):
 
     def __repr__(self, **kwargs: Any) -> str:
         return (
-            f"Jet(order {self.expansion.order} in {self.expansion.directions} direction(s), value {self.series[0]!r})"
+            f"Jet(order {self.expansion.order} in {self.expansion.directions} direction(s), "
+            f"value {self.series[0]!r})"
         )
 
     def __format__(self, spec: str) -> str:
         return format(self.series[0], spec)
 
     def __deepcopy__(self, memo: Any) -> Jet:
-        raise NoRule("copy.deepcopy", "it makes a leaf constant; use .clone(), or .detach() if a constant is meant")
+        raise NoRule(
+            "copy.deepcopy",
+            "it makes a leaf constant; use .clone(), or .detach() if a constant is meant",
+        )
 
 
 class Zeros(Tensor):
-    """Zeros that were made by a jet: plain ones, until a jet is added into them, and then what that gives.
+    """Zeros that were made by a jet: plain ones, until a jet is added into them, and then what that
+    gives.
 
-    Sums over neighbors are made so: `x.new_zeros(n).index_add_(0, i, x)`. What has been used may have views, which
-    would not see the jet; and memory that is not read any more is filled with NaN, as code below Python might read it.
+    Sums over neighbors are made so: `x.new_zeros(n).index_add_(0, i, x)`. What has been used may
+    have views, which would not see the jet; and memory that is not read any more is filled with
+    NaN, as code below Python might read it.
     """
 
     jet: Any = None
@@ -313,7 +331,9 @@ class Zeros(Tensor):
         given, named = settled(args), settled(kwargs or {})
         name = operation(func)
         zeros = next((each for each in args if isinstance(each, Zeros)), None)
-        adds = name in ADDING and zeros is not None and args[0] is zeros and jets_among((given, named))
+        adds = (
+            name in ADDING and zeros is not None and args[0] is zeros and jets_among((given, named))
+        )
         if zeros is not None and adds and not zeros.used and zeros.jet is None:
             zeros.jet = getattr(Tensor, name[:-1])(*given, **named)
             given[0].fill_(math.nan)

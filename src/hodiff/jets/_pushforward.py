@@ -1,4 +1,6 @@
-"""Pushing a series through a function: the only place where jets are made; `report` tells its operations."""
+"""Pushing a series through a function: the only place where jets are made;
+`report` tells its operations.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def units(x: Any, batch_ndim: int) -> Tensor:
     """The coordinate directions of one sample, `(D, 1, ..., *event)`: the same for every sample."""
     value = _jet.value_of(x)
     count = (event := value.shape[batch_ndim:]).numel()
-    return torch.eye(count, dtype=value.dtype, device=value.device).reshape(count, *[1] * batch_ndim, *event)
+    return torch.eye(count, dtype=value.dtype, device=value.device).reshape(
+        count, *[1] * batch_ndim, *event
+    )
 
 
 def push(
@@ -72,18 +76,29 @@ def push(
     }
     # No leaves and no passes of the road's own: the series is what comes out of it.
     where = points[0] if len(points) == 1 else tuple(points)
-    request = call(f, where, passes=order, create_graph=False, unpack_point=len(points) > 1, args=args, kwargs=kwargs)
+    request = call(
+        f,
+        where,
+        passes=order,
+        create_graph=False,
+        unpack_point=len(points) > 1,
+        args=args,
+        kwargs=kwargs,
+    )
     with EvaluationContext(request) as context:
         context.remember()
         expansion = Expansion(_series.begin(context.undo), order, rows, **options)
-        if seeds[0][0] is None or seeds[0][0].shape[1:] == points[0].shape:  # else it is small: that of all samples
+        # else it is small: that of all samples
+        if seeds[0][0] is None or seeds[0][0].shape[1:] == points[0].shape:
             expansion.max_bytes = max_bytes
         jets, bases = _jets(points, seeds, expansion)
         expansion.max_bytes = max_bytes
         values = [_jet.value_of(point) for point in points]
         loaded = _versions.DYNAMO in sys.modules
         try:
-            output = _jet.settled(context.run(jets, [value for value in values if not value.is_inference()]))
+            output = _jet.settled(
+                context.run(jets, [value for value in values if not value.is_inference()])
+            )
         except Exception as error:
             _refuse_in_other_words(error, expansion, loaded)
             raise
@@ -94,7 +109,8 @@ def push(
 
 
 def _refuse_in_other_words(error: Exception, expansion: Expansion, loaded: bool) -> None:
-    """Raise in the words of Taylor mode what f has met because its argument is a jet, and PyTorch says in its own.
+    """Raise in the words of Taylor mode what f has met because its argument is a jet, and PyTorch
+    says in its own.
 
     The interpreter of TorchScript wraps what its operations raise; Dynamo, where f is the first to
     load it, raises on jets what it likes (where it was there before, it is off); and other code
@@ -105,12 +121,16 @@ def _refuse_in_other_words(error: Exception, expansion: Expansion, loaded: bool)
     if expansion.refused is not None:
         raise NoRule(expansion.refused, _jet.BELOW_PYTHON) from error
     if not loaded and _versions.DYNAMO in sys.modules:
-        raise NoRule("torch.compile, or an operator that it runs (torch.cond, ...), inside f") from error
+        raise NoRule(
+            "torch.compile, or an operator that it runs (torch.cond, ...), inside f"
+        ) from error
     if re.search(r"\bJet\b|\bmeta\b|incompatible tensor type", str(error)):
         raise NoRule("what f does", f"{type(error).__name__}: {error}") from error
 
 
-def _jets(points: Sequence[Any], seeds: Sequence[Sequence[Any]], expansion: Expansion) -> tuple[list[Any], list[Any]]:
+def _jets(
+    points: Sequence[Any], seeds: Sequence[Sequence[Any]], expansion: Expansion
+) -> tuple[list[Any], list[Any]]:
     """A jet for each point, and the values that they begin with."""
     bases = [base(point, expansion.record) for point in points]
     for outer in _jet.jets_among([*points, *(item for given in seeds for item in given)]):
@@ -121,7 +141,9 @@ def _jets(points: Sequence[Any], seeds: Sequence[Sequence[Any]], expansion: Expa
 
 
 def base(point: Any, record: bool) -> Any:
-    """The value that an expansion begins with: an alias of the caller's tensor, or a copy without its graph."""
+    """The value that an expansion begins with: an alias of the caller's tensor,
+    or a copy without its graph.
+    """
     if _jet.is_jet(point):
         return point if record else point.detach()
     if point.is_inference():
@@ -131,8 +153,12 @@ def base(point: Any, record: bool) -> Any:
     return point.view_as(point) if point.requires_grad else point
 
 
-def _refuse_bypass(points: Sequence[Any], bases: Sequence[Any], output: Any, expansion: Expansion) -> None:
-    """Raise where `f` reaches the point other than through its argument: by the result, or by a constant in it."""
+def _refuse_bypass(
+    points: Sequence[Any], bases: Sequence[Any], output: Any, expansion: Expansion
+) -> None:
+    """Raise where `f` reaches the point other than through its argument: by the result,
+    or by a constant in it.
+    """
     value = _jet.value_of(output)
     plain = isinstance(value, Tensor) and value.requires_grad
     roots = [*expansion.constants.values(), *([value] if plain else [])]
@@ -166,7 +192,10 @@ def coefficients(output: Any, expansion: Expansion, batch: Sequence[int] = ()) -
 
 
 def factorials(order: int, dtype: torch.dtype) -> list[float]:
-    """What makes derivatives of coefficients: 0!, 1!, ... up to the order, as far as the dtype can hold both."""
+    """What makes derivatives of coefficients: 0!, 1!, ...
+
+    up to the order, as far as the dtype can hold both.
+    """
     if math.log(torch.finfo(dtype).tiny) + math.lgamma(order + 1) > 0:
         raise InputError(
             f"order {order} is too high for Taylor mode in {dtype}: coefficient n is the "
@@ -177,7 +206,9 @@ def factorials(order: int, dtype: torch.dtype) -> list[float]:
 
 
 def connected(result: Any, points: Iterable[Any]) -> Any:
-    """A differentiable result that came out constant (of a polynomial) is still a function of the points: plus 0."""
+    """A differentiable result that came out constant (of a polynomial)
+    is still a function of the points: plus 0.
+    """
     ends = [x for x in points if isinstance(x, Tensor) and x.requires_grad and not _jet.is_jet(x)]
     if not ends:
         return result
@@ -256,7 +287,10 @@ class RuleCounter:
 
     def operations(self) -> tuple[Operation, ...]:
         """What was counted, the dearest first."""
-        operations = [Operation(name, kind, int(n), seconds) for (name, kind), (n, seconds) in self._counts.items()]
+        operations = [
+            Operation(name, kind, int(n), seconds)
+            for (name, kind), (n, seconds) in self._counts.items()
+        ]
         return tuple(sorted(operations, key=lambda each: -each.seconds))
 
 
@@ -269,7 +303,8 @@ def report(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Report:
-    """How Taylor mode computes each operation of `f`, by a rule or by nested reverse mode, and the times.
+    """How Taylor mode computes each operation of `f`, by a rule or by nested reverse mode, and the
+    times.
 
     Args:
         f: A function of *x* that returns one or several numbers for each sample, from that sample
@@ -291,7 +326,9 @@ def report(
 
     Examples:
         >>> import torch, hodiff
-        >>> found = hodiff.jets.report(lambda x: torch.logaddexp(x.sin(), x).sum(-1), torch.ones(1, 2))
+        >>> found = hodiff.jets.report(
+        ...     lambda x: torch.logaddexp(x.sin(), x).sum(-1), torch.ones(1, 2)
+        ... )
         >>> sorted((each.name, each.kind) for each in found.operations)
         [('logaddexp', 'fallback'), ('sin', 'elementwise'), ('sum', 'linear')]
     """

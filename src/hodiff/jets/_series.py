@@ -30,7 +30,9 @@ from hodiff._core import _versions
 from hodiff._core._settings import InTime, Undo
 
 Series = list[Any]
-"""Coefficients: tensors (or jets of an outer expansion), numbers among derivatives, None for zero."""
+"""Coefficients: tensors (or jets of an outer expansion), numbers among derivatives,
+None for zero.
+"""
 
 
 TILE_BYTES = 2**18
@@ -71,7 +73,9 @@ def without_data(cls: type, value: Tensor, **options: Any) -> Any:
 
 
 def surroundings() -> tuple[Any, ...]:
-    """The transform of `torch.func` and the tracer that operations run in now: a jet knows those it was made in."""
+    """The transform of `torch.func` and the tracer that operations run in now:
+    a jet knows those it was made in.
+    """
     return (
         _versions.levels_entered(),
         _torch._get_dispatch_mode(_torch._TorchDispatchModeKey.PROXY),
@@ -103,7 +107,8 @@ def _end(numbers: list[int], number: int) -> None:
 
 
 def is_hidden() -> bool:
-    """Whether jets are seen in an `autograd.Function`, which they must not pass, or in inference mode.
+    """Whether jets are seen in an `autograd.Function`, which they must not pass, or in inference
+    mode.
 
     The engine switches forward mode off for the forward of a Function, and nothing else does but
     the user's inference mode. So it is on where `f` begins, also where hodiff itself is called
@@ -196,7 +201,9 @@ class Expansion:
                 self.meet(value)
 
     def check_width(self, value: Any) -> None:
-        """Raise `CoefficientTooLarge` where the coefficients that belong to a value would pass the limit, before."""
+        """Raise `CoefficientTooLarge` where the coefficients that belong to a
+        value would pass the limit, before.
+        """
         self.widest = max(self.widest, value.numel() * value.element_size())
         if self.max_bytes is not None and self.widest * self.directions > self.max_bytes:
             raise CoefficientTooLarge(self.widest)
@@ -212,7 +219,9 @@ class Expansion:
         return product.reshape(self.groups, len(product) // self.groups, *product.shape[1:]).sum(1)
 
     def collapsed(self, a: Any, b: Any, multiply: Callable[[Any, Any], Any] = torch.mul) -> Any:
-        """`collapse` of a product, which is made a few directions at a time where nothing records it."""
+        """`collapse` of a product, which is made a few directions at a time where
+        nothing records it.
+        """
         step = self._step(a, b)
         if step is None:
             return self.collapse(multiply(a, b))
@@ -223,13 +232,20 @@ class Expansion:
         return total
 
     def _step(self, a: Any, b: Any) -> int | None:
-        """How many directions of a product to make at once: as many as stay in the cache; None for all."""
+        """How many directions of a product to make at once: as many as stay in the cache;
+        None for all.
+        """
         if self.record or self.groups != 1 or self.weights is not None:
             return None
         if type(a) is not Tensor or type(b) is not Tensor:
             return None
         size = max(a.numel(), b.numel()) * a.element_size()
-        if size <= TILE_BYTES or a.device.type != "cpu" or len(a) != self.directions or len(b) != self.directions:
+        if (
+            size <= TILE_BYTES
+            or a.device.type != "cpu"
+            or len(a) != self.directions
+            or len(b) != self.directions
+        ):
             return None
         return max(1, TILE_BYTES * self.directions // size)
 
@@ -239,7 +255,9 @@ class Expansion:
 
 
 def aligned(coefficient: Any, ndim: int) -> Any:
-    """A coefficient with singleton dimensions behind the first, so that it broadcasts to `(R, *S)`, S of `ndim`."""
+    """A coefficient with singleton dimensions behind the first, so that it broadcasts to `(R, *S)`,
+    S of `ndim`.
+    """
     for _ in range(ndim + 1 - coefficient.ndim):
         coefficient = coefficient.unsqueeze(1)
     return coefficient
@@ -317,9 +335,15 @@ def product(expansion: Expansion, a: Series, b: Series) -> Series:
 
 
 def convolved(
-    expansion: Expansion, a: Series, b: Series, k: int, multiply: Callable[[Any, Any], Any] = torch.mul
+    expansion: Expansion,
+    a: Series,
+    b: Series,
+    k: int,
+    multiply: Callable[[Any, Any], Any] = torch.mul,
 ) -> Any:
-    """Coefficient k of a product: Σ a_j b_{k-j}; of the top one, the inner terms are summed over directions."""
+    """Coefficient k of a product: Σ a_j b_{k-j}; of the top one,
+    the inner terms are summed over directions.
+    """
     add = _adder(expansion, k, multiply)
     if a is b and multiply is torch.mul:
         inner = _square(a, k, add)
@@ -398,7 +422,9 @@ def composed(expansion: Expansion, s: Series, x: Series) -> Series:
 
 
 def _next_power(expansion: Expansion, power: Series, x: Series, m: int) -> Series:
-    """[(x - x_0)^m] from that to the power of m - 1 (whose top coefficient, summed already, is not needed)."""
+    """[(x - x_0)^m] from that to the power of m - 1 (whose top coefficient, summed already,
+    is not needed).
+    """
     out: Series = [None] * (expansion.order + 1)
     for k in range(m, expansion.order + 1):
         coefficient, add = None, _adder(expansion, k)

@@ -28,10 +28,10 @@ def twice_differentiable() -> AbstractContextManager[None]:
     in your own loop: `create_graph=True`, MAML, R1 penalties, test-time training, forward mode
     (`torch.func.jvp`) with a graph. Functions that you pass to hodiff always run like this.
 
-    It also serves models on several processes. Second derivatives by the inputs of a tensor-parallel
-    module are right, where PyTorch leaves a part out. A model under `fully_shard` is sharded again
-    when the context closes, if a backward pass has reduced its gradients there; see
-    'Several processes' in the documentation.
+    It also serves models on several processes. Second derivatives by the inputs of a
+    tensor-parallel module are right, where PyTorch leaves a part out. A model under `fully_shard`
+    is sharded again when the context closes, if a backward pass has reduced its gradients there;
+    see 'Several processes' in the documentation.
 
     With \(P = \operatorname{softmax}(s Q K^\top + M)\), \(O = P V\) and a cotangent *G*, the first
     derivative is made of \(W = P \circ (G V^\top - \operatorname{rowsum}(G \circ O))\):
@@ -59,8 +59,8 @@ def twice_differentiable() -> AbstractContextManager[None]:
 
     Raises:
         RuntimeError: PyTorch does not accept the arguments.
-        GraphError: On closing: `fully_shard` has left a parameter without its gradient, or has freed
-            parameters that a second pass needs.
+        GraphError: On closing: `fully_shard` has left a parameter without its gradient, or has
+            freed parameters that a second pass needs.
 
     Cost:
         Attention takes the memory of its gradient, and a few MiB more in the second pass: a
@@ -126,24 +126,34 @@ def _enter(undo: Undo) -> None:
 
 
 def _meet(met: dict[Any, Any], thread: int, module: Any, args: Any) -> None:
-    """Keep a model under `fully_shard` that runs, with what its parameters have in `.grad` before."""
+    """Keep a model under `fully_shard` that runs,
+    with what its parameters have in `.grad` before.
+    """
     if hasattr(module, "reshard") and threading.get_ident() == thread and _settings.records():
         met.setdefault(module, _gradients(module))
 
 
 def _gradients(model: Any) -> list[Any]:
-    """What parameters have in `.grad`, in which version: in place it is the local shards that change."""
+    """What parameters have in `.grad`, in which version:
+    in place it is the local shards that change.
+    """
     grads = [p.grad for p in model.parameters()]
     return [(id(g), getattr(g, "to_local", partial(torch.empty, 0))()._version, g) for g in grads]
 
 
 def _shard_again(met: dict[Any, Any], before: BaseException | None) -> None:
-    """End the step of sharded models, if their shards have got gradients; otherwise a graph still needs them whole.
+    """End the step of sharded models, if their shards have got gradients; otherwise a graph still
+    needs them whole.
 
     What stays whole is stale after a step of an optimizer, which changes the shards.
     """
     error = sys.exc_info()[1]
-    if met and error is not before and error is not None and _messages.kind_of(error) == "storage freed":
+    if (
+        met
+        and error is not before
+        and error is not None
+        and _messages.kind_of(error) == "storage freed"
+    ):
         raise freed_in_loop() from error
     named = {p: name for model in reversed(met) for name, p in model.named_parameters()}
     left = [(name, p) for p, name in named.items() if p.__class__ in _arguments.TENSORS]
@@ -151,16 +161,19 @@ def _shard_again(met: dict[Any, Any], before: BaseException | None) -> None:
     parts = parts if left and error is before else []
     for part in parts:
         part.reshard()
-    reduced = any(a[:2] != b[:2] for model in met for a, b in zip(met[model], _gradients(model), strict=True))
+    reduced = any(
+        a[:2] != b[:2] for model in met for a, b in zip(met[model], _gradients(model), strict=True)
+    )
     for part in parts if not reduced else ():
         part.unshard()
     left = [name for name, whole in left if whole.grad is not None]
     met.clear()
     if parts and reduced and left:
         raise GraphError.about(
-            f"fully_shard has left {', '.join(left)} without its gradient: a pass with create_graph=True had "
-            f"ended its watch before. Compute the loss, and whatever else runs the model, before the "
-            f"penalty, and call backward() once, on their sum."
+            f"fully_shard has left {', '.join(left)} without its gradient: "
+            "a pass with create_graph=True had ended its watch before. Compute the loss, "
+            "and whatever else runs the model, before the penalty, and call backward() once, "
+            "on their sum."
         )
 
 

@@ -116,7 +116,9 @@ class Pullback:
         gradients = self._pass(variables, results, tensors[self.count :], build=False)
         return [_dense(g, x) for g, x in zip(gradients, variables, strict=True)]
 
-    def _pass(self, inputs: Tensors, results: Values, cotangents: Tensors, *, build: bool) -> Values:
+    def _pass(
+        self, inputs: Tensors, results: Values, cotangents: Tensors, *, build: bool
+    ) -> Values:
         pairs = zip((results[n] for n in self.given), cotangents, strict=True)
         live = [(y, u) for y, u in pairs if y is not None and y.requires_grad]
         if not live:
@@ -138,7 +140,8 @@ def _check_reads(without: Tensors, outputs: Tensors) -> None:
     if without and not all(map(_nodes.survey(outputs).contains, without)):
         raise GraphError(
             "a block that runs again (checkpoint=) does not read what its first run read: a module "
-            "of it holds its parameters in another place as well, such as a list or weak references. "
+            "of it holds its parameters in another place as well, "
+            "such as a list or weak references. "
             "Read them as attributes of the module, or leave checkpoint= out."
         )
 
@@ -264,13 +267,16 @@ class BlockRun:
         results = [items[n] for n in self.places if n < len(items) and isinstance(items[n], Tensor)]
         same = [x.shape for x in results] == self._shapes
         if looks and any(map(_varies, results)):  # of the first run, which an object may have kept
-            same = same and _nodes.made_since(begun, results, [*arguments, *self._inner])[1] is not None
+            same = (
+                same
+                and _nodes.made_since(begun, results, [*arguments, *self._inner])[1] is not None
+            )
         if not same or not all(map(_alike, results, self._prints)):
             raise GraphError(
                 "a block that runs again (checkpoint=) computes something different from its first "
                 "run: it reads what has changed since (a counter, a cache, its own generator, "
-                "NumPy's random numbers). Pass that as an argument, or leave checkpoint= out. (Models of "
-                "transformers fill a cache unless they are called with use_cache=False.)"
+                "NumPy's random numbers). Pass that as an argument, or leave checkpoint= out. "
+                "(Models of transformers fill a cache unless they are called with use_cache=False.)"
             )
         return results
 
@@ -286,7 +292,9 @@ class BlockRun:
         self._prints = [*map(_print, outputs)]
         return outputs
 
-    def reads(self, outputs: Tensors, arguments: Tensors, views: Tensors) -> tuple[_nodes.Survey, list[Tensor], str]:
+    def reads(
+        self, outputs: Tensors, arguments: Tensors, views: Tensors
+    ) -> tuple[_nodes.Survey, list[Tensor], str]:
         """Its graph; what it reads beside its arguments; why it cannot run again."""
         known = [x for context in _call.state.running for x in context.stand_ins()]
         known = [*views, *arguments, *known, *_captured(self._function)]
@@ -306,19 +314,24 @@ class BlockRun:
 
 
 def _print(x: Tensor) -> Tensor:
-    """By what a tensor is known again: a sum of its entries by weights of their places, and how far that may be off.
+    """By what a tensor is known again: a sum of its entries by weights of their places, and how far
+    that may be off.
 
     No two places have one weight, so that entries, or rows, that have changed places are seen.
     """
     wide, eps = torch.promote_types(x.dtype, torch.float32), torch.finfo(x.dtype).eps
     rows = x.detach().to(wide).reshape(-1, x.shape[-1] if x.ndim and x.numel() else 1)
     weights = [torch.arange(1, n + 1, device=x.device).to(wide).cos() for n in rows.shape]
-    slack = torch.maximum(eps**0.5 * rows.square().sum().sqrt().abs(), min(64 * eps, eps**0.5) * rows.abs().sum())
+    slack = torch.maximum(
+        eps**0.5 * rows.square().sum().sqrt().abs(), min(64 * eps, eps**0.5) * rows.abs().sum()
+    )
     return torch.stack([slack, weights[0] @ (rows @ weights[1])])
 
 
 def _alike(x: Tensor, sums: Tensor) -> bool:
-    """Whether a tensor is the one of these sums, up to what kernels may differ in from run to run."""
+    """Whether a tensor is the one of these sums,
+    up to what kernels may differ in from run to run.
+    """
     if _versions.is_wrapped(x) or x.is_complex():
         return True
     return bool((_print(x)[1] - sums[1]).abs() <= sums[0]) or not bool(sums.isfinite().all())
@@ -420,7 +433,9 @@ class Blocks:
         met: How many blocks have run.
     """
 
-    def __init__(self, f: Callable[..., Any], checkpoint: bool | str, named: dict[nn.Module, str]) -> None:
+    def __init__(
+        self, f: Callable[..., Any], checkpoint: bool | str, named: dict[nn.Module, str]
+    ) -> None:
         self.__wrapped__ = f
         self.checkpoint, self.named = checkpoint, named
 
@@ -435,7 +450,8 @@ class Blocks:
                 f"checkpoint={self.checkpoint!r}: f calls none of the modules {names}. Name "
                 f"modules that f calls, one after the other."
                 if self.named
-                else "checkpoint=True: f calls torch.utils.checkpoint.checkpoint nowhere (a model may "
+                else "checkpoint=True: f calls torch.utils.checkpoint.checkpoint nowhere (a model "
+                "may "
                 "call it in train() mode alone). Name the modules that are its blocks: "
                 'checkpoint="layers.*".'
             )
@@ -499,13 +515,19 @@ def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
     if checkpoint is False:
         return f
     if _needed.RELEASE < (2, 13):  # blocks that run again lose their graphs there
-        raise InputError(f"checkpoint= needs PyTorch 2.13 or newer; this is {torch.__version__}. Leave it out.")
+        raise InputError(
+            f"checkpoint= needs PyTorch 2.13 or newer; this is {torch.__version__}. Leave it out."
+        )
     if isinstance(f, Tensor):
-        raise InputError("checkpoint: f is a tensor, whose graph already exists. Give the function.")
+        raise InputError(
+            "checkpoint: f is a tensor, whose graph already exists. Give the function."
+        )
     if checkpoint is True:
         return Blocks(f, True, {})
     if not isinstance(checkpoint, str):
-        raise InputError(f'checkpoint: got {kind(checkpoint)}, expected True, False, or names: "layers.*".')
+        raise InputError(
+            f'checkpoint: got {kind(checkpoint)}, expected True, False, or names: "layers.*".'
+        )
     f = plain(f) if isinstance(f, nn.Module) else f
     roots = [each.module for each in where.module_slices]
     roots += [f] if isinstance(f, nn.Module) else []
@@ -545,7 +567,12 @@ class _NoTangents(TorchFunctionMode):
 
 
 def _without_padding(
-    result: Tensor, input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **given: Any
+    result: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    *rest: Any,
+    **given: Any,
 ) -> Tensor:
     """Rows of an embedding, of which that of the padding is a constant, as in reverse mode."""
     value, tangent = forward_ad.unpack_dual(result)
@@ -587,11 +614,14 @@ class Tangents:
         cotangents = [torch.ones_like(output, requires_grad=True) for output in outputs]
         pulled = _reverse.transposed_product(self._graph, [*outputs], cotangents)
         chosen, given = [pulled[n] for n in at], [v for v in vectors if v is not None]
-        return _reverse.products(self._graph, chosen, given, None, chunk_size=None, inputs=cotangents)
+        return _reverse.products(
+            self._graph, chosen, given, None, chunk_size=None, inputs=cotangents
+        )
 
     def _pushed(self, vectors: Sequence[Tensor | None], first: Tensors) -> list[Tensor]:
         leaves = self._graph.leaves
-        # Checkpoints, which forward mode needs none of (and re-entrant ones do not know), are entered as they are.
+        # Checkpoints, which forward mode needs none of (and re-entrant ones do not know), are
+        # entered as they are.
         with (
             self._graph.resumed() as context,
             self._autocast(),

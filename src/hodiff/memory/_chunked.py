@@ -1,4 +1,6 @@
-"""What kernels of ours have in common: Functions whose results are made chunk by chunk, of tensors that they serve."""
+"""What kernels of ours have in common: Functions whose results are made chunk by chunk,
+of tensors that they serve.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,9 @@ def _by_sample(derivative: Callable[..., Any]) -> Callable[..., Any]:
             return derivative(ctx, *given)
         remove = _torch._remove_batch_dim
         level = next(n for n in range(1, 65) if len(remove(batched, n, 0, 0)))
-        apart = [remove(x, level, 0, 0) if _versions.is_in_a_batch_of_passes(x) else () for x in given]
+        apart = [
+            remove(x, level, 0, 0) if _versions.is_in_a_batch_of_passes(x) else () for x in given
+        ]
         args = [part if len(part) else x for x, part in zip(given, apart, strict=True)]
         dims = [0 if len(part) else None for part in apart]
         made = _stacked(partial(call, ctx), max(map(len, apart)), dims, args)
@@ -203,10 +207,14 @@ def varies(x: Any) -> bool:
 def served(*tensors: Any) -> bool:
     """Whether tensors are what our kernels are for: strided, real, no stand-ins of a tracer.
 
-    For zero tensors PyTorch gives a kernel one number, expanded, of which its fused attention reads on.
+    For zero tensors PyTorch gives a kernel one number, expanded, of which its fused attention reads
+    on.
     """
     return not (_settings.tracing() or nests_forward_mode()) and all(
-        type(x) in PLAIN and x.layout == torch.strided and x.numel() and not (x.is_complex() or x._is_zerotensor())
+        type(x) in PLAIN
+        and x.layout == torch.strided
+        and x.numel()
+        and not (x.is_complex() or x._is_zerotensor())
         for x in tensors
         if x is not None
     )

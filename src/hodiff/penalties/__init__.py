@@ -1,1 +1,3 @@
-"""Gradient penalties and other regularizers made of derivatives, each differentiable by what is trained."""
+"""Gradient penalties and other regularizers made of derivatives,
+each differentiable by what is trained.
+"""

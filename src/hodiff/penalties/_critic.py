@@ -1,4 +1,6 @@
-"""What penalties share: a critic as one number per sample, points, norms that are right at zero, reduction."""
+"""What penalties share: a critic as one number per sample, points, norms that are right at zero,
+reduction.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from hodiff._core import (
     _settings,
     _tree,
 )
-from hodiff._core._arguments import Allowed, Probes, allowed, check_option, check_real_tensor, is_set
+from hodiff._core._arguments import (
+    Allowed,
+    Probes,
+    allowed,
+    check_option,
+    check_real_tensor,
+    is_set,
+)
 from hodiff._core._graph import OutputGraph, detached
 from hodiff._core._loans import tag_of
 from hodiff._core._vectors import check_generator, draw
@@ -90,11 +99,15 @@ class Critic(NamedTuple):
         """One number per sample, and the outputs as `f` gave them."""
         outputs, batch = self.f(x, *args, **kwargs), torch.Size(())
         if self.batch_ndim:
-            batch = (x if isinstance(x, Tensor) else _tree.flatten(x)[0][0]).shape[: self.batch_ndim]
+            batch = (x if isinstance(x, Tensor) else _tree.flatten(x)[0][0]).shape[
+                : self.batch_ndim
+            ]
         return self.per_sample(outputs, batch), outputs
 
     def per_sample(self, outputs: Any, batch: torch.Size) -> Tensor:
-        """One number per sample; what is none, and no map of one channel, is left for the check that names it."""
+        """One number per sample; what is none, and no map of one channel,
+        is left for the check that names it.
+        """
         if not isinstance(outputs, Tensor):
             raise InputError(
                 f"f returned {_arguments.kind(outputs)}, expected the tensor of a critic's "
@@ -117,7 +130,11 @@ class Critic(NamedTuple):
 
     def unscaled(self, gradient: list[Tensor]) -> list[Tensor]:
         """The gradient without `grad_scale`, divided where it cannot underflow."""
-        return gradient if self.grad_scale == 1 else [wide(leaf) / self.grad_scale for leaf in gradient]
+        return (
+            gradient
+            if self.grad_scale == 1
+            else [wide(leaf) / self.grad_scale for leaf in gradient]
+        )
 
 
 # --- where penalties are evaluated: points between two batches; and vectors, drawn or given -------
@@ -173,19 +190,28 @@ def interpolate(
     return between(a, b, ("a", "b"), batch_ndim=batch_ndim, generator=generator)
 
 
-def between(a: Any, b: Any, names: tuple[str, str], *, batch_ndim: int, generator: torch.Generator | None) -> Any:
+def between(
+    a: Any, b: Any, names: tuple[str, str], *, batch_ndim: int, generator: torch.Generator | None
+) -> Any:
     """The points of `interpolate`; `names` are what the caller calls the two batches."""
     check_generator(generator)
     batch, firsts, seconds, tree = _pairs(a, b, names, batch_ndim)
     like = firsts[0]
     alpha = torch.rand(
-        batch, generator=generator, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32)
+        batch,
+        generator=generator,
+        device=like.device,
+        dtype=torch.promote_types(like.dtype, torch.float32),
     )
-    weights = [alpha.to(first).reshape(*batch, *[1] * (first.ndim - batch_ndim)) for first in firsts]
+    weights = [
+        alpha.to(first).reshape(*batch, *[1] * (first.ndim - batch_ndim)) for first in firsts
+    ]
     return _tree.rebuild(tree, map(torch.lerp, firsts, seconds, weights))
 
 
-def _samples(value: Any, name: str, batch_ndim: int) -> tuple[list[Tensor], list[str], _tree.Tree, torch.Size]:
+def _samples(
+    value: Any, name: str, batch_ndim: int
+) -> tuple[list[Tensor], list[str], _tree.Tree, torch.Size]:
     """The tensors of a container, which share a batch; their names and order; that batch."""
     leaves, names, tree = _tree.flatten(value, name)
     _arguments.check_container(tree, len(leaves), name)
@@ -210,17 +236,20 @@ def _pairs(
         if first.shape != second.shape:
             batches = first.shape[:batch_ndim] != second.shape[:batch_ndim]
             way_out = (
-                f"Interpolation needs a partner for each sample; cut the larger batch: {one}[:n], {other}[:n]."
+                f"Interpolation needs a partner for each sample; cut the larger batch: {one}[:n], "
+                f"{other}[:n]."
                 if batches and first.shape[batch_ndim:] == second.shape[batch_ndim:]
-                else "The samples themselves differ in shape, so there is no line between them: bring them to one "
-                "shape first (resize or crop images, pad sequences)."
+                else "The samples themselves differ in shape, so there is no line between them: "
+                "bring them to one shape first (resize or crop images, pad sequences)."
             )
             raise InputError(
-                f"{beside} has shape {tuple(second.shape)}, but {name} has {tuple(first.shape)}. {way_out}"
+                f"{beside} has shape {tuple(second.shape)}, but {name} has {tuple(first.shape)}. "
+                f"{way_out}"
             )
         if first.dtype != second.dtype or first.device != second.device:
             raise InputError(
-                f"{beside} is {second.dtype} on {second.device}, but {name} is {first.dtype} on {first.device}."
+                f"{beside} is {second.dtype} on {second.device}, but {name} is {first.dtype} on "
+                f"{first.device}."
             )
     return batch, firsts, seconds, tree
 
@@ -235,7 +264,11 @@ def detached_samples(samples: Any, detach: bool | None, name: str, recorded: boo
         return samples
     if detach is None and recorded:
         leaves, names, _ = _tree.flatten(samples, name)
-        pairs = [(name, leaf) for leaf, name in zip(leaves, names, strict=True) if isinstance(leaf, Tensor)]
+        pairs = [
+            (name, leaf)
+            for leaf, name in zip(leaves, names, strict=True)
+            if isinstance(leaf, Tensor)
+        ]
         attached = [name for name, leaf in pairs if leaf.requires_grad]
         if attached:
             warnings.warn(
@@ -252,7 +285,10 @@ def detached_samples(samples: Any, detach: bool | None, name: str, recorded: boo
 def vectors_like(
     where: Where, vectors: Any, samples: int, probes: Probes, generator: torch.Generator | None
 ) -> list[Tensor]:
-    """The caller's vectors like a point, stacked; or `samples` random ones. None is a tensor of inference mode."""
+    """The caller's vectors like a point, stacked; or `samples` random ones.
+
+    None is a tensor of inference mode.
+    """
     if vectors is not None:
         stacked = where.space().parse(vectors, "vectors").stacked()
         return [leaf.clone() if leaf.is_inference() else leaf for leaf in stacked]
@@ -260,7 +296,8 @@ def vectors_like(
     return [draw((samples, *leaf.shape), leaf, probes, generator) for leaf in where.tensors]
 
 
-# --- norms of gradients, one for each sample, that are right at zero, at extremes and in half precision ---------------
+# --- norms of gradients, one for each sample, that are right at zero, at extremes and in half
+# precision
 
 
 def sample_norm(grads: Any, *, ord: float = 2, batch_ndim: int = 1) -> Tensor:
@@ -290,7 +327,9 @@ def sample_norm(grads: Any, *, ord: float = 2, batch_ndim: int = 1) -> Tensor:
         A gradient of (3, 4) in two leaves, and a zero one:
 
         >>> import torch, hodiff
-        >>> hodiff.sample_norm({"a": torch.tensor([[3.0], [0.0]]), "b": torch.tensor([[4.0], [0.0]])})
+        >>> hodiff.sample_norm(
+        ...     {"a": torch.tensor([[3.0], [0.0]]), "b": torch.tensor([[4.0], [0.0]])}
+        ... )
         tensor([5., 0.])
 
     Reference:
@@ -327,15 +366,19 @@ def norm(leaves: Sequence[Tensor], batch_ndim: int, ord: float = 2) -> Tensor:
     with _settings.grad_mode(False):
         largest = row.abs().amax(-1, keepdim=True)
         dead = largest == 0  # not where it is NaN, which must show
-        largest = torch.where(dead, 1, largest.clamp(max=torch.finfo(row.dtype).max))  # inf / inf would be NaN
+        # inf / inf would be NaN
+        largest = torch.where(dead, 1, largest.clamp(max=torch.finfo(row.dtype).max))
     # A dead sample is moved off zero, where a norm has no second derivative, and its result
     # replaced. One operation, so that there is no further copy of the gradient.
     moved = torch.addcdiv(dead.to(row.dtype), row, largest)
-    return largest.squeeze(-1) * torch.where(dead.squeeze(-1), 0, torch.linalg.vector_norm(moved, dim=-1))
+    return largest.squeeze(-1) * torch.where(
+        dead.squeeze(-1), 0, torch.linalg.vector_norm(moved, dim=-1)
+    )
 
 
 def _ordinary(norms: Tensor) -> bool:
-    """Whether all norms are far from zero and from the ends of float32's range: the plain ones will do, and are faster.
+    """Whether all norms are far from zero and from the ends of float32's range: the plain ones will
+    do, and are faster.
 
     Not asked where the answer would have to be waited for, or cannot be had: on a GPU, in a traced
     region, under vmap.
@@ -370,11 +413,14 @@ def _rows(leaf: Tensor, batch_ndim: int) -> Tensor:
     return leaf.flatten(batch_ndim) if leaf.ndim > batch_ndim else leaf.unsqueeze(-1)
 
 
-# --- what the losses share: whether they are recorded, how they are reduced, and the warnings that they give ----------
+# --- what the losses share: whether they are recorded, how they are reduced, and the warnings that
+# they give
 
 
 def recording(on: bool) -> AbstractContextManager[Any]:
-    """Grad mode for what follows the derivatives: an explicit `create_graph=True` also wins under `no_grad`."""
+    """Grad mode for what follows the derivatives:
+    an explicit `create_graph=True` also wins under `no_grad`.
+    """
     if on and torch.is_inference_mode_enabled():
         return _settings.recording()
     return _AS_IT_IS if torch.is_grad_enabled() is on else _settings.grad_mode(on)
@@ -384,7 +430,9 @@ _AS_IT_IS = nullcontext()
 
 
 def accepted(allow: Allowed) -> Sequence[str | type]:
-    """`allow`, and the Function that DistributedDataParallel puts behind its outputs, which passes gradients on."""
+    """`allow`, and the Function that DistributedDataParallel puts behind its outputs,
+    which passes gradients on.
+    """
     return allowed((*names, "_DDPSink")) if (names := allowed(allow)) else _PASSES_ON
 
 
@@ -394,13 +442,18 @@ _PASSES_ON = allowed(("_DDPSink",))
 def check_critic(f: Any) -> None:
     """Raise unless `f` can be called or is a tensor, and for a wrapper that loses gradients."""
     if not callable(f) and not isinstance(f, Tensor):
-        raise InputError(f"f: got {_arguments.kind(f)}, expected a function, a module, or a tensor computed from x.")
+        raise InputError(
+            f"f: got {_arguments.kind(f)}, expected a function, a module, "
+            "or a tensor computed from x."
+        )
     if isinstance(f, DistributedDataParallel) and f.static_graph:
         raise static_graph_error()
 
 
 def uncompiled(f: Any) -> Any:
-    """The module inside a `torch.compile` wrapper: compiled code has no second derivative, and its wrapper warns."""
+    """The module inside a `torch.compile` wrapper: compiled code has no second derivative,
+    and its wrapper warns.
+    """
     return plain(f) if isinstance(f, nn.Module) else f
 
 
@@ -411,7 +464,14 @@ def check_function(f: Any) -> None:
 
 
 def recorded(
-    f: Any, x: Any, *, batch_ndim: int, create_graph: bool | None, check_independence: bool, args: Any, kwargs: Any
+    f: Any,
+    x: Any,
+    *,
+    batch_ndim: int,
+    create_graph: bool | None,
+    check_independence: bool,
+    args: Any,
+    kwargs: Any,
 ) -> bool:
     """Whether a loss is recorded; once it is known, if asked for, that samples are independent."""
     if is_set(check_independence, "check_independence"):
@@ -420,7 +480,15 @@ def recorded(
 
 
 def evaluation(
-    f: Any, x: Any, *, passes: int, batch_ndim: int, record: bool, allow: Allowed, args: Any, kwargs: Any
+    f: Any,
+    x: Any,
+    *,
+    passes: int,
+    batch_ndim: int,
+    record: bool,
+    allow: Allowed,
+    args: Any,
+    kwargs: Any,
 ) -> OutputGraph:
     """`f` at `x`, for a loss of its derivatives."""
     check_critic(f)
@@ -438,7 +506,9 @@ def evaluation(
     )
 
 
-def pulled(graph: OutputGraph, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
+def pulled(
+    graph: OutputGraph, outputs: Sequence[Tensor], vectors: Sequence[Tensor]
+) -> list[Tensor]:
     """Jᵀv for each of the stacked vectors, stacked; one is a plain pass, several go in batches."""
     count = vectors[0].shape[0]
     if count == 1:
@@ -447,7 +517,9 @@ def pulled(graph: OutputGraph, outputs: Sequence[Tensor], vectors: Sequence[Tens
     return _reverse.products(graph, outputs, vectors, count, chunk_size=None)
 
 
-def finished(loss: Tensor, f: Any, outputs: Tensor, leaves: Sequence[Tensor], record: bool) -> Tensor:
+def finished(
+    loss: Tensor, f: Any, outputs: Tensor, leaves: Sequence[Tensor], record: bool
+) -> Tensor:
     """The loss, once it is known that its graph is worth having."""
     if not record:
         return loss
@@ -462,7 +534,10 @@ def finished(loss: Tensor, f: Any, outputs: Tensor, leaves: Sequence[Tensor], re
 def refuse_empty(values: Tensor, reduction: ExtremeReduction) -> None:
     """Raise where there is no value to reduce; their sum is zero."""
     if reduction in ("mean", "max") and not values.numel():
-        raise InputError(f'x: the batch is empty and has no {reduction}; use reduction="sum", or skip empty batches.')
+        raise InputError(
+            f'x: the batch is empty and has no {reduction}; use reduction="sum", '
+            "or skip empty batches."
+        )
 
 
 def reduce(values: Tensor, reduction: ExtremeReduction, weight: float) -> Tensor:
@@ -480,13 +555,16 @@ def _is_trained(leaf: Tensor) -> bool:
 
 
 def warn_if_constant(gradient: Sequence[Tensor]) -> None:
-    """Warn when nothing that is trained can be reached from the gradient. `requires_grad` alone would not show it."""
+    """Warn when nothing that is trained can be reached from the gradient.
+
+    `requires_grad` alone would not show it.
+    """
     if gradient and not any(map(_is_trained, _nodes.leaves_below(gradient))):
         warnings.warn(
-            "no trainable tensor is reachable from the gradient, so this penalty is a constant for the "
-            "optimizer. Usual causes: all parameters are frozen, f detaches or leaves PyTorch somewhere, "
-            "or the gradient does not depend on them. If you only want the value, pass "
-            "create_graph=False, or call it under torch.no_grad().",
+            "no trainable tensor is reachable from the gradient, so this penalty is a constant for "
+            "the optimizer. Usual causes: all parameters are frozen, f detaches or leaves PyTorch "
+            "somewhere, or the gradient does not depend on them. If you only want the value, "
+            "pass create_graph=False, or call it under torch.no_grad().",
             HodiffWarning,
             stacklevel=_arguments.outside(),
         )
@@ -496,11 +574,15 @@ _HAS_PROCESSES = torch.distributed.is_available()
 
 
 def refuse_static_graph(outputs: Sequence[Tensor]) -> None:
-    """Raise for a `DistributedDataParallel(static_graph=True)` that a function hides, at its first step."""
+    """Raise for a `DistributedDataParallel(static_graph=True)` that a function hides,
+    at its first step.
+    """
     if not (_HAS_PROCESSES and torch.distributed.is_initialized()):
         return
     for function, nodes in _nodes.survey(outputs).functions():
-        if function.__name__ == "_DDPSink" and any(node.ddp_weakref().static_graph for node in nodes):
+        if function.__name__ == "_DDPSink" and any(
+            node.ddp_weakref().static_graph for node in nodes
+        ):
             raise static_graph_error()
 
 

@@ -38,13 +38,23 @@ class Around(Between, total=False):
 
 @overload
 def wgan_gp_penalty(
-    critic: Function, real: Any, fake: Any, *, return_outputs: Literal[False] = False, **options: Unpack[OneSided]
+    critic: Function,
+    real: Any,
+    fake: Any,
+    *,
+    return_outputs: Literal[False] = False,
+    **options: Unpack[OneSided],
 ) -> Tensor: ...
 
 
 @overload
 def wgan_gp_penalty(
-    critic: Function, real: Any, fake: Any, *, return_outputs: Literal[True], **options: Unpack[OneSided]
+    critic: Function,
+    real: Any,
+    fake: Any,
+    *,
+    return_outputs: Literal[True],
+    **options: Unpack[OneSided],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -132,7 +142,10 @@ def wgan_gp_penalty(
         authors' own code has NaN at a zero gradient.
     """
     recorded = _call.loss_recorded(create_graph)
-    real, fake = detached_samples(real, detach, "real", recorded), detached_samples(fake, detach, "fake", recorded)
+    real, fake = (
+        detached_samples(real, detach, "real", recorded),
+        detached_samples(fake, detach, "fake", recorded),
+    )
     points = between(real, fake, ("real", "fake"), batch_ndim=batch_ndim, generator=generator)
     return gradient_penalty(
         critic,
@@ -155,7 +168,11 @@ def wgan_gp_penalty(
 
 @overload
 def dragan_penalty(
-    critic: Function, real: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Around]
+    critic: Function,
+    real: Any,
+    *,
+    return_outputs: Literal[False] = False,
+    **options: Unpack[Around],
 ) -> Tensor: ...
 
 
@@ -250,8 +267,13 @@ def dragan_penalty(
     for leaf, name in zip(leaves, names, strict=True):
         _arguments.check_real_tensor(leaf, name)
     check_generator(generator)
-    draws = [torch.rand(leaf.shape, generator=generator, device=leaf.device, dtype=leaf.dtype) for leaf in leaves]
-    noise = [draw * (std * leaf.std(correction=0)) for draw, leaf in zip(draws, leaves, strict=True)]
+    draws = [
+        torch.rand(leaf.shape, generator=generator, device=leaf.device, dtype=leaf.dtype)
+        for leaf in leaves
+    ]
+    noise = [
+        draw * (std * leaf.std(correction=0)) for draw, leaf in zip(draws, leaves, strict=True)
+    ]
     far = _tree.rebuild(tree, map(torch.add, leaves, noise))
     points = between(real, far, ("real", "far"), batch_ndim=batch_ndim, generator=generator)
     return gradient_penalty(
@@ -272,7 +294,8 @@ def dragan_penalty(
     )
 
 
-# --- R1 and R2: the squared norm of a critic's gradient at the samples themselves, real or generated ------------------
+# --- R1 and R2: the squared norm of a critic's gradient at the samples themselves, real or
+# generated
 
 
 class Regularization(Recipe, total=False):
@@ -284,7 +307,11 @@ class Regularization(Recipe, total=False):
 
 @overload
 def r1_penalty(
-    critic: Function, real: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Regularization]
+    critic: Function,
+    real: Any,
+    *,
+    return_outputs: Literal[False] = False,
+    **options: Unpack[Regularization],
 ) -> Tensor: ...
 
 
@@ -389,7 +416,11 @@ def r1_penalty(
 
 @overload
 def r2_penalty(
-    critic: Function, fake: Any, *, return_outputs: Literal[False] = False, **options: Unpack[Regularization]
+    critic: Function,
+    fake: Any,
+    *,
+    return_outputs: Literal[False] = False,
+    **options: Unpack[Regularization],
 ) -> Tensor: ...
 
 
@@ -485,8 +516,14 @@ def r2_penalty(
     )
 
 
-def _zero_centered(critic: Function, samples: Any, name: str, gamma: float, detach: bool | None, **options: Any) -> Any:
-    """Half of `gamma` times the squared norm of the gradient at samples, which errors call `name`."""
+def _zero_centered(
+    critic: Function, samples: Any, name: str, gamma: float, detach: bool | None, **options: Any
+) -> Any:
+    """Half of `gamma` times the squared norm of the gradient at samples,
+    which errors call `name`.
+    """
     _arguments.check_number(gamma, "gamma", least=0)
     recorded = _call.loss_recorded(options["create_graph"])
-    return gradient_penalty(critic, detached_samples(samples, detach, name, recorded), weight=gamma / 2, **options)
+    return gradient_penalty(
+        critic, detached_samples(samples, detach, name, recorded), weight=gamma / 2, **options
+    )

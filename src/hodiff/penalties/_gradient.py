@@ -183,7 +183,9 @@ class PenaltyRule(NamedTuple):
         if not isinstance(self.target, Tensor):
             _arguments.check_number(self.target, "target", least=0)
         elif self.target.is_nested:
-            raise InputError("target: got a nested tensor, expected a number or one entry per sample.")
+            raise InputError(
+                "target: got a nested tensor, expected a number or one entry per sample."
+            )
 
     def penalty(self, gradient: list[Tensor], batch_ndim: int) -> Tensor:
         """The penalty of each sample's gradient, reduced."""
@@ -198,7 +200,9 @@ class PenaltyRule(NamedTuple):
             # No root to take, so smooth also at zero.
             squared = _critic.inner(gradient, gradient, batch_ndim)
             return _critic.reduce(
-                squared if self.power == 2 else squared ** (self.power // 2), self.reduction, self.weight
+                squared if self.power == 2 else squared ** (self.power // 2),
+                self.reduction,
+                self.weight,
             )
         excess = _critic.norm(gradient, batch_ndim, self.ord) - self.target
         if self.one_sided or self.power != 2:  # the square needs no sign, nor the derivative of one
@@ -207,7 +211,14 @@ class PenaltyRule(NamedTuple):
 
 
 def outputs_and_gradient(
-    critic: _critic.Critic, x: Any, *, create_graph: bool, strict: bool | None, allow: Allowed, args: Any, kwargs: Any
+    critic: _critic.Critic,
+    x: Any,
+    *,
+    create_graph: bool,
+    strict: bool | None,
+    allow: Allowed,
+    args: Any,
+    kwargs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     """What the critic returns, and the gradient's leaves."""
     tensor = isinstance(critic.f, Tensor)
@@ -248,7 +259,8 @@ def _to_the(excess: Tensor, power: float) -> Tensor:
     return torch.where(alive, torch.where(alive, excess, 1) ** power, 0)
 
 
-# --- penalties on gradients outside of adversarial training: the eikonal equation, the gradient of a loss -------------
+# --- penalties on gradients outside of adversarial training: the eikonal equation, the gradient of
+# a loss
 
 
 class PenaltyOptions(CallOptions, total=False):
@@ -274,7 +286,11 @@ class GradientNormOptions(PenaltyOptions, total=False):
 
 @overload
 def eikonal_penalty(
-    f: What, points: Tensor, *, return_outputs: Literal[False] = False, **options: Unpack[EikonalOptions]
+    f: What,
+    points: Tensor,
+    *,
+    return_outputs: Literal[False] = False,
+    **options: Unpack[EikonalOptions],
 ) -> Tensor: ...
 
 
@@ -337,7 +353,9 @@ def eikonal_penalty(
         >>> import torch, hodiff
         >>> points = torch.randn(5, 7, 3, dtype=torch.float64)
         >>> with torch.no_grad():
-        ...     once, thrice = (hodiff.eikonal_penalty(lambda x: c * x.norm(dim=-1), points) for c in (1, 3))
+        ...     once, thrice = (
+        ...         hodiff.eikonal_penalty(lambda x: c * x.norm(dim=-1), points) for c in (1, 3)
+        ...     )
         >>> round(once.item(), 9), round(thrice.item(), 9)
         (0.0, 0.4)
 
@@ -370,7 +388,11 @@ def eikonal_penalty(
 
 @overload
 def gradient_norm_penalty(
-    f: What, where: Any, *, return_outputs: Literal[False] = False, **options: Unpack[GradientNormOptions]
+    f: What,
+    where: Any,
+    *,
+    return_outputs: Literal[False] = False,
+    **options: Unpack[GradientNormOptions],
 ) -> Tensor: ...
 
 

@@ -1,4 +1,6 @@
-"""Penalties on second derivatives: of a generator's outputs, and of a loss along its steepest direction."""
+"""Penalties on second derivatives: of a generator's outputs,
+and of a loss along its steepest direction.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +146,13 @@ def hessian_penalty(
     )  # fmt: skip
     inside = _one_draw(f, where, args, kwargs or {})
     at = functools.partial(
-        _critic.evaluation, inside, batch_ndim=batch_ndim, record=record, allow=allow, args=(), kwargs=None
+        _critic.evaluation,
+        inside,
+        batch_ndim=batch_ndim,
+        record=record,
+        allow=allow,
+        args=(),
+        kwargs=None,
     )
     with _critic.recording(record):
         output = _value(at, where, where.tensors)
@@ -152,14 +160,20 @@ def hessian_penalty(
         if method == "exact":
             seconds = [_second(at, where, v) for v in zip(*directions, strict=True)]
         else:
-            seconds = [_difference(at, where, v, output, epsilon) for v in zip(*directions, strict=True)]
+            seconds = [
+                _difference(at, where, v, output, epsilon) for v in zip(*directions, strict=True)
+            ]
         loss = _critic.reduce(_critic.wide(torch.stack(seconds)).var(0), reduction, weight)
         loss = _critic.finished(loss, f, output, seconds, record)
     return (loss, output) if return_outputs else loss
 
 
-def _one_draw(f: Function, where: Where, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Function:
-    """`f` with the same random numbers at each call: of different ones, differences would be those of the draws."""
+def _one_draw(
+    f: Function, where: Where, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Function:
+    """`f` with the same random numbers at each call: of different ones,
+    differences would be those of the draws.
+    """
     random = _settings.RandomState(where.tensors[0].device)
     inside = _critic.uncompiled(f)
 
@@ -179,10 +193,16 @@ def _value(at: Evaluation, where: Where, leaves: Sequence[Tensor]) -> Tensor:
         return _arguments.check_output(graph.value())
 
 
-def _difference(at: Evaluation, where: Where, v: Sequence[Tensor], here: Tensor, step: float) -> Tensor:
+def _difference(
+    at: Evaluation, where: Where, v: Sequence[Tensor], here: Tensor, step: float
+) -> Tensor:
     """vᵀ H v of every output at once, by central differences."""
     ahead, behind = (
-        _value(at, where, [leaf + sign * step * part for leaf, part in zip(where.tensors, v, strict=True)])
+        _value(
+            at,
+            where,
+            [leaf + sign * step * part for leaf, part in zip(where.tensors, v, strict=True)],
+        )
         for sign in (1, -1)
     )
     return (ahead + behind - 2 * here) / step**2
@@ -251,7 +271,9 @@ def curvature_penalty(
 
         >>> import torch, hodiff
         >>> with torch.no_grad():
-        ...     hodiff.curvature_penalty(lambda x: x.square().sum(1) / 2, torch.randn(4, 3), weight=1.0, h=2.0)
+        ...     hodiff.curvature_penalty(
+        ...         lambda x: x.square().sum(1) / 2, torch.randn(4, 3), weight=1.0, h=2.0
+        ...     )
         tensor(4.)
 
     Reference:
@@ -269,14 +291,24 @@ def curvature_penalty(
         f, x, batch_ndim=batch_ndim, create_graph=create_graph,
         check_independence=check_independence, args=args, kwargs=kwargs,
     )  # fmt: skip
-    options = {"create_graph": record, "strict": None, "allow": allow, "args": args, "kwargs": kwargs}
+    options = {
+        "create_graph": record,
+        "strict": None,
+        "allow": allow,
+        "args": args,
+        "kwargs": kwargs,
+    }
     where = Where(x)
     random = _settings.RandomState(where.tensors[0].device)
     outputs, here = outputs_and_gradient(critic, where, **options)
     with _settings.grad_mode(False):
         signs = [part.sign() for part in here]
-        scale = h / _critic.norm(signs, batch_ndim).clamp(min=1)  # of no signs the norm is 0, of some at least 1
-        steps = [sign * scale.to(sign).reshape(*scale.shape, *[1] * (sign.ndim - batch_ndim)) for sign in signs]
+        # of no signs the norm is 0, of some at least 1
+        scale = h / _critic.norm(signs, batch_ndim).clamp(min=1)
+        steps = [
+            sign * scale.to(sign).reshape(*scale.shape, *[1] * (sign.ndim - batch_ndim))
+            for sign in signs
+        ]
     with _critic.recording(record):
         there = where.result([leaf + step for leaf, step in zip(where.tensors, steps, strict=True)])
         random.restore()  # of two draws (dropout) the difference would be that of the draws

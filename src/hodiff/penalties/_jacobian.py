@@ -29,7 +29,11 @@ class JacobianPenaltyOptions(_critic.VectorOptions, total=False):
 
 @overload
 def jacobian_penalty(
-    f: What, x: Any, *, return_outputs: Literal[False] = False, **options: Unpack[JacobianPenaltyOptions]
+    f: What,
+    x: Any,
+    *,
+    return_outputs: Literal[False] = False,
+    **options: Unpack[JacobianPenaltyOptions],
 ) -> Tensor: ...
 
 
@@ -130,7 +134,9 @@ def jacobian_penalty(
         if exact:
             [parts] = _reverse.blocks(graph, [output], chunk_size=None)
         else:
-            drawn = _critic.vectors_like(Where(output.detach(), "f(x)"), vectors, samples or 1, probes, generator)
+            drawn = _critic.vectors_like(
+                Where(output.detach(), "f(x)"), vectors, samples or 1, probes, generator
+            )
             parts = _critic.pulled(graph, [output], drawn)
     with _critic.recording(record):
         values = _critic.inner(parts, parts, batch_ndim if exact else batch_ndim + 1)
@@ -155,7 +161,11 @@ class ScoreMatchingOptions(_critic.VectorOptions, total=False):
 
 @overload
 def sliced_score_matching_loss(
-    f: What, x: Any, *, return_outputs: Literal[False] = False, **options: Unpack[ScoreMatchingOptions]
+    f: What,
+    x: Any,
+    *,
+    return_outputs: Literal[False] = False,
+    **options: Unpack[ScoreMatchingOptions],
 ) -> Tensor: ...
 
 
@@ -241,7 +251,10 @@ def sliced_score_matching_loss(
     check_option(reduction, Reduction, "reduction")
     check_option(probes, Probes, "probes")
     return_outputs = is_set(return_outputs, "return_outputs")
-    log_density, variance_reduced = is_set(log_density, "log_density"), is_set(variance_reduced, "variance_reduced")
+    log_density, variance_reduced = (
+        is_set(log_density, "log_density"),
+        is_set(variance_reduced, "variance_reduced"),
+    )
     _arguments.check_integer(samples, "samples", least=1)
     where = Where(x)
     drawn = _critic.vectors_like(where, vectors, samples, probes, generator)
@@ -250,9 +263,18 @@ def sliced_score_matching_loss(
         check_independence=check_independence, args=args, kwargs=kwargs,
     )  # fmt: skip
     with _critic.evaluation(
-        f, where, passes=1 + log_density, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
+        f,
+        where,
+        passes=1 + log_density,
+        batch_ndim=batch_ndim,
+        record=record,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
     ) as graph:
-        score = _reverse.gradient(graph, differentiated=True) if log_density else _score(graph, where)
+        score = (
+            _reverse.gradient(graph, differentiated=True) if log_density else _score(graph, where)
+        )
         products = _critic.pulled(graph, score, drawn)
         first = graph.tensors()[0]
     with _critic.recording(record):
@@ -261,7 +283,11 @@ def sliced_score_matching_loss(
         if variance_reduced:
             size = _critic.inner(score, score, batch_ndim)
         else:
-            size = _critic.inner(drawn, [part.unsqueeze(0) for part in score], batch_ndim + 1).square().mean(0)
+            size = (
+                _critic.inner(drawn, [part.unsqueeze(0) for part in score], batch_ndim + 1)
+                .square()
+                .mean(0)
+            )
         loss = _critic.reduce(trace + size / 2, reduction, 1.0)
         loss = _critic.finished(loss, f, first, score, record)
     _nodes.mark_results([loss])  # which stands on what f returned, not on passes alone
@@ -273,7 +299,9 @@ def _score(graph: OutputGraph, where: Where) -> list[Tensor]:
     try:
         score, count = where.space().structured(graph.outputs, "f(x)", where.tree)
     except InputError as error:
-        raise InputError(f"{error} A log-density, with one output per sample, needs log_density=True.") from error
+        raise InputError(
+            f"{error} A log-density, with one output per sample, needs log_density=True."
+        ) from error
     if count is not None:
         raise InputError(f"f returned {count} vectors like x, expected one.")
     return score
@@ -291,7 +319,8 @@ class PathLengthPenalty(nn.Module):
 
     Each call in training mode updates the mean, \(a \leftarrow (1 - d)\,a + d\,\mathrm{mean}_i
     \ell_i\), which is saved in the state dict. As in StyleGAN2, the derivative includes the current
-    call's contribution to the mean. A call whose lengths are not finite leaves the saved mean as it was.
+    call's contribution to the mean. A call whose lengths are not finite leaves the saved mean as it
+    was.
 
     Args:
         weight: \(w\), 2 in StyleGAN2. For a lazy penalty every k steps, pass k times the value.
@@ -356,7 +385,8 @@ class PathLengthPenalty(nn.Module):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        r"""The penalty at some latents, differentiable by the generator and, where they require grad, the latents.
+        r"""The penalty at some latents, differentiable by the generator and, where they require
+        grad, the latents.
 
         Args:
             f: The synthesis network, a function of *w* with images `(N, C, *size)`.
@@ -387,11 +417,18 @@ class PathLengthPenalty(nn.Module):
         ) as graph:
             images = _arguments.check_output(graph.outputs)
             if images.ndim < 2 or images.shape[0] != w.shape[0]:
-                raise InputError(f"f returned shape {tuple(images.shape)}, expected images ({w.shape[0]}, C, ...).")
+                raise InputError(
+                    f"f returned shape {tuple(images.shape)}, expected images ({w.shape[0]}, C, "
+                    "...)."
+                )
             with _settings.grad_mode(False):
-                [noise] = _critic.vectors_like(Where(images.detach(), "f(w)"), vectors, 1, "gaussian", generator)
+                [noise] = _critic.vectors_like(
+                    Where(images.detach(), "f(w)"), vectors, 1, "gaussian", generator
+                )
                 if noise.shape[0] != 1:
-                    raise InputError(f"vectors: got {noise.shape[0]} vectors like the images, expected one.")
+                    raise InputError(
+                        f"vectors: got {noise.shape[0]} vectors like the images, expected one."
+                    )
                 noise = noise[0] / images.shape[2:].numel() ** 0.5
             outputs = graph.value()
             gradient = _reverse.vjp(graph, [images], [noise])
@@ -404,7 +441,8 @@ class PathLengthPenalty(nn.Module):
                 if self.training:
                     moved = mean.lerp(lengths.mean(), self.decay)
                     with _settings.grad_mode(False):
-                        self.mean_length.copy_(torch.where(moved.isfinite(), moved, mean))  # or it would stay nan
+                        # or it would stay nan
+                        self.mean_length.copy_(torch.where(moved.isfinite(), moved, mean))
                     mean = moved
             loss = _critic.reduce((lengths - mean).square(), reduction, self.weight)
             loss = _critic.finished(loss, f, images, gradient, record)

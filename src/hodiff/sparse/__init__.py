@@ -1,4 +1,5 @@
-"""Sparse Hessians and Jacobians: which entries there are, which products find them, and the matrix at many points.
+"""Sparse Hessians and Jacobians: which entries there are, which products find them, and the matrix
+at many points.
 
 * `sparsity_pattern` detects which entries can be other than zero, `color` says which columns share
   a product.

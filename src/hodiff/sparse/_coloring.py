@@ -73,7 +73,9 @@ def color(pattern: Any, kind: Kind = "star", *, order: Order = "best") -> Tensor
     if kind == "star":
         check_symmetric(pattern)
         return _star(pattern, order)
-    return _best(_COLUMNS, pattern if kind == "columns" else pattern.transposed(), order, star=False)
+    return _best(
+        _COLUMNS, pattern if kind == "columns" else pattern.transposed(), order, star=False
+    )
 
 
 def _shape(pattern: Any) -> tuple[int, int]:
@@ -196,7 +198,8 @@ def _greedy_star(neighbors: list[list[int]], sequence: list[int], *, wary: bool)
         bit[v] = free
         for w in near:
             d = bit[w]
-            if d & repeated:  # v has two neighbors in d: its color is shut to the other neighbors of both
+            # v has two neighbors in d: its color is shut to the other neighbors of both
+            if d & repeated:
                 shut[w] |= free
             if not around[w] & free:
                 around[w] |= free
@@ -220,7 +223,9 @@ def _by_rows(pattern: Pattern, order: Order) -> Tensor:
     turned = pattern.transposed()
     rows_of = _lists(turned.rows, turned.columns, columns)
     lengths = torch.bincount(pattern.rows, minlength=rows)
-    met = torch.zeros(columns, dtype=torch.int64, device="cpu").index_add(0, pattern.columns, lengths[pattern.rows])
+    met = torch.zeros(columns, dtype=torch.int64, device="cpu").index_add(
+        0, pattern.columns, lengths[pattern.rows]
+    )
     around = [0] * rows  # the colors in each row
     bits = [0] * columns
     for column in _sequence(met, order):
@@ -236,7 +241,9 @@ def _by_rows(pattern: Pattern, order: Order) -> Tensor:
 def _with_diagonal(pattern: Pattern, order: Order) -> Tensor:
     """Columns that meet in a row, or are neighbors, differ: that is a star coloring too."""
     diagonal = torch.arange(pattern.shape[0], device="cpu")
-    whole = Pattern(torch.cat([pattern.rows, diagonal]), torch.cat([pattern.columns, diagonal]), pattern.shape)
+    whole = Pattern(
+        torch.cat([pattern.rows, diagonal]), torch.cat([pattern.columns, diagonal]), pattern.shape
+    )
     return _by_rows(whole, order)
 
 
@@ -249,7 +256,7 @@ _STAR = [
 ]
 
 
-# --- where in the compressed products each entry of a matrix stands: one gather, worked out once ----------------------
+# --- where in the compressed products each entry of a matrix stands: one gather, worked out once --
 
 
 def symmetric(pattern: Pattern, colors: Tensor) -> Tensor:
@@ -281,7 +288,9 @@ def by_rows(pattern: Pattern, colors: Tensor) -> Tensor:
 
 
 def seeds(colors: Tensor, count: int, like: Tensor) -> Tensor:
-    """The sums of the unit vectors of each color, `(colors, n)`, of the dtype and on the device of a tensor."""
+    """The sums of the unit vectors of each color, `(colors, n)`,
+    of the dtype and on the device of a tensor.
+    """
     return like.new_zeros(count, len(colors)).scatter_(0, colors.to(like.device).reshape(1, -1), 1)
 
 
@@ -294,5 +303,6 @@ def _check(colors: Tensor, pattern: Pattern) -> None:
     if not bool(colors.all()):
         entry = int((~colors).nonzero()[0, 0])
         raise AssertionError(
-            f"the coloring does not separate entry ({int(pattern.rows[entry])}, {int(pattern.columns[entry])})"
+            f"the coloring does not separate entry ({int(pattern.rows[entry])}, "
+            f"{int(pattern.columns[entry])})"
         )

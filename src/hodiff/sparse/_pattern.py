@@ -1,4 +1,6 @@
-"""`Pattern`, which entries of a matrix can be other than zero: given, or found by `sparsity_pattern`."""
+"""`Pattern`, which entries of a matrix can be other than zero: given,
+or found by `sparsity_pattern`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Pattern:
 
     Examples:
         >>> import torch, hodiff
-        >>> pattern = hodiff.sparse.sparsity_pattern(lambda x: (x[1:] * x[:-1]).sum(), torch.ones(4))
+        >>> pattern = hodiff.sparse.sparsity_pattern(
+        ...     lambda x: (x[1:] * x[:-1]).sum(), torch.ones(4)
+        ... )
         >>> pattern
         Pattern 4 x 4, 6 entries
         >>> print(pattern.picture())
@@ -74,7 +78,13 @@ class Pattern:
 
     def transposed(self) -> Pattern:
         """The pattern of the transposed matrix."""
-        return Pattern(self.columns, self.rows, (self.shape[1], self.shape[0]), self.without_rule, self.values_read)
+        return Pattern(
+            self.columns,
+            self.rows,
+            (self.shape[1], self.shape[0]),
+            self.without_rule,
+            self.values_read,
+        )
 
     def to_torch(self) -> Tensor:
         """A sparse boolean tensor in coordinate format."""
@@ -89,13 +99,16 @@ class Pattern:
         import numpy
 
         return scipy_sparse().csr_array(
-            (numpy.ones(self.nnz, dtype=bool), self.columns.numpy(), self.starts().numpy()), shape=self.shape
+            (numpy.ones(self.nnz, dtype=bool), self.columns.numpy(), self.starts().numpy()),
+            shape=self.shape,
         )
 
     def picture(self) -> str:
         """The pattern in characters, for a small matrix."""
         if max(self.shape) > 100:
-            raise InputError(f"picture: {self.shape} is too large; use plt.spy(pattern.to_scipy()).")
+            raise InputError(
+                f"picture: {self.shape} is too large; use plt.spy(pattern.to_scipy())."
+            )
         held = self.to_torch().to_dense().tolist()
         return "\n".join("".join("x" if entry else "·" for entry in row) for row in held)
 
@@ -111,7 +124,10 @@ class Pattern:
         return f"Pattern {self.shape[0]} x {self.shape[1]}, {self.nnz} entries{wide}"
 
 
-GIVEN = "a hodiff Pattern, a SciPy sparse matrix, a sparse tensor, or a pair (rows, columns) of index vectors"
+GIVEN = (
+    "a hodiff Pattern, a SciPy sparse matrix, a sparse tensor, or a pair (rows, "
+    "columns) of index vectors"
+)
 
 
 def _is_scipys(value: Any) -> bool:
@@ -123,7 +139,9 @@ def _is_scipys(value: Any) -> bool:
 
 
 def given(value: Any, shape: tuple[int, int], *, symmetric: bool) -> Pattern:
-    """A pattern as the caller gives it: every place that is stored counts, whatever is stored there."""
+    """A pattern as the caller gives it: every place that is stored counts,
+    whatever is stored there.
+    """
     _call.refuse_stand_ins()
     if isinstance(value, Pattern):
         pattern = value
@@ -137,12 +155,15 @@ def given(value: Any, shape: tuple[int, int], *, symmetric: bool) -> Pattern:
     else:
         raise InputError(f"pattern: got {kind(value)}, expected {GIVEN}.")
     if tuple(pattern.shape) != tuple(shape):
+        wanted = (
+            "a row and a column for each number in x."
+            if symmetric
+            else "a row for each output of f, a column for each number in x."
+        )
         raise InputError(
-            f"pattern is {pattern.shape[0]} x {pattern.shape[1]}, expected {shape[0]} x "
-            f"{shape[1]}: "
-            + ("a row and a column for each number in x." if symmetric else "a row for each output of f, a column for "
-            "each number in x.")
-        )  # fmt: skip
+            f"pattern is {pattern.shape[0]} x {pattern.shape[1]}, "
+            f"expected {shape[0]} x {shape[1]}: {wanted}"
+        )
     if symmetric:
         check_symmetric(pattern)
     return pattern
@@ -151,7 +172,9 @@ def given(value: Any, shape: tuple[int, int], *, symmetric: bool) -> Pattern:
 def check_symmetric(pattern: Pattern) -> None:
     """Raise for a pattern that a Hessian cannot have."""
     if pattern.shape[0] != pattern.shape[1]:
-        raise InputError(f"pattern is {pattern.shape[0]} x {pattern.shape[1]}, expected a symmetric matrix.")
+        raise InputError(
+            f"pattern is {pattern.shape[0]} x {pattern.shape[1]}, expected a symmetric matrix."
+        )
     turned = pattern.transposed()
     if pattern.nnz == turned.nnz and torch.equal(pattern.keys, turned.keys):
         return
@@ -166,7 +189,9 @@ def check_symmetric(pattern: Pattern) -> None:
 def check_layout(value: Tensor) -> None:
     """Raise for a tensor that PyTorch cannot make sparse, or ask for its shape."""
     if value.is_nested or value.is_mkldnn:
-        raise InputError(f"pattern: got a {'nested' if value.is_nested else 'mkldnn'} tensor, expected {GIVEN}.")
+        raise InputError(
+            f"pattern: got a {'nested' if value.is_nested else 'mkldnn'} tensor, expected {GIVEN}."
+        )
 
 
 def _of_tensor(value: Tensor) -> Pattern:
@@ -188,7 +213,9 @@ def _of_pairs(rows: Any, columns: Any, shape: tuple[int, int]) -> Pattern:
         try:
             vector = torch.as_tensor(indices)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"pattern: the {name} are {kind(indices)}, expected integers.") from error
+            raise InputError(
+                f"pattern: the {name} are {kind(indices)}, expected integers."
+            ) from error
         other = vector.is_floating_point() or vector.is_complex() or vector.dtype is torch.bool
         if vector.ndim != 1 or (other and len(vector)):
             raise InputError(
@@ -198,11 +225,14 @@ def _of_pairs(rows: Any, columns: Any, shape: tuple[int, int]) -> Pattern:
         vector = vector.detach().cpu()
         if len(vector) and not 0 <= int(vector.min()) <= int(vector.max()) < size:
             wrong = int(vector[(vector < 0) | (vector >= size)][0])
-            raise InputError(f"pattern: the {name} hold {wrong}, expected numbers from 0 to {size - 1}.")
+            raise InputError(
+                f"pattern: the {name} hold {wrong}, expected numbers from 0 to {size - 1}."
+            )
         entries.append(vector)
     if len(entries[0]) != len(entries[1]):
         raise InputError(
-            f"pattern: got {len(entries[0])} row and {len(entries[1])} column indices, expected as many of each."
+            f"pattern: got {len(entries[0])} row and {len(entries[1])} column indices, "
+            "expected as many of each."
         )
     return Pattern(entries[0], entries[1], shape)
 
@@ -216,11 +246,11 @@ def scipy_sparse() -> Any:
     return scipy.sparse
 
 
-# --- `sparsity_pattern`: one reverse pass, followed by index sets, tells which entries can be other than zero ---------
-# The rows of a Jacobian, or of a Hessian as the Jacobian of the gradient, are what a reverse pass
-# makes of unit cotangents. That pass is linear, so which of its results depend on which entries of
-# its cotangent is the pattern, and it is followed through the very operations that compute the
-# products later.
+# --- `sparsity_pattern`: one reverse pass, followed by index sets, tells which entries can be other
+# than zero The rows of a Jacobian, or of a Hessian as the Jacobian of the gradient, are what a
+# reverse pass makes of unit cotangents. That pass is linear, so which of its results depend on
+# which entries of its cotangent is the pattern, and it is followed through the very operations that
+# compute the products later.
 
 
 def sparsity_pattern(
@@ -282,12 +312,16 @@ def sparsity_pattern(
     """
     if not isinstance(order, int) or isinstance(order, bool) or order not in (1, 2):
         raise InputError(f"order: got {order!r}, expected 1 (a Jacobian) or 2 (a Hessian).")
-    request = call(f, Where(x), passes=order, create_graph=False, allow=allow, args=args, kwargs=kwargs)
+    request = call(
+        f, Where(x), passes=order, create_graph=False, allow=allow, args=args, kwargs=kwargs
+    )
     return detect(request, order)
 
 
 def detect(request: Call, order: int, noted: list[Any] | None = None) -> Pattern:
-    """The pattern of what a call asks for; to `noted` the structure of what `f` returned is added, and constants."""
+    """The pattern of what a call asks for; to `noted` the structure of what `f` returned is added,
+    and constants.
+    """
     from hodiff.sparse import rules
 
     _call.refuse_stand_ins()
@@ -297,7 +331,9 @@ def detect(request: Call, order: int, noted: list[Any] | None = None) -> Pattern
         outputs = _reverse.gradient(graph, differentiated=True) if order == 2 else graph.tensors()
         if noted is not None:
             noted += [_tree.flatten(graph.outputs)[2], tracer.constants]
-        cotangents = [torch.ones_like(output, memory_format=torch.contiguous_format) for output in outputs]
+        cotangents = [
+            torch.ones_like(output, memory_format=torch.contiguous_format) for output in outputs
+        ]
         tracer.begin(cotangents)
         try:
             gradients = _reverse.vjp(graph, outputs, cotangents)
@@ -326,7 +362,11 @@ _DENSE = 2**26
 
 def _too_many(tracer: Tracer) -> InputError:
     named = [*([tracer.lost] if tracer.lost else []), *tracer.unknown]
-    blamed = f" Without a sparsity rule, and taken to couple all inputs: {', '.join(named)}." if named else ""
+    blamed = (
+        f" Without a sparsity rule, and taken to couple all inputs: {', '.join(named)}."
+        if named
+        else ""
+    )
     return InputError(
         f"f: the matrix of derivatives is not sparse, or does not appear to be: the pattern has "
         f"too many entries to store.{blamed} Give the pattern if you know it (pattern=), or use "

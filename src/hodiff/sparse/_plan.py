@@ -43,13 +43,24 @@ class Plan(_arguments.Unlike):
     """
 
     def __init__(
-        self, f: Any, point: Point, order: int, pattern: Pattern, colors: Tensor, kind: str, options: dict[str, Any]
+        self,
+        f: Any,
+        point: Point,
+        order: int,
+        pattern: Pattern,
+        colors: Tensor,
+        kind: str,
+        options: dict[str, Any],
     ) -> None:
         self.pattern = pattern
         self.colors = colors
         self.kind = kind
         self.products = int(colors.max()) + 1 if len(colors) else 0
-        recover = {"star": _coloring.symmetric, "rows": _coloring.by_rows, "columns": _coloring.by_columns}[kind]
+        recover = {
+            "star": _coloring.symmetric,
+            "rows": _coloring.by_rows,
+            "columns": _coloring.by_columns,
+        }[kind]
         self.place = recover(pattern, colors)
         self._whole = pattern, self.place
         self._f = f
@@ -118,12 +129,23 @@ class Plan(_arguments.Unlike):
             The matrix, of shape `plan.shape`.
         """
         if more:
-            raise InputError("x: a plan already has its function; call it with the point alone: plan(x).")
+            raise InputError(
+                "x: a plan already has its function; call it with the point alone: plan(x)."
+            )
         form: SparseOutput = self._options["output"] if output is None else output
         check_option(form, SparseOutput, "output")
         library = scipy_sparse() if form == "scipy" else None  # before anything is computed
-        values = self.values(x, check=check, create_graph=create_graph, chunk_size=chunk_size, args=args, kwargs=kwargs)
-        return _matrix(self.pattern, values, form, library, dense=2 * self.products >= self.shape[1])
+        values = self.values(
+            x,
+            check=check,
+            create_graph=create_graph,
+            chunk_size=chunk_size,
+            args=args,
+            kwargs=kwargs,
+        )
+        return _matrix(
+            self.pattern, values, form, library, dense=2 * self.products >= self.shape[1]
+        )
 
     def values(
         self,
@@ -141,7 +163,10 @@ class Plan(_arguments.Unlike):
         """
         asked = self._options
         chunk = _arguments.check_chunk_size(chunk_size)
-        others = asked["args"] if args is None else args, asked["kwargs"] if kwargs is None else kwargs
+        others = (
+            asked["args"] if args is None else args,
+            asked["kwargs"] if kwargs is None else kwargs,
+        )
         if check is None:
             other = _are_other((asked["args"], asked["kwargs"]), others)
             compared = self._constants.changed() or other or bool(self.pattern.values_read)
@@ -165,9 +190,15 @@ class Plan(_arguments.Unlike):
 
     def _evaluated(self, made: Call, chunk: int | None, check: bool) -> Tensor:
         with OutputGraph(made) as graph:
-            outputs = _reverse.gradient(graph, differentiated=True) if self._order == 2 else self._point.outputs(graph)
+            outputs = (
+                _reverse.gradient(graph, differentiated=True)
+                if self._order == 2
+                else self._point.outputs(graph)
+            )
             self._check_outputs(outputs)
-            precision = _nodes.coarsest(_nodes.survey(outputs), graph.leaves[0].dtype) if check else None
+            precision = (
+                _nodes.coarsest(_nodes.survey(outputs), graph.leaves[0].dtype) if check else None
+            )
             rows, columns = [o.numel() for o in outputs], [leaf.numel() for leaf in graph.leaves]
             likes, sizes = (outputs, rows) if self.kind != "columns" else (graph.leaves, columns)
             random = _random(len(self.colors)) if check else None
@@ -184,7 +215,9 @@ class Plan(_arguments.Unlike):
             self._compare(whole.detach(), random, torch.finfo(precision).eps)
         return values
 
-    def _seeds(self, likes: Sequence[Tensor], sizes: Sequence[int], random: Tensor | None) -> list[Tensor]:
+    def _seeds(
+        self, likes: Sequence[Tensor], sizes: Sequence[int], random: Tensor | None
+    ) -> list[Tensor]:
         """The sums of unit vectors of each color, and a random vector to compare, leaf by leaf."""
         parts = [
             _coloring.seeds(colors, self.products, like)
@@ -192,8 +225,13 @@ class Plan(_arguments.Unlike):
         ]
         if random is not None:
             drawn = random.split(list(sizes))
-            parts = [torch.cat([part, own.to(part)[None]]) for part, own in zip(parts, drawn, strict=True)]
-        return [part.reshape(len(part), *like.shape) for part, like in zip(parts, likes, strict=True)]
+            parts = [
+                torch.cat([part, own.to(part)[None]])
+                for part, own in zip(parts, drawn, strict=True)
+            ]
+        return [
+            part.reshape(len(part), *like.shape) for part, like in zip(parts, likes, strict=True)
+        ]
 
     def _check_outputs(self, outputs: Sequence[Tensor]) -> None:
         count = sum(output.numel() for output in outputs)
@@ -204,7 +242,9 @@ class Plan(_arguments.Unlike):
             )
 
     def _compare(self, products: Tensor, vector: Tensor, eps: float) -> None:
-        """Raise where the matrix times a random vector is not the last product, to the precision *eps*."""
+        """Raise where the matrix times a random vector is not the last product,
+        to the precision *eps*.
+        """
         (pattern, place), product = self._whole, products[-1]
         values = products.reshape(-1).index_select(0, place.to(products.device))
         rows, columns = pattern.rows.to(values.device), pattern.columns.to(values.device)
@@ -219,9 +259,15 @@ class Plan(_arguments.Unlike):
         if bool(wrong.any()) and bool(product.isfinite().all()):
             at = wrong.nonzero()[:, 0].tolist()
             side = "columns" if self.kind == "rows" else "rows"
-            shown = ", ".join(map(str, at[:6])) + (f" and {len(at) - 6} more" if len(at) > 6 else "")
+            shown = ", ".join(map(str, at[:6])) + (
+                f" and {len(at) - 6} more" if len(at) > 6 else ""
+            )
             error = float(off.max() / scale)
-            rounding = " So small a difference may also be rounding, where large terms cancel." if error < 1e-6 else ""
+            rounding = (
+                " So small a difference may also be rounding, where large terms cancel."
+                if error < 1e-6
+                else ""
+            )
             raise DerivativeError(
                 f"the pattern does not hold at this point: {side} {shown} of the matrix have an "
                 f"entry that it misses (its product with a random vector is off by {error:.2g}). "
@@ -234,30 +280,42 @@ class Plan(_arguments.Unlike):
         if not self.pattern.values_read:
             return ""
         return (
-            f" Here f reads {', '.join(self.pattern.values_read)} from what follows from x. An index is followed where "
-            f"it is a tensor of one dimension: x[i[None]] for x[i]."
+            f" Here f reads {', '.join(self.pattern.values_read)} from what follows from x. "
+            "An index is followed where it is a tensor of one dimension: x[i[None]] for x[i]."
         )
 
     def __repr__(self) -> str:
         name = "Hessian" if self._order == 2 else "Jacobian"
-        by = {"star": "star colors", "rows": "colors of rows", "columns": "colors of columns"}[self.kind]
-        wide = f"; without a rule: {', '.join(self.pattern.without_rule)}" if self.pattern.without_rule else ""
-        read = "; checked at each point, as f reads values of it" if self.pattern.values_read else ""
+        by = {"star": "star colors", "rows": "colors of rows", "columns": "colors of columns"}[
+            self.kind
+        ]
+        wide = (
+            f"; without a rule: {', '.join(self.pattern.without_rule)}"
+            if self.pattern.without_rule
+            else ""
+        )
+        read = (
+            "; checked at each point, as f reads values of it" if self.pattern.values_read else ""
+        )
         small = "; computed once, the dense matrix is cheaper" if self.shape[1] < BREAK_EVEN else ""
         return (
-            f"Plan of a {name} {self.shape[0]} x {self.shape[1]}: {self.pattern.nnz} entries by {self.products} "
-            f"products ({by}){wide}{read}{small}"
+            f"Plan of a {name} {self.shape[0]} x {self.shape[1]}: {self.pattern.nnz} entries by "
+            f"{self.products} products ({by}){wide}{read}{small}"
         )
 
 
 def _are_other(before: Any, now: Any) -> bool:
-    """Whether arguments of `f` differ in more than the values of dense tensors, which patterns do not rest on."""
+    """Whether arguments of `f` differ in more than the values of dense tensors,
+    which patterns do not rest on.
+    """
     if isinstance(before, Tensor) and before.layout is torch.strided:
         return not isinstance(now, Tensor) or (before.shape, before.dtype, before.layout) != (
             now.shape, now.dtype, now.layout
         )  # fmt: skip
     if isinstance(before, Mapping) and isinstance(now, Mapping):
-        return before.keys() != now.keys() or any(_are_other(before[key], now[key]) for key in before)
+        return before.keys() != now.keys() or any(
+            _are_other(before[key], now[key]) for key in before
+        )
     if isinstance(before, (tuple, list)) and isinstance(now, (tuple, list)):
         return len(before) != len(now) or any(map(_are_other, before, now))
     if isinstance(before, (int, float, complex, str, bytes)):
@@ -266,8 +324,15 @@ def _are_other(before: Any, now: Any) -> bool:
 
 
 def _random(count: int) -> Tensor:
-    """A vector to compare products by: no entry is near zero; of its own, so that no generator of the user's moves."""
-    sizes = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu") + 0.5
+    """A vector to compare products by: no entry is near zero; of its own,
+    so that no generator of the user's moves.
+    """
+    sizes = (
+        torch.rand(
+            count, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu"
+        )
+        + 0.5
+    )
     return sizes * (1 - 2 * (sizes * 1e4).long().remainder(2))
 
 
@@ -290,7 +355,11 @@ class Point:
         """A point of this structure: as such, or as one vector of all its numbers."""
         if type(x).__module__ == "numpy":
             x = self._unflattened(torch.as_tensor(x.copy()))
-        elif isinstance(x, Tensor) and x.shape == (self.space.size,) and [x.shape] != self.space.shapes:
+        elif (
+            isinstance(x, Tensor)
+            and x.shape == (self.space.size,)
+            and [x.shape] != self.space.shapes
+        ):
             x = self._unflattened(x)
         where = Where(x)
         if where.names != self.space.names:
@@ -311,7 +380,8 @@ class Point:
         where = Where(_tree.rebuild(self._given, iter(_tree.leaves_like(self._given, x))))
         if where.names != self.space.names:
             raise InputError(
-                f"x has the parameters {where.names}, expected {self.space.names}, as when the plan was made."
+                f"x has the parameters {where.names}, expected {self.space.names}, "
+                "as when the plan was made."
             )
         return where
 
@@ -327,11 +397,15 @@ class Point:
         if self._owned:
             raise InputError("x: got a vector, but the plan was made at a module; give the module.")
         if x.numel() != self.space.size:
-            raise InputError(f"x has {x.numel()} numbers, expected {self.space.size}, as when the plan was made.")
+            raise InputError(
+                f"x has {x.numel()} numbers, expected {self.space.size}, as when the plan was made."
+            )
         return self.space.result(self.space.split(x.reshape(-1).to(self.space.device)))
 
 
-def _matrix(pattern: Pattern, values: Tensor, output: SparseOutput, library: Any, *, dense: bool) -> Any:
+def _matrix(
+    pattern: Pattern, values: Tensor, output: SparseOutput, library: Any, *, dense: bool
+) -> Any:
     """The entries put together in the form that is wanted."""
     if library is not None or output != "auto" or not dense:
         refuse_tangent(values, "the sparse matrix")
@@ -382,12 +456,18 @@ class SparseMatrixOptions(TypedDict, total=False):
 
 @overload
 def sparse_hessian(
-    f: Any, x: Any, *, output: Literal["torch", "csr"] = "torch", **options: Unpack[SparseMatrixOptions]
+    f: Any,
+    x: Any,
+    *,
+    output: Literal["torch", "csr"] = "torch",
+    **options: Unpack[SparseMatrixOptions],
 ) -> Tensor: ...
 
 
 @overload
-def sparse_hessian(f: Any, x: Any, *, output: SparseOutput, **options: Unpack[SparseMatrixOptions]) -> Any: ...
+def sparse_hessian(
+    f: Any, x: Any, *, output: SparseOutput, **options: Unpack[SparseMatrixOptions]
+) -> Any: ...
 
 
 def sparse_hessian(
@@ -403,7 +483,8 @@ def sparse_hessian(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    r"""The Hessian of a function of many variables, most of which do not interact, as a sparse matrix.
+    r"""The Hessian of a function of many variables, most of which do not interact, as a sparse
+    matrix.
 
     hodiff detects which entries can be nonzero, lets columns without common rows share a product,
     \(B = H S\), and reads off each entry where it is the only term. For many points make a plan
@@ -448,7 +529,9 @@ def sparse_hessian(
 
     Examples:
         >>> import torch, hodiff
-        >>> H = hodiff.sparse_hessian(lambda x: (x[1:] * x[:-1] ** 2).sum(), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        >>> H = hodiff.sparse_hessian(
+        ...     lambda x: (x[1:] * x[:-1] ** 2).sum(), torch.tensor([1.0, 2.0, 3.0, 4.0])
+        ... )
         >>> H.to_dense()
         tensor([[4., 2., 0., 0.],
                 [2., 6., 4., 0.],
@@ -460,17 +543,25 @@ def sparse_hessian(
         coloring for computing derivatives. SIAM Review 47(4). doi:10.1137/S0036144504444711.
     """
     options = {"output": output, "allow": allow, "args": args, "kwargs": kwargs}
-    return _at_once(f, x, 2, pattern, options, check, create_graph=create_graph, chunk_size=chunk_size)
+    return _at_once(
+        f, x, 2, pattern, options, check, create_graph=create_graph, chunk_size=chunk_size
+    )
 
 
 @overload
 def sparse_jacobian(
-    f: Any, x: Any, *, output: Literal["torch", "csr"] = "torch", **options: Unpack[SparseMatrixOptions]
+    f: Any,
+    x: Any,
+    *,
+    output: Literal["torch", "csr"] = "torch",
+    **options: Unpack[SparseMatrixOptions],
 ) -> Tensor: ...
 
 
 @overload
-def sparse_jacobian(f: Any, x: Any, *, output: SparseOutput, **options: Unpack[SparseMatrixOptions]) -> Any: ...
+def sparse_jacobian(
+    f: Any, x: Any, *, output: SparseOutput, **options: Unpack[SparseMatrixOptions]
+) -> Any: ...
 
 
 def sparse_jacobian(
@@ -522,12 +613,16 @@ def sparse_jacobian(
 
     Examples:
         >>> import torch, hodiff
-        >>> hodiff.sparse_jacobian(lambda x: x[1:] - x[:-1] ** 2, torch.tensor([1.0, 2.0, 3.0])).to_dense()
+        >>> hodiff.sparse_jacobian(
+        ...     lambda x: x[1:] - x[:-1] ** 2, torch.tensor([1.0, 2.0, 3.0])
+        ... ).to_dense()
         tensor([[-2.,  1.,  0.],
                 [ 0., -4.,  1.]])
     """
     options = {"output": output, "allow": allow, "args": args, "kwargs": kwargs}
-    return _at_once(f, x, 1, pattern, options, check, create_graph=create_graph, chunk_size=chunk_size)
+    return _at_once(
+        f, x, 1, pattern, options, check, create_graph=create_graph, chunk_size=chunk_size
+    )
 
 
 def plan_hessian(
@@ -580,7 +675,9 @@ def plan_hessian(
         >>> plan.values(torch.tensor([1.0, 2.0, 3.0]))
         tensor([1., 4., 9.])
     """
-    return _plan(f, x, 2, pattern, {"output": output, "allow": allow, "args": args, "kwargs": kwargs})
+    return _plan(
+        f, x, 2, pattern, {"output": output, "allow": allow, "args": args, "kwargs": kwargs}
+    )
 
 
 def plan_jacobian(
@@ -624,16 +721,22 @@ def plan_jacobian(
                 [0., 3., 2., 0.],
                 [0., 0., 4., 3.]])
     """
-    return _plan(f, x, 1, pattern, {"output": output, "allow": allow, "args": args, "kwargs": kwargs})
+    return _plan(
+        f, x, 1, pattern, {"output": output, "allow": allow, "args": args, "kwargs": kwargs}
+    )
 
 
-def _plan(f: Any, x: Any, order: int, pattern: Any, options: dict[str, Any], *, again: bool = True) -> Plan:
+def _plan(
+    f: Any, x: Any, order: int, pattern: Any, options: dict[str, Any], *, again: bool = True
+) -> Plan:
     """A plan for many points, or for one, with the caller's pattern or a detected one."""
     check_option(options["output"], SparseOutput, "output")
     asked = {name: options[name] for name in ("allow", "args", "kwargs")}
     request = call(f, x, passes=order, create_graph=False, **asked)
     if again and not request.builds_graph:
-        raise InputError("f: got a tensor already computed; a plan is for many points and needs the function.")
+        raise InputError(
+            "f: got a tensor already computed; a plan is for many points and needs the function."
+        )
     point, random = Point(request.where), RandomState(request.where.tensors[0].device)
     noted: list[Any] = []
     if pattern is None:
@@ -677,7 +780,8 @@ def _outputs(request: Call, noted: list[Any]) -> int:
 
 def _of_jacobian(pattern: Pattern) -> tuple[Tensor, str]:
     """Rows or columns, whichever needs fewer colors."""
-    lengths = [_longest(pattern.rows), _longest(pattern.columns)]  # no fewer colors of columns, of rows
+    # no fewer colors of columns, of rows
+    lengths = [_longest(pattern.rows), _longest(pattern.columns)]
     kinds: list[Any] = ["rows", "columns"] if lengths[1] <= lengths[0] else ["columns", "rows"]
     first = _coloring.color(pattern, kinds[0])
     needed = int(first.max()) + 1 if len(first) else 0

@@ -96,7 +96,8 @@ class Sets:
         ends = above = 0
         for part in parts:
             rows.append(torch.where(part.rows > 0, part.rows + above, 0))
-            starts.append(part.start[1:] + ends)  # the empty row of each goes along, unused but for the first
+            # the empty row of each goes along, unused but for the first
+            starts.append(part.start[1:] + ends)
             above += len(part.start) - 1
             ends += len(part.items)
         items = torch.cat([part.items for part in parts])
@@ -109,15 +110,24 @@ class Sets:
         if self.is_empty():
             return other
         count = len(self)
-        if max(len(self.start), len(other.start)) < count // 2:  # few sets: form the union of each pair once
-            pairs, of_pair = torch.unique(self.rows * len(other.start) + other.rows, return_inverse=True)
+        # few sets: form the union of each pair once
+        if max(len(self.start), len(other.start)) < count // 2:
+            pairs, of_pair = torch.unique(
+                self.rows * len(other.start) + other.rows, return_inverse=True
+            )
             left, right = pairs // len(other.start), pairs % len(other.start)
             united = Sets.joined([replace(self, rows=left), replace(other, rows=right)])
-            return united.grouped(torch.arange(len(pairs), device="cpu").repeat(2), len(pairs)).take(of_pair)
-        return Sets.joined([self, other]).grouped(torch.arange(count, device="cpu").repeat(2), count)
+            return united.grouped(
+                torch.arange(len(pairs), device="cpu").repeat(2), len(pairs)
+            ).take(of_pair)
+        return Sets.joined([self, other]).grouped(
+            torch.arange(count, device="cpu").repeat(2), count
+        )
 
     def spread(self, elements: Tensor, targets: Tensor, count: int) -> Sets:
-        """`count` new elements: the set of each is the union of those of the `elements` that have it as a target."""
+        """`count` new elements: the set of each is the union of those of the `elements` that have
+        it as a target.
+        """
         return self.take(elements).grouped(targets, count)
 
     def grouped(self, groups: Tensor, count: int) -> Sets:
@@ -132,30 +142,45 @@ class Sets:
             rows = keys - groups * len(self.start)
         lengths = (self.start[1:] - self.start[:-1])[rows]
         total = _total(lengths)
-        keys = torch.repeat_interleave(groups * self.width, lengths, output_size=total) + self._members(rows, lengths)
+        keys = torch.repeat_interleave(
+            groups * self.width, lengths, output_size=total
+        ) + self._members(rows, lengths)
         keys = sorted_unique(keys)
         groups = torch.div(keys, self.width, rounding_mode="floor")
         start = torch.cat([_zeros(1), torch.bincount(groups, minlength=count).cumsum(0)])
         items = keys - groups * self.width
-        return Sets(torch.arange(1, count + 1, device="cpu"), torch.cat([_zeros(1), start]), items, self.width)
+        return Sets(
+            torch.arange(1, count + 1, device="cpu"),
+            torch.cat([_zeros(1), start]),
+            items,
+            self.width,
+        )
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Element and member of all, ordered by both."""
         lengths = (self.start[1:] - self.start[:-1])[self.rows]
-        elements = torch.repeat_interleave(torch.arange(len(self), device="cpu"), lengths, output_size=_total(lengths))
+        elements = torch.repeat_interleave(
+            torch.arange(len(self), device="cpu"), lengths, output_size=_total(lengths)
+        )
         return elements, self._members(self.rows, lengths)
 
     # --- within the table
 
     def _members(self, rows: Tensor, lengths: Tensor) -> Tensor:
         """The members of some rows, one row after the other."""
-        if len(rows) and len(rows) == len(self.start) - 2 and int(rows[0]) == 1 and bool((rows[1:] > rows[:-1]).all()):
+        if (
+            len(rows)
+            and len(rows) == len(self.start) - 2
+            and int(rows[0]) == 1
+            and bool((rows[1:] > rows[:-1]).all())
+        ):
             return self.items  # the whole table, in order
         ends = lengths.cumsum(0)
         shift = self.start[rows] - (ends - lengths)
         total = _total(lengths)
         return self.items[
-            torch.arange(total, device="cpu") + torch.repeat_interleave(shift, lengths, output_size=total)
+            torch.arange(total, device="cpu")
+            + torch.repeat_interleave(shift, lengths, output_size=total)
         ]
 
     def _compact(self) -> Sets:
@@ -166,7 +191,12 @@ class Sets:
         if not len(used) or int(used[0]) != 0:
             used, rows = torch.cat([_zeros(1), used]), rows + 1
         lengths = (self.start[1:] - self.start[:-1])[used]
-        return Sets(rows, torch.cat([_zeros(1), lengths.cumsum(0)]), self._members(used, lengths), self.width)
+        return Sets(
+            rows,
+            torch.cat([_zeros(1), lengths.cumsum(0)]),
+            self._members(used, lengths),
+            self.width,
+        )
 
 
 def sorted_unique(keys: Tensor) -> Tensor:
@@ -174,7 +204,8 @@ def sorted_unique(keys: Tensor) -> Tensor:
     try:
         import numpy
 
-        ordered = torch.from_numpy(numpy.sort(keys.numpy()))  # an order of magnitude faster than torch.sort
+        # an order of magnitude faster than torch.sort
+        ordered = torch.from_numpy(numpy.sort(keys.numpy()))
     except (ImportError, RuntimeError):  # neither hodiff nor PyTorch needs NumPy
         ordered = keys.sort().values
     return torch.unique_consecutive(ordered)
@@ -195,13 +226,17 @@ def _zeros(count: int) -> Tensor:
 
 
 OutputSets = Sequence[Sets | None] | None
-"""The sets of each output (None: nothing live in it); None where a rule does not apply after all."""
+"""The sets of each output (None: nothing live in it);
+None where a rule does not apply after all.
+"""
 
 Rule = Callable[["OperatorCall"], OutputSets]
 
 
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""What PyTorch says of operations that give Python a number, or a shape, that follows from values."""
+"""What PyTorch says of operations that give Python a number, or a shape,
+that follows from values.
+"""
 
 READING = {
     "_pack_padded_sequence": "the lengths of sequences",
@@ -234,7 +269,14 @@ class OperatorCall:
         live: The sets of those tensors among the arguments that have any, by identity.
     """
 
-    def __init__(self, tracer: Tracer, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def __init__(
+        self,
+        tracer: Tracer,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         self.tracer = tracer
         self.function = function
         self.args = args
@@ -254,7 +296,9 @@ class OperatorCall:
             if declared.name == name:
                 if index < len(self.args):
                     return self.args[index]
-                return self.kwargs.get(name, declared.default_value if declared.has_default_value() else default)
+                return self.kwargs.get(
+                    name, declared.default_value if declared.has_default_value() else default
+                )
         return default
 
     def sets(self, tensor: Tensor) -> Sets | None:
@@ -280,7 +324,9 @@ def _united(parts: Sequence[Sets], width: int) -> Sets:
 
 
 class Constants:
-    """Tensors that `f` closes over, such as an index or a mask, and how often each had been written into."""
+    """Tensors that `f` closes over, such as an index or a mask,
+    and how often each had been written into.
+    """
 
     def __init__(self) -> None:
         self._met: dict[int, tuple[Callable[[], Tensor | None], int]] = {}
@@ -302,21 +348,33 @@ class Constants:
 
     def changed(self) -> bool:
         """Whether one of them has been written into since."""
-        return any((tensor := met()) is not None and tensor._version != version for met, version in self._met.values())
+        return any(
+            (tensor := met()) is not None and tensor._version != version
+            for met, version in self._met.values()
+        )
 
     def keep(self) -> None:
         """Know them as they are now."""
-        alive = {key: (met, tensor) for key, (met, _) in self._met.items() if (tensor := met()) is not None}
+        alive = {
+            key: (met, tensor)
+            for key, (met, _) in self._met.items()
+            if (tensor := met()) is not None
+        }
         self._met = {key: (met, tensor._version) for key, (met, tensor) in alive.items()}
 
 
 def _remembered(tensor: Tensor) -> Callable[[], Tensor | None]:
-    """The tensor, while it lives; a parameter for good, as one with a weak reference could not be swapped."""
+    """The tensor, while it lives; a parameter for good,
+    as one with a weak reference could not be swapped.
+    """
     return (lambda: tensor) if isinstance(tensor, nn.Parameter) else weakref.ref(tensor)
 
 
 class Tracer(DispatchMode):
-    """The mode. Enter it before `f` runs, so that it learns what is variable, and `begin` before the pass to follow.
+    """The mode.
+
+    Enter it before `f` runs, so that it learns what is variable, and `begin` before the pass to
+    follow.
 
     Attributes:
         anywhere: Whether what is found is to hold at other points too.
@@ -332,7 +390,11 @@ class Tracer(DispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, find_rule: Callable[[Any], Rule | None], variable: Iterable[Tensor], *, anywhere: bool = True
+        self,
+        find_rule: Callable[[Any], Rule | None],
+        variable: Iterable[Tensor],
+        *,
+        anywhere: bool = True,
     ) -> None:
         super().__init__()
         self.anywhere = anywhere
@@ -365,7 +427,8 @@ class Tracer(DispatchMode):
         if strange := [
             cls.__name__
             for cls in types
-            if cls.__torch_dispatch__ is not plain.__torch_dispatch__ and not cls.__module__.startswith("hodiff.")
+            if cls.__torch_dispatch__ is not plain.__torch_dispatch__
+            and not cls.__module__.startswith("hodiff.")
         ]:
             raise InputError(
                 f"the pattern of f(x) cannot be followed: got a {strange[0]}, a tensor whose class "
@@ -384,19 +447,29 @@ class Tracer(DispatchMode):
         return self._follow(func, args, kwargs)
 
     def _look_at_what_is_read(self, func: Any, args: Any) -> None:
-        """Note an operation that gives Python a number, a shape or an error that follows from values."""
+        """Note an operation that gives Python a number,
+        a shape or an error that follows from values.
+        """
         if torch.Tag.data_dependent_output in func.tags:
             for tensor in tensors_in(args):
-                self.leaves(tensor, "a number (.item(), an `if`, an index that is a tensor of no dimension)")
+                self.leaves(
+                    tensor, "a number (.item(), an `if`, an index that is a tensor of no dimension)"
+                )
             return
         counted = list(tensors_in(args))
         if func.overloadpacket is torch.ops.aten.index:
-            counted = [index for index in tensors_in(args[1]) if index.dtype in (torch.bool, torch.uint8)]
+            counted = [
+                index for index in tensors_in(args[1]) if index.dtype in (torch.bool, torch.uint8)
+            ]
         if not self._values_left and any(self.is_variable(tensor) for tensor in counted):
-            self.values_read[READING.get(func.overloadpacket.__name__, "how many elements a mask selects")] = None
+            self.values_read[
+                READING.get(func.overloadpacket.__name__, "how many elements a mask selects")
+            ] = None
 
     def _couple(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A higher-order operator (`torch.cond`, `scan`): what it runs inside is not seen, and may couple all."""
+        """A higher-order operator (`torch.cond`, `scan`): what it runs inside is not seen,
+        and may couple all.
+        """
         result, given = func(*args, **kwargs), list(tensors_in((args, kwargs)))
         if any(self.is_variable(tensor) for tensor in given):
             for tensor in tensors_in(result):
@@ -406,7 +479,10 @@ class Tracer(DispatchMode):
             self.unknown[str(func)] = None
             whole = _united(live, self.width)
             for tensor in tensors_in(result):
-                self.write(tensor, whole.take(torch.zeros(_length(tensor), dtype=torch.int64, device="cpu")))
+                self.write(
+                    tensor,
+                    whole.take(torch.zeros(_length(tensor), dtype=torch.int64, device="cpu")),
+                )
         return result
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -427,22 +503,34 @@ class Tracer(DispatchMode):
             self.unknown[operation.name] = None
             everything = operation.everything()
             for tensor in written:
-                self.write(tensor, everything.take(torch.zeros(_length(tensor), dtype=torch.int64, device="cpu")))
+                self.write(
+                    tensor,
+                    everything.take(torch.zeros(_length(tensor), dtype=torch.int64, device="cpu")),
+                )
             return result
         for tensor, sets in zip(operation.outputs, of_outputs, strict=True):
             if any(tensor is other for other in written):
-                self.write(tensor, sets if sets is not None else Sets.empty(_length(tensor), self.width))
+                self.write(
+                    tensor, sets if sets is not None else Sets.empty(_length(tensor), self.width)
+                )
         return result
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation's result out of others, followed one by one; NotImplemented where that is not known."""
+        """An operation's result out of others, followed one by one;
+        NotImplemented where that is not known.
+        """
         if func._schema.is_mutable:
             return NotImplemented
         table = decompositions()
         try:
             with on(self):
-                return table[func](*args, **kwargs) if func in table else func.decompose(*args, **kwargs)
-        except Exception as error:  # a definition that does not know these arguments: there is always the plain answer
+                return (
+                    table[func](*args, **kwargs)
+                    if func in table
+                    else func.decompose(*args, **kwargs)
+                )
+        except Exception as error:
+            # a definition that does not know these arguments: there is always the plain answer
             if not is_fault(error):
                 raise
             return NotImplemented
@@ -470,14 +558,18 @@ class Tracer(DispatchMode):
             self._variable[storage._cdata] = weakref.ref(storage)
 
     def is_variable(self, tensor: Tensor) -> bool:
-        """Whether the values of a tensor follow from the point, or may be others at another time."""
-        if not self.anywhere:  # the forward pass has not been seen; but this point's indices are what they are
+        """Whether the values of a tensor follow from the point,
+        or may be others at another time.
+        """
+        # the forward pass has not been seen; but this point's indices are what they are
+        if not self.anywhere:
             return tensor.is_floating_point() or tensor.is_complex()
         if tensor.requires_grad or self._values_left:
             return True
         storages = _storages(tensor)
         return not storages or any(
-            (reference := self._variable.get(storage._cdata)) is not None and reference() is not None
+            (reference := self._variable.get(storage._cdata)) is not None
+            and reference() is not None
             for storage in storages
         )
 
@@ -524,10 +616,14 @@ class Tracer(DispatchMode):
     def write(self, tensor: Tensor, sets: Sets) -> None:
         """Let a tensor's elements have these sets."""
         if not _has_memory(tensor):
-            if not tensor.is_meta and not sets.is_empty():  # what is on the meta device holds no numbers
+            # what is on the meta device holds no numbers
+            if not tensor.is_meta and not sets.is_empty():
                 self.lost = self.lost or f"it passes a {tensor.layout} tensor"
             return
-        storage, size = tensor.untyped_storage(), tensor.element_size() // (2 if tensor.is_complex() else 1)
+        storage, size = (
+            tensor.untyped_storage(),
+            tensor.element_size() // (2 if tensor.is_complex() else 1),
+        )
         memory = self.memory(tensor)
         if memory is None:
             if sets.is_empty():
@@ -536,11 +632,16 @@ class Tracer(DispatchMode):
                 weakref.ref(storage), Sets.empty(storage.nbytes() // size, self.width), size
             )
             self._sweep()
-        if memory.size == size == tensor.element_size() and _is_whole(tensor, storage.nbytes() // size):
+        if memory.size == size == tensor.element_size() and _is_whole(
+            tensor, storage.nbytes() // size
+        ):
             memory.sets = sets
             return
-        places = torch.div(_places(tensor) * tensor.element_size(), memory.size, rounding_mode="floor")
-        if memory.size > tensor.element_size():  # a unit of memory is more than what is written: it keeps what it has
+        places = torch.div(
+            _places(tensor) * tensor.element_size(), memory.size, rounding_mode="floor"
+        )
+        # a unit of memory is more than what is written: it keeps what it has
+        if memory.size > tensor.element_size():
             memory.sets = memory.sets | sets.grouped(places, len(memory.sets))
             return
         for part in range(max(1, tensor.element_size() // memory.size)):
@@ -549,12 +650,15 @@ class Tracer(DispatchMode):
     def _sweep(self) -> None:
         """Forget what memory was freed, now and then."""
         if len(self._memory) % 32 == 0:
-            self._memory = {key: memory for key, memory in self._memory.items() if memory.storage() is not None}
+            self._memory = {
+                key: memory for key, memory in self._memory.items() if memory.storage() is not None
+            }
             self._variable = {key: ref for key, ref in self._variable.items() if ref() is not None}
 
 
 def exits(tracer: Tracer) -> Scope[None]:
-    """While this context is open, values that leave PyTorch by a way that is not an operation are noticed.
+    """While this context is open, values that leave PyTorch by a way that is not an operation are
+    noticed.
 
     By replacing methods of `Tensor`: a `TorchFunctionMode` is not asked inside of a backward pass,
     where it matters.
@@ -582,7 +686,15 @@ _open = _Open()
 WAYS: tuple[tuple[Any, str, bool], ...] = (
     *(
         (Tensor, name, True)
-        for name in ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr", "__repr__", "__reduce_ex__")
+        for name in (
+            "numpy",
+            "__array__",
+            "tolist",
+            "__dlpack__",
+            "data_ptr",
+            "__repr__",
+            "__reduce_ex__",
+        )
     ),
     (Tensor, "tensor_split", False),  # reads the places where it splits below the operators
     (torch, "tensor_split", False),
@@ -628,7 +740,9 @@ def decompositions() -> dict[Any, Any]:
 
 
 def tensors_in(value: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
-    """The tensors in arguments or results, in order; a container that holds itself is looked into once."""
+    """The tensors in arguments or results, in order;
+    a container that holds itself is looked into once.
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list, dict)) and id(value) not in inside:
@@ -672,5 +786,7 @@ def _places(tensor: Tensor) -> Tensor:
         return torch.arange(offset, offset + tensor.numel(), device="cpu")
     places = torch.full(tensor.shape, offset, device="cpu")
     for dim, (length, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        places += (torch.arange(length, device="cpu") * step).reshape(-1, *[1] * (tensor.ndim - dim - 1))
+        places += (torch.arange(length, device="cpu") * step).reshape(
+            -1, *[1] * (tensor.ndim - dim - 1)
+        )
     return places.reshape(-1)

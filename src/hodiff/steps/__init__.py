@@ -64,14 +64,18 @@ _ELSEWHERE = "another thread was in a call of hodiff's, which keeps PyTorch from
 
 
 class Different(Exception):
-    """What a call has that no graph was traced with, in words that end a sentence; without words, its guards say so."""
+    """What a call has that no graph was traced with, in words that end a sentence; without words,
+    its guards say so.
+    """
 
 
 _AS_TENSOR = "pass torch.tensor(number), which one graph takes with all its values"
 
 
 class _Call(threading.local):
-    """What a thread's call leaves behind: the graph that ran, what it got and gave, how it was before."""
+    """What a thread's call leaves behind: the graph that ran, what it got and gave,
+    how it was before.
+    """
 
     graph: StepGraph | None = None
     inputs: tuple[Any, ...] = ()
@@ -93,8 +97,11 @@ def _traceable(loss: Callable[..., Any], where: Any, has_aux: bool) -> Callable[
     def traceable(state: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling() or mine in state:
             raise Different
-        value, aux = split(loss(where, *args, **kwargs)) if has_aux else (loss(where, *args, **kwargs), None)
-        beside = [x for x in trees.tree_leaves(aux) if isinstance(x, Tensor)]  # so that their inputs are known
+        value, aux = (
+            split(loss(where, *args, **kwargs)) if has_aux else (loss(where, *args, **kwargs), None)
+        )
+        # so that their inputs are known
+        beside = [x for x in trees.tree_leaves(aux) if isinstance(x, Tensor)]
         return sum([x.detach().sum().to(value) for x in beside], value.detach())
 
     return traceable
@@ -128,7 +135,9 @@ class CompiledStep(Unlike):
         report: A `StepReport`.
     """
 
-    def __init__(self, loss: Callable[..., Any], where: Any, has_aux: bool, backend: str, fallback: Any) -> None:
+    def __init__(
+        self, loss: Callable[..., Any], where: Any, has_aux: bool, backend: str, fallback: Any
+    ) -> None:
         self.report = StepReport()
         self._loss, self._where = loss, where
         self._has_aux = has_aux
@@ -139,20 +148,26 @@ class CompiledStep(Unlike):
         self._traceable: Any = None
         self._compiler: Any = None
         self._settled = False
-        self._dynamic: Literal[False] | None = None  # sizes may vary until a loss that cannot be traced so
+        # sizes may vary until a loss that cannot be traced so
+        self._dynamic: Literal[False] | None = None
         self._told: set[str] = set()
         self._call = _Call()
 
     def __reduce__(self) -> Any:
         """A copy is a step of its own, of its own parameters: nothing compiled goes with it."""
-        made = partial(compile_step, has_aux=self._has_aux, backend=self._backend, fallback=self._fallback)
+        made = partial(
+            compile_step, has_aux=self._has_aux, backend=self._backend, fallback=self._fallback
+        )
         return made, (self._loss, self._where)
 
     def __repr__(self) -> str:
         return f"compile_step({self._loss!r}, backend={self._backend!r})"
 
     def _instead(self, name: str) -> str:
-        return "value = step(*batch) is the loss, and value.backward() its gradient; parameters are those of the model."
+        return (
+            "value = step(*batch) is the loss, and value.backward() its gradient; "
+            "parameters are those of the model."
+        )
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +188,9 @@ class CompiledStep(Unlike):
 
     @uncompiled
     def value_and_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """`(loss, gradient)`, or `((loss, aux), gradient)`: the gradient like *where*; nothing is written."""
+        """`(loss, gradient)`, or `((loss, aux), gradient)`: the gradient like *where*;
+        nothing is written.
+        """
         where = Where(self._where, "where")
         with _settings.recording():
             result = self._run(args, kwargs)
@@ -184,21 +201,30 @@ class CompiledStep(Unlike):
             else:
                 leaves = [call.inputs[i] for i in call.graph.wanted]
                 if has_graph(leaves):
-                    gradients = torch.autograd.grad(leaves, where.tensors, call.gradients, allow_unused=True)
+                    gradients = torch.autograd.grad(
+                        leaves, where.tensors, call.gradients, allow_unused=True
+                    )
                 else:
                     of = dict(zip(map(id, leaves), call.gradients, strict=True))
                     gradients = [of.get(id(x)) for x in where.tensors]
                 call.forget()
         if all(gradient is None for gradient in gradients):
-            raise GraphError("loss does not depend on where, so its gradient would be zero everywhere.")
-        filled = [torch.zeros_like(x) if g is None else g for x, g in zip(where.tensors, gradients, strict=True)]
+            raise GraphError(
+                "loss does not depend on where, so its gradient would be zero everywhere."
+            )
+        filled = [
+            torch.zeros_like(x) if g is None else g
+            for x, g in zip(where.tensors, gradients, strict=True)
+        ]
         value = value.detach()
         return (value, aux) if self._has_aux else value, where.result(filled)
 
-    # --- how a call runs ----------------------------------------------------------------------------------------------
+    # --- how a call runs --------------------------------------------------------------------------
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the loss; `_call.graph` is what gave it, or None, and then it has PyTorch's own graph."""
+        """The result of the loss; `_call.graph` is what gave it, or None,
+        and then it has PyTorch's own graph.
+        """
         call = self._call
         call.graph = call.before = None
         self.report.calls += 1
@@ -249,23 +275,32 @@ class CompiledStep(Unlike):
             # one of each for all threads: by the compiler Dynamo knows what another has compiled
             with _dynamo.lock:
                 build, ran = weakref.WeakMethod(self._build), weakref.WeakMethod(self._replay)
-                self._dynamo, self._compiler = _dynamo, self._compiler or _dynamo.compiler(build, ran)
+                self._dynamo, self._compiler = (
+                    _dynamo,
+                    self._compiler or _dynamo.compiler(build, ran),
+                )
                 self._traceable = self._traceable or _dynamo.fresh(
                     _traceable(self._loss, self._where, self._has_aux)  # each has code of its own
                 )
         try:
             if self._make(args, kwargs) and not self._call.beside:
-                self._settle("it cannot be compiled: it changes a Python object that it reads; return that as aux")
+                self._settle(
+                    "it cannot be compiled: it changes a Python object that it reads; "
+                    "return that as aux"
+                )
                 self._call.before = None
             return self._result()
         except Different as error:
-            reason = str(error) or (_ELSEWHERE if self._call.beside else "torch.compile is switched off")
+            reason = str(error) or (
+                _ELSEWHERE if self._call.beside else "torch.compile is switched off"
+            )
             return self._for_once(reason, args, kwargs)
         except self._dynamo.SizesVary:
             self._dynamic, self._traceable = False, None
             return self._compiled(args, kwargs)
         except Exception as error:  # whatever PyTorch raises where it cannot compile
-            if self._settled or self._call.before is not None:  # the graph is there, and ran or failed
+            # the graph is there, and ran or failed
+            if self._settled or self._call.before is not None:
                 raise
             if limit := interrupt_behind(self._dynamo.inner(error) or error):
                 raise limit from None
@@ -297,8 +332,8 @@ class CompiledStep(Unlike):
         self._told.update(varying)
         if varying:
             warnings.warn(
-                f"compile_step: a Python number, {', '.join(varying)}, has changed. A third value runs "
-                f"uncompiled: {_AS_TENSOR}.",
+                f"compile_step: a Python number, {', '.join(varying)}, has changed. "
+                f"A third value runs uncompiled: {_AS_TENSOR}.",
                 HodiffWarning,
                 stacklevel=outside(),
             )
@@ -306,8 +341,12 @@ class CompiledStep(Unlike):
 
     def _make_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], bool]:
         dynamo = self._dynamo
-        compiled = torch.compile(self._traceable, backend=self._compiler, fullgraph=True, dynamic=self._dynamic)
-        varying = dynamo.numbers(dynamo.unheld(compiled, args, kwargs)) if self.report.graphs else []
+        compiled = torch.compile(
+            self._traceable, backend=self._compiler, fullgraph=True, dynamic=self._dynamic
+        )
+        varying = (
+            dynamo.numbers(dynamo.unheld(compiled, args, kwargs)) if self.report.graphs else []
+        )
         if known := sorted(self._told.intersection(varying)):
             raise Different(f"it reads a Python number that varies, {known[0]}; {_AS_TENSOR}")
         compiled(dynamo.state(), *args, **kwargs)
@@ -321,7 +360,9 @@ class CompiledStep(Unlike):
         return (results[0], graph.beside(results)) if self._has_aux else results[0]
 
     def _failed(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The eager result, for good; where the loss itself is wrong its own error, which has the line."""
+        """The eager result, for good; where the loss itself is wrong its own error,
+        which has the line.
+        """
         if (before := self._call.before) is not None:
             before.restore()
         result = self._plain(args, kwargs)
@@ -345,12 +386,18 @@ class CompiledStep(Unlike):
     def _build(self, given: Sequence[Any], followed: Any) -> StepGraph:
         from hodiff.steps._graph import NotCompiled, StepGraph
 
-        call, before = (partial(self._loss, self._where), *self._call.arguments, self._has_aux), random.getstate()
+        call, before = (
+            (partial(self._loss, self._where), *self._call.arguments, self._has_aux),
+            random.getstate(),
+        )
         try:
             graph = StepGraph(call, given, followed, self._backend)
         finally:
             if random.getstate() != before:
-                raise NotCompiled("it draws from Python's random; draw outside, and pass the number as an argument")
+                raise NotCompiled(
+                    "it draws from Python's random; draw outside, and pass the number as an "
+                    "argument"
+                )
         self.report.graphs += 1
         self.report.operations, self.report.order = graph.operations, graph.order
         return graph
@@ -378,13 +425,17 @@ class CompiledStep(Unlike):
                     parameter.requires_grad_(False)
 
     def _checked(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result, if the eager loss gives the same from the same state; otherwise the eager one, for good."""
+        """The result, if the eager loss gives the same from the same state;
+        otherwise the eager one, for good.
+        """
         call = self._call
         before, call.before = call.before, None
         if before is None or call.graph is None:
             return result
         value, aux = result if self._has_aux else (result, None)
-        check = EagerCheck(call.graph, call.inputs, before, lambda: self._whole(*args, **kwargs), self._has_aux)
+        check = EagerCheck(
+            call.graph, call.inputs, before, lambda: self._whole(*args, **kwargs), self._has_aux
+        )
         check.run([value, *call.gradients], aux, call.outputs)
         self.report.checks += 1
         self.report.difference = max(self.report.difference, check.difference)
@@ -412,15 +463,19 @@ def _selections(where: Any) -> list[Selection]:
     return [leaf for leaf in _tree.flatten(where, "where")[0] if isinstance(leaf, Selection)]
 
 
-# --- the hand-over ----------------------------------------------------------------------------------------------------
+# --- the hand-over --------------------------------------------------------------------------------
 
 
 class HandOver(torch.autograd.Function):
-    """The value of a step; its backward pass multiplies the gradients, and looks whether the point has changed."""
+    """The value of a step; its backward pass multiplies the gradients,
+    and looks whether the point has changed.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *leaves: Tensor) -> Tensor:
-        """Keep gradients and leaves: PyTorch raises where a leaf has been changed in place since."""
+        """Keep gradients and leaves: PyTorch raises where a leaf has been changed
+        in place since.
+        """
         ctx.count = len(gradients)
         ctx.save_for_backward(*gradients, *leaves)
         return value.detach()
@@ -437,7 +492,7 @@ class HandOver(torch.autograd.Function):
         return None, None, *scaled(ctx.saved_tensors[: ctx.count], given[0].reshape(()))
 
 
-# --- DistributedDataParallel: gradients are reduced only after its own forward ----------------------------------------
+# --- DistributedDataParallel: gradients are reduced only after its own forward --------------------
 
 _wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -457,7 +512,9 @@ def watch_wrappers() -> None:
 
 
 def check_wrappers(leaves: Sequence[Tensor]) -> None:
-    """Raise where gradients of these would not be reduced, because their wrapper's forward is not running."""
+    """Raise where gradients of these would not be reduced,
+    because their wrapper's forward is not running.
+    """
     for wrapper in _wrappers:
         ours = {id(leaf) for leaf in leaves}.intersection(map(id, wrapper.module.parameters()))
         if ours and wrapper is not running_wrapper():
@@ -476,7 +533,8 @@ def compile_step(
     backend: Literal["inductor", "replay"] | str = "inductor",
     fallback: Literal["warn", "raise"] = "warn",
 ) -> CompiledStep:
-    r"""A training step whose loss contains derivatives, compiled: loss and gradient as one exact graph.
+    r"""A training step whose loss contains derivatives, compiled: loss and gradient as one exact
+    graph.
 
     Functions compiled by `torch.compile` have no second derivative, and a trace of forces that is
     differentiated afterwards is silently wrong. `compile_step` traces the whole step: the loss, the
@@ -489,11 +547,11 @@ def compile_step(
             value.backward()
             optimizer.step()
 
-    `step(*args)` returns what `loss(where, *args)` returns, and its `backward()` has the same effect:
-    it adds gradients to the `.grad` of *where* and of whatever else requires grad and matters
-    (arguments, tensors in closures). Parameter hooks, scalers, clipping, accumulation, sums with
-    other losses and LBFGS work as usual. Otherwise the call raises an error. The call computes all
-    gradients; `backward()` multiplies them and hands them over.
+    `step(*args)` returns what `loss(where, *args)` returns, and its `backward()` has the same
+    effect: it adds gradients to the `.grad` of *where* and of whatever else requires grad and
+    matters (arguments, tensors in closures). Parameter hooks, scalers, clipping, accumulation, sums
+    with other losses and LBFGS work as usual. Otherwise the call raises an error. The call computes
+    all gradients; `backward()` multiplies them and hands them over.
 
     The loss may use `torch.autograd.grad(..., create_graph=True)`, `torch.func`, and hodiff's
     calculus, penalties, and fields such as `laplacian`. At third order and above, norm layers and
@@ -504,22 +562,25 @@ def compile_step(
     if its trace would be wrong: branches on data, NumPy and `.item()`, losses that change Python
     objects (return those as *aux*), float16 (whose gradients are scaled inside the backward pass),
     random numbers that are not from PyTorch's default generator. Guards are those of PyTorch: they
-    cover settings, shapes, attributes and nearly everything else that the loss reads (the page lists
-    what they do not), and a change compiles another graph; after eight graphs the step stays eager.
+    cover settings, shapes, attributes and nearly everything else that the loss reads (the page
+    lists what they do not), and a change compiles another graph; after eight graphs the step stays
+    eager.
     Pass values that change every step, such as an annealed weight, as tensors: a Python number is a
     constant, with a warning at its second value, and a third runs eagerly.
 
-    At calls 1, 2, 4, 8, ... of each graph, and at every 1,000th, the result is compared with that of
-    the eager loss, from the same random state and buffers. If they differ by more than rounding, which
-    is measured then, or by one percent, the step stays eager, with a warning that names the first
-    operation that differs. A change that has no guard may be wrong until then. What *aux* holds may
+    At calls 1, 2, 4, 8, ... of each graph, and at every 1,000th, the result is compared with that
+    of the eager loss, from the same random state and buffers. If they differ by more than rounding,
+    which is measured then, or by one percent, the step stays eager, with a warning that names the
+    first operation that differs. A change that has no guard may be wrong until then. What *aux*
+    holds may
     differ by one percent: a metric that counts samples may count one more by rounding.
 
     Args:
         loss: A function of *where* and of the arguments of each call that returns one element.
-        where: A module, which `loss` receives; tensors that require grad, or containers of them; or a
-            `hodiff.select`ion, whose other parameters are constants in the loss.
-        has_aux: Whether `loss` returns `(loss, aux)`. The step returns aux detached, in new tensors.
+        where: A module, which `loss` receives; tensors that require grad, or containers of them; or
+            a `hodiff.select`ion, whose other parameters are constants in the loss.
+        has_aux: Whether `loss` returns `(loss, aux)`. The step returns aux detached, in new
+            tensors.
         backend: `"inductor"` needs a C++ compiler and takes 10 to 40 seconds; `"replay"` needs no
             compiler and runs the cleaned list of operations one by one. Other names are those that
             `torch.compile` knows.
@@ -535,17 +596,18 @@ def compile_step(
 
     Raises:
         InputError: *where* has nothing to train; the loss is not one element; *backend* is unknown;
-            or the parameters belong to a `DistributedDataParallel` whose forward is not running. For
-            several processes, write a module whose forward calls the step, and wrap that.
-        GraphError: A call cannot be compiled and *fallback* is `"raise"`; a second derivative of the
-            step's value; or, by `value_and_grad`, the loss does not depend on *where*.
+            or the parameters belong to a `DistributedDataParallel` whose forward is not running.
+            For several processes, write a module whose forward calls the step, and wrap that.
+        GraphError: A call cannot be compiled and *fallback* is `"raise"`; a second derivative of
+            the step's value; or, by `value_and_grad`, the loss does not depend on *where*.
         RuntimeError: PyTorch's own, as in eager mode: a parameter was changed in place between the
             call and `backward()`, or `backward()` runs twice.
         HodiffError: PyTorch is older than 2.13.
 
     Cost:
-        In addition to the graph, each call takes about 50 µs, and 1 µs for each parameter tensor; for a
-        network, whose modules are guarded one by one, about twice that. The first call traces the
+        In addition to the graph, each call takes about 50 µs, and 1 µs for each parameter tensor;
+        for a network, whose modules are guarded one by one, about twice that. The first call traces
+        the
         loss: seconds with replay, 10 to 40 with inductor.
 
     Examples:
@@ -567,10 +629,15 @@ def compile_step(
     if _needed.RELEASE < (2, 13):
         raise HodiffError(f"compile_step needs PyTorch 2.13 or newer; this is {torch.__version__}.")
     if not callable(loss):
-        raise InputError(f"loss: got {kind(loss)}, expected a function of where and of a step's arguments.")
+        raise InputError(
+            f"loss: got {kind(loss)}, expected a function of where and of a step's arguments."
+        )
     for tensor, name in zip((parsed := Where(where, "where")).tensors, parsed.names, strict=True):
         if not tensor.requires_grad:
-            raise InputError(f"{name} does not require grad, so a step cannot train it. Call requires_grad_() on it.")
+            raise InputError(
+                f"{name} does not require grad, so a step cannot train it. "
+                "Call requires_grad_() on it."
+            )
     if fallback not in ("warn", "raise"):
         raise InputError(f"fallback: got {fallback!r}, expected 'warn' or 'raise'.")
     watch_wrappers()

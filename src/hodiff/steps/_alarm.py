@@ -1,4 +1,6 @@
-"""The alarm of a step: its result held against the eager loss, from the same random state and the same buffers."""
+"""The alarm of a step: its result held against the eager loss,
+from the same random state and the same buffers.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ if TYPE_CHECKING:
 
 
 class Before:
-    """What a call of a graph is going to change: the tensors that it writes into, and the random state."""
+    """What a call of a graph is going to change: the tensors that it writes into,
+    and the random state.
+    """
 
     def __init__(self, graph: StepGraph, inputs: Sequence[Any]) -> None:
         on_gpu = torch.cuda.is_initialized()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        )
         self.tensors = [inputs[i] for i in graph.written]
         self.note()
 
@@ -34,7 +40,9 @@ class Before:
         self.values = [x.detach().clone() for x in self.tensors]
 
     def restore(self) -> None:
-        """Put it back, by value: a batch norm does not count its writes; nor does this, for graphs that hold them."""
+        """Put it back, by value: a batch norm does not count its writes; nor does this,
+        for graphs that hold them.
+        """
         self.random.restore()
         for tensor, value in zip(self.tensors, self.values, strict=True):
             tensor.data.copy_(value)
@@ -65,7 +73,8 @@ class EagerCheck:
         self.aux: Any = None
 
     def run(self, ours: Sequence[Tensor], aux: Any, outputs: Sequence[Any]) -> None:
-        """Compare with what the eager loss gives; where that is not the same, all is as before the call.
+        """Compare with what the eager loss gives; where that is not the same, all is as before the
+        call.
 
         Args:
             ours: Loss and gradients.
@@ -73,14 +82,15 @@ class EagerCheck:
             outputs: What the graph gave without its gradients.
         """
         graph, before = self.graph, self.before
-        if any(x._backward_hooks for x in self.leaves):  # any pass would run them, and they are for `backward()`
+        # any pass would run them, and they are for `backward()`
+        if any(x._backward_hooks for x in self.leaves):
             return
         ours = [ours[0], *self._whole(ours[1:]), *(x.detach().clone() for x in before.tensors)]
         theirs = self._eager()
         if ours[0].dtype != theirs[0].dtype:
             self.wrong = (
-                f"its result is {ours[0].dtype}, and the eager one {theirs[0].dtype}; PyTorch's tracer takes numbers "
-                "of NumPy for tensors, so write float(number)"
+                f"its result is {ours[0].dtype}, and the eager one {theirs[0].dtype}; "
+                "PyTorch's tracer takes numbers of NumPy for tensors, so write float(number)"
             )
             before.restore()
             return
@@ -93,43 +103,61 @@ class EagerCheck:
         before.restore()
         moved = self._moved()
         results = graph.run(*moved)
-        close = [results[graph.value], *self._whole(results[graph.outputs :]), *(moved[i] for i in graph.written)]
+        close = [
+            results[graph.value],
+            *self._whole(results[graph.outputs :]),
+            *(moved[i] for i in graph.written),
+        ]
         # what only the inputs as they are get wrong is as far from there, and the eager loss is not
         rounding = min(self._distance(ours, close), self._distance(close, theirs))
         if self.difference > min(max(limit, 100 * rounding), most):
             self.wrong = (
-                f"its result differs from the eager one by {self.difference:.0e}, more than is taken "
-                f"for rounding ({min(100 * rounding, most):.0e}); the first operation that differs is {self._first()}"
+                f"its result differs from the eager one by {self.difference:.0e}, "
+                f"more than is taken for rounding ({min(100 * rounding, most):.0e}); "
+                f"the first operation that differs is {self._first()}"
             )
         elif beside > max(most, 100 * _apart(aux, _replaced(aux, outputs, results))):
             kinds = "in its parts, their kinds, shapes or dtypes, or in what is not finite"
             kind = kinds if math.isinf(beside) else f"by {beside:.0e}"
-            self.wrong = f"its aux differs from the eager one {kind}, which rounding does not explain"
+            self.wrong = (
+                f"its aux differs from the eager one {kind}, which rounding does not explain"
+            )
         (before if self.wrong else after).restore()
 
     def _whole(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Gradients of the inputs, with what reaches one by way of another that was computed from it."""
+        """Gradients of the inputs, with what reaches one by way of another that
+        was computed from it.
+        """
         if not self.behind:
             return gradients
         return torch.autograd.grad(self.leaves, self.leaves, gradients, retain_graph=True)
 
     def _eager(self) -> list[Any]:
-        """What the loss gives from the same state, and all of it that is compared: loss, gradients, buffers."""
+        """What the loss gives from the same state, and all of it that is compared: loss, gradients,
+        buffers.
+        """
         self.before.restore()
         with _settings.on(ExactNorms(self.graph.order)) if self.graph.exact else nullcontext():
             eager = self.loss()
         value, self.aux = eager if self.has_aux else (eager, None)
         with _settings.autocast(value.device.type):
-            gradients = torch.autograd.grad(value, self.leaves, allow_unused=True, retain_graph=self.behind or None)
+            gradients = torch.autograd.grad(
+                value, self.leaves, allow_unused=True, retain_graph=self.behind or None
+            )
         return [value.detach(), *gradients, *self.before.tensors]
 
     def _distance(self, ours: Sequence[Tensor], theirs: Sequence[Tensor | None]) -> float:
-        """The largest difference: of the loss by what its gradient makes of the point, of a gradient by all of it."""
+        """The largest difference: of the loss by what its gradient makes of the point, of a
+        gradient by all of it.
+        """
         count = len(self.leaves)
         slope = _norm(ours[1 : 1 + count])
         scales = [_norm(ours[:1]) + slope * _norm(self.leaves), *[slope] * count]
         scales += [_norm([x]) for x in ours[1 + count :]]
-        return max(_far(mine, other) / (scale or 1.0) for mine, other, scale in zip(ours, theirs, scales, strict=True))
+        return max(
+            _far(mine, other) / (scale or 1.0)
+            for mine, other, scale in zip(ours, theirs, scales, strict=True)
+        )
 
     def _moved(self) -> list[Any]:
         """The inputs, moved by the rounding of what is computed with them."""
@@ -139,7 +167,9 @@ class EagerCheck:
             x = written[index].clone() if index in written else x
             if isinstance(x, Tensor) and x.is_floating_point():
                 draws = torch.Generator("cpu").manual_seed(index)
-                noise = torch.rand(x.shape, generator=draws, dtype=torch.float64, device="cpu") - 0.5
+                noise = (
+                    torch.rand(x.shape, generator=draws, dtype=torch.float64, device="cpu") - 0.5
+                )
                 x = x.detach() * (1 + 2 * self.graph.eps * noise).to(x)
             moved.append(x)
         return moved
@@ -156,12 +186,17 @@ class EagerCheck:
 
 
 MOST = 0.01
-"""What is never taken for rounding, but in formats of two digits. Up to there a number beside the loss may be another:
-one sample of many that is counted, or not, by rounding."""
+"""What is never taken for rounding, but in formats of two digits.
+
+Up to there a number beside the loss may be another: one sample of many that is counted, or not, by
+rounding.
+"""
 
 
 def _apart(mine: Any, other: Any) -> float:
-    """How far numbers beside the loss are apart, of what each is part of; infinite where they are no like numbers."""
+    """How far numbers beside the loss are apart, of what each is part of;
+    infinite where they are no like numbers.
+    """
     (ours, tree), (theirs, other_tree) = trees.tree_flatten(mine), trees.tree_flatten(other)
     if tree != other_tree:
         return math.inf
@@ -170,12 +205,19 @@ def _apart(mine: Any, other: Any) -> float:
 
 def _far_beside(mine: Any, other: Any) -> float:
     if isinstance(mine, (int, float)) and isinstance(other, (int, float)):
-        mine, other = (torch.tensor(float(x), dtype=torch.float64, device="cpu") for x in (mine, other))
+        mine, other = (
+            torch.tensor(float(x), dtype=torch.float64, device="cpu") for x in (mine, other)
+        )
     if not isinstance(mine, Tensor) or not isinstance(other, Tensor):
-        return 0.0 if type(mine) is type(other) and not (isinstance(mine, str) and mine != other) else math.inf
+        return (
+            0.0
+            if type(mine) is type(other) and not (isinstance(mine, str) and mine != other)
+            else math.inf
+        )
     if (mine.shape, mine.dtype) != (other.shape, other.dtype):
         return math.inf
-    inexact = mine.is_floating_point() or mine.is_complex()  # an index of the largest of two equal ones is any
+    # an index of the largest of two equal ones is any
+    inexact = mine.is_floating_point() or mine.is_complex()
     return _far(mine, other) / (_norm([mine]) or 1.0) if inexact else 0.0
 
 
@@ -216,7 +258,9 @@ class _Watch(_settings.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note what it gives."""
         result = func(*args, **(kwargs or {}))
-        self.seen += [x.detach().clone() for x in trees.tree_leaves(result) if isinstance(x, Tensor)]
+        self.seen += [
+            x.detach().clone() for x in trees.tree_leaves(result) if isinstance(x, Tensor)
+        ]
         return result
 
 
@@ -233,9 +277,21 @@ class _Run(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """The result of an operation, looked up among those that are known."""
         result = super().run_node(n)
-        if n.op == "call_function" and isinstance(result, Tensor) and result.is_floating_point() and not self.place:
+        if (
+            n.op == "call_function"
+            and isinstance(result, Tensor)
+            and result.is_floating_point()
+            and not self.place
+        ):
             alike = self.known.get((result.shape, result.dtype), ())
-            if not any(torch.allclose(result, x, rtol=self.limit, atol=self.limit, equal_nan=True) for x in alike):
-                lines = [line.strip() for line in (n.meta.get("stack_trace") or "").splitlines() if line.strip()]
+            if not any(
+                torch.allclose(result, x, rtol=self.limit, atol=self.limit, equal_nan=True)
+                for x in alike
+            ):
+                lines = [
+                    line.strip()
+                    for line in (n.meta.get("stack_trace") or "").splitlines()
+                    if line.strip()
+                ]
                 self.place = f"{n.name} ({n.target})" + (f", of `{lines[-1]}`" if lines else "")
         return result

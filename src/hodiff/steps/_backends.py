@@ -53,7 +53,9 @@ def replayed(traced: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _straight(traced: fx.GraphModule) -> Callable[..., Any]:
-    """The text of that function, run: each operation by name, each result gone after its last use."""
+    """The text of that function, run: each operation by name,
+    each result gone after its last use.
+    """
     names, known = dict[fx.Node, str](), dict[str, Any]()
     inputs, lines = list[str](), list[str]()
     last = {given: node for node in traced.graph.nodes for given in node.all_input_nodes}
@@ -68,8 +70,14 @@ def _straight(traced: fx.GraphModule) -> Callable[..., Any]:
         else:
             given = [_text(x, names, known) for x in node.args]
             given += [f"{name}={_text(x, names, known)}" for name, x in node.kwargs.items()]
-            lines.append(f"{names[node]} = {_text(_called(node), names, known)}({', '.join(given)})")
-            over = [names[x] for x in node.all_input_nodes if last[x] is node and x.op == "call_function"]
+            lines.append(
+                f"{names[node]} = {_text(_called(node), names, known)}({', '.join(given)})"
+            )
+            over = [
+                names[x]
+                for x in node.all_input_nodes
+                if last[x] is node and x.op == "call_function"
+            ]
             lines.extend([f"del {', '.join(over)}"] if over else [])
     exec("\n ".join([f"def run({', '.join(inputs)}):", *lines]), known)
     return known["run"]
@@ -88,12 +96,15 @@ def _text(x: Any, names: dict[fx.Node, str], known: dict[str, Any]) -> str:
 
 
 _PLAIN = frozenset({
-    "mul.Tensor", "add.Tensor", "sub.Tensor", "div.Tensor", "mul.Scalar", "add.Scalar", "sub.Scalar", "div.Scalar",
-    "mm", "addmm", "bmm", "t", "tanh", "neg", "exp", "sin", "cos", "sqrt", "pow.Tensor_Scalar", "sum.dim_IntList",
-    "sum", "select.int", "unsqueeze", "squeeze.dim", "transpose.int", "permute", "clone", "reciprocal", "cat", "mean",
-    "ones_like", "zeros_like", "sigmoid", "where.self", "view", "expand",
+    "mul.Tensor", "add.Tensor", "sub.Tensor", "div.Tensor", "mul.Scalar", "add.Scalar",
+    "sub.Scalar", "div.Scalar", "mm", "addmm", "bmm", "t", "tanh", "neg", "exp", "sin", "cos",
+    "sqrt", "pow.Tensor_Scalar", "sum.dim_IntList", "sum", "select.int", "unsqueeze", "squeeze.dim",
+    "transpose.int", "permute", "clone", "reciprocal", "cat", "mean", "ones_like", "zeros_like",
+    "sigmoid", "where.self", "view", "expand",
 })  # fmt: skip
-"""Operations that PyTorch calls faster by a function or method of its own, with the same arguments."""
+"""Operations that PyTorch calls faster by a function or method of its own,
+with the same arguments.
+"""
 
 
 def _called(node: fx.Node) -> Any:
@@ -117,7 +128,8 @@ def compiled(
             from torch._dynamo.backends.registry import lookup_backend
 
             run = lookup_backend(backend)(traced, list(stand_ins))
-    # of these the memory holds other numbers: Dynamo guards that, and kernels of inductor read the memory as it is
+    # of these the memory holds other numbers: Dynamo guards that, and kernels of inductor read the
+    # memory as it is
     tensors = [(i, x) for i, x in enumerate(given) if isinstance(x, Tensor)]
     lazy = [i for i, x in tensors if x.is_neg() or x.is_conj() or x._is_zerotensor()]
     return partial(_with_copies, run, lazy) if lazy else run
@@ -132,7 +144,9 @@ def _with_copies(run: Callable[..., Any], lazy: Sequence[int], *inputs: Any) -> 
 
 
 def _by_inductor(traced: fx.GraphModule, stand_ins: Sequence[Any]) -> Callable[..., Any]:
-    """The list as kernels; on the CPU C++ calls them, too: from Python a call takes longer than a small kernel."""
+    """The list as kernels; on the CPU C++ calls them, too:
+    from Python a call takes longer than a small kernel.
+    """
     from torch._inductor import exc, standalone_compile
 
     graph, stand_ins = fx.Graph(), [*stand_ins]
@@ -145,7 +159,8 @@ def _by_inductor(traced: fx.GraphModule, stand_ins: Sequence[Any]) -> Callable[.
         with Scope(partial(_set_inductor, wrapper)):
             try:
                 return standalone_compile(traced, stand_ins, dynamic_shapes="from_tracing_context")
-            except Exception as error:  # no compiler; an ASCII locale; an operation that has no form in C++
+            except Exception as error:
+                # no compiler; an ASCII locale; an operation that has no form in C++
                 known = wrapper or isinstance(error, (exc.InductorError, UnicodeDecodeError))
                 if not known or interrupts(error):
                     raise
@@ -157,13 +172,18 @@ def _by_inductor(traced: fx.GraphModule, stand_ins: Sequence[Any]) -> Callable[.
 
 
 def _draw_as_eager(graph: fx.Graph) -> None:
-    """`bernoulli(p)` is `empty_like(p).bernoulli_(p)`, which draws the same; inductor has float32 numbers for it."""
+    """`bernoulli(p)` is `empty_like(p).bernoulli_(p)`, which draws the same;
+    inductor has float32 numbers for it.
+    """
     aten: Any = _private.ops.aten
     for node in graph.nodes:
         if node.target is aten.bernoulli.default:
             contiguous: Any = {"memory_format": torch.contiguous_format}
             with graph.inserting_before(node):
-                node.args = (graph.call_function(aten.empty_like.default, node.args[:1], contiguous), node.args[0])
+                node.args = (
+                    graph.call_function(aten.empty_like.default, node.args[:1], contiguous),
+                    node.args[0],
+                )
             node.target = aten.bernoulli_.Tensor
 
 
@@ -184,7 +204,11 @@ def _set_inductor(wrapper: bool, undo: Undo) -> None:
     assign(undo, settings, {"fallback_random": True, "cpp_wrapper": wrapper})
     # PyTorch's cache takes kernels for vectors of one width for those of another
     cached = _private.compiler.config
-    assign(undo, cached, {"cache_key_tag": f"{cached.cache_key_tag} {torch.backends.cpu.get_cpu_capability()}"})
+    assign(
+        undo,
+        cached,
+        {"cache_key_tag": f"{cached.cache_key_tag} {torch.backends.cpu.get_cpu_capability()}"},
+    )
     if not torch.backends.mkl.is_available():
         return
     table, tanh = lowering.lowerings, _private.ops.aten.tanh.default
@@ -192,7 +216,12 @@ def _set_inductor(wrapper: bool, undo: Undo) -> None:
 
     def lowered(x: Any) -> Any:
         count = x.get_numel()
-        many = x.get_dtype() == torch.float32 and x.get_device().type == "cpu" and count.is_number and count >= _MANY
+        many = (
+            x.get_dtype() == torch.float32
+            and x.get_device().type == "cpu"
+            and count.is_number
+            and count >= _MANY
+        )
         return (apart if many else fused)(x)
 
     undo += [partial(table.__setitem__, tanh, fused)]

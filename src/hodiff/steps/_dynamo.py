@@ -1,4 +1,7 @@
-"""Dynamo in front of a step: it follows the loss, and guards what the loss reads. All that is known of it is here."""
+"""Dynamo in front of a step: it follows the loss, and guards what the loss reads.
+
+All that is known of it is here.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ _SETTINGS = {
     "error_on_nested_fx_trace": False,  # what the user has compiled runs as it is in the loss
     "specialize_int": True,  # Python numbers are constants, each with a graph
     "specialize_float": True,
-    "invalidate_compile_context_weakrefs": True,  # so that `torch.utils.swap_tensors` may swap parameters
+    # so that `torch.utils.swap_tensors` may swap parameters
+    "invalidate_compile_context_weakrefs": True,
 }
 
 _names = itertools.count()
@@ -50,13 +54,18 @@ lock = threading.RLock()
 
 
 def fresh(function: Any) -> Any:
-    """The function with code of its own: by that Dynamo keeps graphs, limits, and which sizes vary."""
+    """The function with code of its own: by that Dynamo keeps graphs, limits,
+    and which sizes vary.
+    """
     code = function.__code__.replace(co_name=f"step_{next(_names)}")
     return types.FunctionType(code, function.__globals__, closure=function.__closure__)
 
 
 def settings() -> Scope[None]:
-    """The settings of a compilation. They take longer to set than many a step, so calls begin without them."""
+    """The settings of a compilation.
+
+    They take longer to set than many a step, so calls begin without them.
+    """
     return Scope(_enter)
 
 
@@ -101,7 +110,10 @@ def run(function: Any, args: Any, kwargs: Any) -> None:
 
 
 def unheld(compiled: Any, args: Any, kwargs: Any) -> str:
-    """Which guards do not hold, in PyTorch's words; empty where those of a graph do. Nothing runs."""
+    """Which guards do not hold, in PyTorch's words; empty where those of a graph do.
+
+    Nothing runs.
+    """
     with Scope(_ask):
         try:
             compiled(state(), *args, **kwargs)
@@ -143,7 +155,8 @@ def compiler(build: Any, ran: Any) -> Any:
                 raise Held
             if not graphs:
                 with lock:
-                    if not graphs:  # not before the guards are made: the loss may change what they hold
+                    # not before the guards are made: the loss may change what they hold
+                    if not graphs:
                         graphs.append(_made(build(), inputs, followed))
             return ran()(graphs[0], inputs)
 
@@ -187,19 +200,27 @@ class Followed:
         (results,) = nodes[len(module.graph.nodes) - 1].args
         if len(results) != 1:
             raise NotCompiled("it stores a tensor in a Python object; return that as aux")
-        if any(node.target in ("item", "tolist", torch.Tensor.item, torch.Tensor.tolist) for node in nodes):
+        if any(
+            node.target in ("item", "tolist", torch.Tensor.item, torch.Tensor.tolist)
+            for node in nodes
+        ):
             raise NotCompiled("it reads the number that a tensor holds; leave it in the tensor")
         grads = [node for node in nodes if node.target is torch.autograd.grad]
         increments = sum("_grad_increment_nesting" in str(node.target) for node in nodes)
         self.order = 1 + len(grads) + increments + _shadows.inside.order
         self.batched = any("_vmap_increment_nesting" in str(node.target) for node in nodes)
-        self.batched |= any(node.kwargs.get("is_grads_batched") for node in grads) or _shadows.inside.order > 0
+        self.batched |= (
+            any(node.kwargs.get("is_grads_batched") for node in grads) or _shadows.inside.order > 0
+        )
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.inner = [
-            i for i, node in enumerate(inputs) if any(node in trees.tree_leaves(grad.args[1:2]) for grad in grads)
+            i
+            for i, node in enumerate(inputs)
+            if any(node in trees.tree_leaves(grad.args[1:2]) for grad in grads)
         ]
         self.stand_ins: Any = [node.meta["example_value"] for node in inputs]
-        self.varies = not all(isinstance(x, torch.Tensor) for x in self.stand_ins)  # the others are sizes
+        # the others are sizes
+        self.varies = not all(isinstance(x, torch.Tensor) for x in self.stand_ins)
         self.context: Any = torch._guards.TracingContext.get()
 
     def forget(self) -> None:
@@ -208,7 +229,9 @@ class Followed:
 
 
 def forget() -> None:
-    """Collect what a failed compilation left: some of it puts back the thread's dispatch keys when it goes."""
+    """Collect what a failed compilation left:
+    some of it puts back the thread's dispatch keys when it goes.
+    """
     with _settings.recording(), _torch._PreserveDispatchKeyGuard():
         gc.collect()
 
@@ -223,7 +246,8 @@ def check_backend(name: str) -> None:
         near = difflib.get_close_matches(name, known, 1) if isinstance(name, str) else []
         raise InputError(
             f"backend: got {name!r}, expected 'inductor', 'replay', or a name that torch.compile "
-            f"knows" + (f"; did you mean {near[0]!r}?" if near else f" ({', '.join(map(repr, known[1:]))}).")
+            f"knows"
+            + (f"; did you mean {near[0]!r}?" if near else f" ({', '.join(map(repr, known[1:]))}).")
         )
 
 
@@ -231,44 +255,56 @@ _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 _REASONS = {
     r"Skip inlining function <function (\w+) [\s\S]*reason: hodiff: ": (
-        "it calls hodiff's \\1, which PyTorch's tracer cannot follow; call it outside, and pass what it gives"
+        "it calls hodiff's \\1, which PyTorch's tracer cannot follow; call it outside, "
+        "and pass what it gives"
     ),
-    r"Cannot access data pointer": "it reads numbers otherwise than by PyTorch's operations, as NumPy does",
+    r"Cannot access data pointer": "it reads numbers otherwise than by PyTorch's operations, "
+    "as NumPy does",
     r"(Unsupported|setattr\(\) on) Tensor\.requires_grad|through calling `requires_grad_": (
-        "it assigns x.requires_grad, or sets it on a tensor from outside of it; write x = x.detach().requires_grad_(), "
+        "it assigns x.requires_grad, or sets it on a tensor from outside of it; "
+        "write x = x.detach().requires_grad_(), "
         "or pass a tensor that requires grad"
     ),
     r"requires_grad_\(\) called on it": "it stores a tensor in a Python object; return that as aux",
     r"autograd\.grad\(\) received an argument of type": (
-        "it gives torch.autograd.grad an iterator or a view of a dict, such as net.parameters(); write list(...)"
+        "it gives torch.autograd.grad an iterator or a view of a dict, such as net.parameters(); "
+        "write list(...)"
     ),
-    r"_LegacyVariableBase": "it uses torch.autograd.Variable; write x, or x.detach().requires_grad_()",
-    r"mutating `\.data`": "it writes to .data; compute a tensor: z = (z + step).detach().requires_grad_()",
+    r"_LegacyVariableBase": "it uses torch.autograd.Variable; write x, or "
+    "x.detach().requires_grad_()",
+    r"mutating `\.data`": "it writes to .data; compute a tensor: z = (z + "
+    "step).detach().requires_grad_()",
     r"function \w+_norm .*GradTrackingTensor": (
-        "PyTorch's tracer cannot follow its forward mode through this norm layer; hodiff.jvp(f, x, v, "
-        "create_graph=True) compiles"
+        "PyTorch's tracer cannot follow its forward mode through this norm layer; hodiff.jvp(f, x, "
+        "v, create_graph=True) compiles"
     ),
-    r"FakeTensorDeviceMismatch.*\bmeta\b|fake tensors[\s\S]*GradTrackingTensor[\s\S]*BatchedTensor": (
-        "PyTorch's tracer cannot follow forward mode within a vmap, as torch.func.hessian has it; use hodiff.hessian, "
-        "or torch.func.jacrev of torch.func.grad"
+    r"FakeTensorDeviceMismatch.*\bmeta\b|"
+    r"fake tensors[\s\S]*GradTrackingTensor[\s\S]*BatchedTensor": (
+        "PyTorch's tracer cannot follow forward mode within a vmap, as torch.func.hessian has it; "
+        "use hodiff.hessian, or torch.func.jacrev of torch.func.grad"
     ),
-    r"Missing `as_proxy\(\)`": "it uses an object that PyTorch's tracer does not know, such as a torch.Generator",
+    r"Missing `as_proxy\(\)`": "it uses an object that PyTorch's tracer does not know, such as a "
+    "torch.Generator",
     r"[gG]uard on data-dependent expression": (
-        "what runs would depend on a number that a tensor holds, as in BatchNorm(momentum=None) or if x.item() > 0; "
+        "what runs would depend on a number that a tensor holds, as in BatchNorm(momentum=None) "
+        "or if x.item() > 0; "
         "leave it in the tensor"
     ),
     r"[rR]ecompile_?[lL]imit": (
-        "it has eight graphs, for as many kinds of arguments, attributes and settings; pass what changes in every "
-        "step as a tensor"
+        "it has eight graphs, for as many kinds of arguments, attributes and settings; "
+        "pass what changes in every step as a tensor"
     ),
     r"aten::_scaled_dot_product\w+_backward is not implemented": (
         "it differentiates attention twice, which PyTorch's fused kernels cannot; call it under "
         "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), in eager mode, too"
     ),
-    r"unknown module>\.Random\.": "it draws from Python's random; draw outside, and pass the number as an argument",
-    r"tp_iternext_impl": "it calls next() on an iterator of Python's; call it outside, and pass what it gives",
+    r"unknown module>\.Random\.": "it draws from Python's random; draw outside, "
+    "and pass the number as an argument",
+    r"tp_iternext_impl": "it calls next() on an iterator of Python's; call it outside, "
+    "and pass what it gives",
     r"Observed exception[\s\S]*\bdata_ptr\b": "it reads where a tensor lies, by data_ptr()",
-    r"function `(manual_seed|[gs]et_rng_state)`": "it reads or sets the state of random numbers; do that outside",
+    r"function `(manual_seed|[gs]et_rng_state)`": "it reads or sets the state of random numbers; "
+    "do that outside",
 }
 """Ours for words of PyTorch's that say nothing to a caller."""
 
@@ -280,7 +316,11 @@ def inner(error: BaseException) -> BaseException | None:
 
 def reason(error: BaseException) -> str:
     """What kept a step from being compiled, and the line of the loss, in a line."""
-    frames = [each for each in getattr(error, "real_stack", None) or () if not each.filename.startswith(_OWN)]
+    frames = [
+        each
+        for each in getattr(error, "real_stack", None) or ()
+        if not each.filename.startswith(_OWN)
+    ]
     if not frames:
         return _words(error)
     code = f": `{frames[-1].line[:100]}`" if frames[-1].line else ""
@@ -292,7 +332,11 @@ def _words(error: BaseException) -> str:
     if ours := [each for each in (error, cause) if isinstance(each, NotCompiled)]:
         return str(ours[0])
     text = f"{type(error).__name__}: {error}\n{cause}"
-    if told := [match.expand(words) for pattern, words in _REASONS.items() if (match := re.search(pattern, text))]:
+    if told := [
+        match.expand(words)
+        for pattern, words in _REASONS.items()
+        if (match := re.search(pattern, text))
+    ]:
         return told[0]
     if cause is not None and not isinstance(error, exc.Unsupported):
         error = cause

@@ -1,6 +1,7 @@
 """The graph of a step: loss and gradient as one list of operations, cleaned, and what runs it.
 
-The loss runs as it is, with stand-ins for tensors. Traced with its gradient, it becomes a list in which nothing is
+The loss runs as it is, with stand-ins for tensors. Traced with its gradient, it becomes a list in
+which nothing is
 differentiated any more: so `detach` is the identity there, and equal operations are one.
 """
 
@@ -32,7 +33,11 @@ from hodiff.steps._backends import (
 
 _aten: Any = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
-_BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
+_BATCH_NORMS = (
+    _aten.native_batch_norm.default,
+    _aten.cudnn_batch_norm.default,
+    _aten.miopen_batch_norm.default,
+)
 
 
 class StepGraph:
@@ -42,7 +47,8 @@ class StepGraph:
         operations: How many there are.
         order: Up to which order it holds derivatives, the parameters' gradient included.
         eps: The coarsest precision in it.
-        aux: What the loss returned beside, with the places of its tensors among the results, and how it is made.
+        aux: What the loss returned beside, with the places of its tensors among the results, and
+            how it is made.
         outputs: How many results there are before the gradients.
         wanted: Which inputs have a gradient.
         written: Which inputs it writes into: buffers.
@@ -67,7 +73,12 @@ class StepGraph:
             raise NotCompiled("the loss depends on nothing that requires grad")
         mode = first.fake_mode
         known = len(mode.shape_env.guards)
-        with Scope(partial(_as_it_was, given)), mode, _settings.recording(), Scope(partial(_open, mode)):
+        with (
+            Scope(partial(_as_it_was, given)),
+            mode,
+            _settings.recording(),
+            Scope(partial(_open, mode)),
+        ):
             traced = self._trace(call, given, stand_ins, places)
             _inputs_apart(traced, self.stood_for, places, stand_ins, memories(given))
         self.graph = traced.graph
@@ -85,25 +96,34 @@ class StepGraph:
             self.run = replayed(traced)
         else:
             if any(self.shared.count(self.shared[i]) > 1 for i in self.written):
-                raise NotCompiled("it writes into a tensor that shares memory with another; backend='replay' can")
+                raise NotCompiled(
+                    "it writes into a tensor that shares memory with another; backend='replay' can"
+                )
             self.run = compiled(traced, stand_ins, given, backend)
         if len(mode.shape_env.guards) > known:
-            raise NotCompiled("what runs depends on a size in a way that PyTorch's tracer has not seen")
-        for node in [*nodes, *self.graph.nodes]:  # a tensor whose stand-in is kept cannot be swapped
+            raise NotCompiled(
+                "what runs depends on a size in a way that PyTorch's tracer has not seen"
+            )
+        # a tensor whose stand-in is kept cannot be swapped
+        for node in [*nodes, *self.graph.nodes]:
             node.meta = {"stack_trace": node.meta.get("stack_trace")}
 
     def _trace(self, call: Any, given: Any, stand_ins: Any, places: dict[int, int]) -> Any:
         """The loss as it is: the tensors that it reads, the tracer takes in as it meets them.
 
-        Stand-ins take the place of arguments whose sizes vary, and of those that have a graph, which
-        the loss's would go on into.
+        Stand-ins take the place of arguments whose sizes vary, and of those that have a graph,
+        which the loss's would go on into.
         """
         loss, args, kwargs, has_aux = call
         flat, tree = trees.tree_flatten((args, kwargs))
         at = {index: places[id(x)] for index, x in enumerate(flat) if id(x) in places}
-        computed = {place for place, x in enumerate(given) if isinstance(x, Tensor) and not x.is_leaf}
+        computed = {
+            place for place, x in enumerate(given) if isinstance(x, Tensor) and not x.is_leaf
+        }
         if computed - {*at.values()}:
-            raise NotCompiled("it reads a tensor that was computed from others and is no argument; pass it as one")
+            raise NotCompiled(
+                "it reads a tensor that was computed from others and is no argument; pass it as one"
+            )
         apart = computed | {place for place in at.values() if _varies(stand_ins[place])}
         self.stood_for = [*apart]
 
@@ -141,7 +161,9 @@ class StepGraph:
     def beside(self, results: Sequence[Any]) -> Any:
         """The aux of these results."""
         tensors = iter(results[1 : self.outputs])
-        values = [next(tensors) if of else x for of, x in zip(self.of_tensors, self.aux[0], strict=True)]
+        values = [
+            next(tensors) if of else x for of, x in zip(self.of_tensors, self.aux[0], strict=True)
+        ]
         return trees.tree_unflatten(values, self.aux[1])
 
     def changed(self, inputs: Sequence[Any]) -> str:
@@ -152,17 +174,24 @@ class StepGraph:
         if len({id(x) for x in leaves}) < len(leaves):
             return "two of its tensors have become one"
         if [x.is_leaf for x in leaves] != self.leaves:
-            return "a tensor that it differentiates with respect to has a different graph than when it was traced"
+            return (
+                "a tensor that it differentiates with respect to has a different graph than when "
+                "it was traced"
+            )
         if any(inputs[i]._backward_hooks for i in self.inner):
             return "a tensor that the loss differentiates with respect to has a hook"
         if self.shared and memories(inputs) != self.shared:
-            return "tensors share memory that did not before, or the reverse, and it writes into one"
+            return (
+                "tensors share memory that did not before, or the reverse, and it writes into one"
+            )
         return ""
 
     def own_results(self) -> None:
         """Copy each result that is an input, a constant, or a view of one or of another result."""
         end = next(iter(reversed(self.graph.nodes)))
-        taken = {_memory(node) for node in self.graph.nodes if node.op in ("placeholder", "get_attr")}
+        taken = {
+            _memory(node) for node in self.graph.nodes if node.op in ("placeholder", "get_attr")
+        }
         results = []
         for node in end.args[0]:
             if isinstance(node, fx.Node) and isinstance(node.meta["val"], Tensor):
@@ -192,8 +221,8 @@ class StepGraph:
 def _open(mode: Any, undo: Undo) -> None:
     """Let the loss meet tensors as they are, and modules as they are but compiled ones.
 
-    Of stand-ins that the mode makes of them none is left: it knows their tensors weakly, and what is
-    known so cannot be swapped.
+    Of stand-ins that the mode makes of them none is left: it knows their tensors weakly, and what
+    is known so cannot be swapped.
     """
     known = mode.fake_tensor_converter.meta_converter.describer
     undo += [known.lookup_tensor.clear, known.lookup_storage.clear]
@@ -202,7 +231,9 @@ def _open(mode: Any, undo: Undo) -> None:
 
 
 def _as_it_was(given: Sequence[Any], undo: Undo) -> None:
-    """Undo what a trace does to tensors, some of which it writes into; and hooks are for `backward()`."""
+    """Undo what a trace does to tensors, some of which it writes into;
+    and hooks are for `backward()`.
+    """
     for x in given:
         if isinstance(x, Tensor) and not x.requires_grad and not x._is_zerotensor():
             undo += [partial(x.data.copy_, x.detach().clone())]
@@ -212,7 +243,9 @@ def _as_it_was(given: Sequence[Any], undo: Undo) -> None:
 
 
 def _varies(stand_in: Any) -> bool:
-    return isinstance(stand_in, Tensor) and any(isinstance(size, torch.SymInt) for size in stand_in.shape)
+    return isinstance(stand_in, Tensor) and any(
+        isinstance(size, torch.SymInt) for size in stand_in.shape
+    )
 
 
 _COPIES = (_aten.lift_fresh_copy.default, _aten.lift_fresh.default)
@@ -226,7 +259,9 @@ def _inputs_apart(
     stand_ins: Sequence[Any],
     shared: Sequence[int],
 ) -> None:
-    """One input for each of Dynamo's, in its order, in place of the tensors that the trace has met."""
+    """One input for each of Dynamo's, in its order,
+    in place of the tensors that the trace has met.
+    """
     graph, old = traced.graph, [*traced.graph.nodes]
     met = dict(zip([node for node in old if node.op == "placeholder"], stood_for, strict=True))
     for node in old:
@@ -236,7 +271,8 @@ def _inputs_apart(
             if place is not None:
                 if place in stood_for or _varies(stand_ins[place]):
                     raise NotCompiled(
-                        "a tensor that is no argument, or no argument alone, has changed its size or has a graph"
+                        "a tensor that is no argument, or no argument alone, "
+                        "has changed its size or has a graph"
                     )
                 met[node] = place
             elif (
@@ -264,14 +300,18 @@ def memories(inputs: Sequence[Any]) -> list[int]:
 
 
 def _memory(node: Any) -> Any:
-    """What tells whether two nodes share memory: inputs that do have one number, and a view has that of its base."""
+    """What tells whether two nodes share memory: inputs that do have one number, and a view has
+    that of its base.
+    """
     while (base := _base(node)) is not None:
         node = base
     return node.meta.get("memory", node)
 
 
 def _base(node: fx.Node) -> Any:
-    """The argument whose memory a result has, by the schema of its operation; the stand-ins of a trace do not tell."""
+    """The argument whose memory a result has, by the schema of its operation; the stand-ins of a
+    trace do not tell.
+    """
     made: Any = node.args[0] if node.target is operator.getitem else node
     schema = _versions.schema_of(made.target)
     if schema is None or not schema.returns or schema.returns[0].alias_info is None:
@@ -279,12 +319,13 @@ def _base(node: fx.Node) -> Any:
     alias = schema.returns[0].alias_info
     for argument, given in zip(schema.arguments, made.args, strict=False):
         named = argument.alias_info.before_set if argument.alias_info is not None else set()
-        if named & alias.before_set or (named and not alias.before_set):  # several views have no name
+        # several views have no name
+        if named & alias.before_set or (named and not alias.before_set):
             return given
     return None
 
 
-# --- cleaning ---------------------------------------------------------------------------------------------------------
+# --- cleaning -------------------------------------------------------------------------------------
 
 
 def _writes(node: fx.Node) -> bool:
@@ -301,7 +342,9 @@ def _statistics(node: fx.Node) -> list[fx.Node]:
 
 
 def _acts(node: fx.Node) -> bool:
-    """Whether it does something beside giving a result; what gives none, as the operations of `assert`, does."""
+    """Whether it does something beside giving a result; what gives none,
+    as the operations of `assert`, does.
+    """
     schema = _versions.schema_of(node.target)
     return _writes(node) or _draws(node) or (schema is not None and not schema.returns)
 
@@ -315,25 +358,43 @@ def _targets(node: fx.Node) -> list[fx.Node]:
     schema = _versions.schema_of(node.target)
     if schema is None:
         return [*node.all_input_nodes] if _writes(node) else []
-    given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+    given = {
+        argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)
+    } | node.kwargs
     written = _statistics(node)
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = given.get(argument.name)
-            written += [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, fx.Node)]
+            written += [
+                x
+                for x in (value if isinstance(value, (list, tuple)) else [value])
+                if isinstance(x, fx.Node)
+            ]
     return written
 
 
 def _written(graph: fx.Graph) -> list[int]:
     """Which inputs the graph writes into, be it by a view."""
-    memories = {_memory(target) for node in graph.nodes if node.op == "call_function" for target in _targets(node)}
+    memories = {
+        _memory(target)
+        for node in graph.nodes
+        if node.op == "call_function"
+        for target in _targets(node)
+    }
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     return [i for i, node in enumerate(placeholders) if _memory(node) in memories]
 
 
 def clean(graph: fx.Graph) -> None:
-    """Leave out what changes nothing: detach, equal operations, a transpose of a transpose, what nobody reads."""
-    changed = {_memory(target) for node in graph.nodes if node.op == "call_function" for target in _targets(node)}
+    """Leave out what changes nothing: detach, equal operations, a transpose of a transpose,
+    what nobody reads.
+    """
+    changed = {
+        _memory(target)
+        for node in graph.nodes
+        if node.op == "call_function"
+        for target in _targets(node)
+    }
     known: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node.op != "call_function":

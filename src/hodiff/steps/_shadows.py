@@ -1,8 +1,10 @@
-"""What Dynamo follows in place of the functions of hodiff in a step's loss: enough to see all that the loss reads.
+"""What Dynamo follows in place of the functions of hodiff in a step's loss: enough to see all that
+the loss reads.
 
-The numbers of a step come from another trace, of the functions themselves (`_graph`). These forms call `f` as they do,
-and give results of the same structure, shapes and dtypes that depend on all that is given; their numbers mean nothing.
-A form that is not here is left to a break of the graph, as every function is in a caller that the user has compiled.
+The numbers of a step come from another trace, of the functions themselves (`_graph`). These forms
+call `f` as they do, and give results of the same structure, shapes and dtypes that depend on all
+that is given; their numbers mean nothing. A form that is not here is left to a break of the graph,
+as every function is in a caller that the user has compiled.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ class _Making(threading.local):
 
 
 inside = _Making()
-"""Whether this thread makes a step's graph, or only asks for guards; what shadows have noted of that graph:
-the order of its derivatives, and in how many functions of hodiff the tracer is."""
+"""Whether this thread makes a step's graph, or only asks for guards; what shadows have noted of
+that graph: the order of its derivatives, and in how many functions of hodiff the tracer is.
+"""
 
 
 @torch.compiler.assume_constant_result
@@ -98,10 +101,14 @@ def _outer(a: Tensor, b: Tensor, batch_ndim: int) -> Tensor:
     return flat.reshape(*a.shape, *b.shape[batch_ndim:])
 
 
-def _blocks(at: _At, rows: list[Tensor], form: Any, matrix: bool = False, batch_ndim: int = 0, **_: Any) -> Any:
+def _blocks(
+    at: _At, rows: list[Tensor], form: Any, matrix: bool = False, batch_ndim: int = 0, **_: Any
+) -> Any:
     """A Jacobian: for each row tensor one like the point."""
     if matrix:
-        whole = [torch.cat([_rows(each, batch_ndim) for each in part], -1) for part in (rows, at.slopes)]
+        whole = [
+            torch.cat([_rows(each, batch_ndim) for each in part], -1) for part in (rows, at.slopes)
+        ]
         return _outer(whole[0], whole[1], batch_ndim)
     return form([at.like([_outer(row, each, batch_ndim) for each in at.slopes]) for row in rows])
 
@@ -153,13 +160,20 @@ CALCULUS = {
     "vjp": (1, lambda at, u, **_: at.like(_stacked(at.slopes, u, at.outputs))),
     "jvp": (
         1,
-        lambda at, v, **_: trees.tree_unflatten(_stacked(trees.tree_leaves(at.result), v, at.x), at.form),
+        lambda at, v, **_: trees.tree_unflatten(
+            _stacked(trees.tree_leaves(at.result), v, at.x), at.form
+        ),
     ),
     "jacobian": (
         1,
-        lambda at, **options: _blocks(at, at.outputs, lambda parts: trees.tree_unflatten(parts, at.form), **options),
+        lambda at, **options: _blocks(
+            at, at.outputs, lambda parts: trees.tree_unflatten(parts, at.form), **options
+        ),
     ),
-    "per_sample_grad": (1, lambda at, batch, **_: at.like([_outer(at.value, each, 0) for each in at.slopes])),
+    "per_sample_grad": (
+        1,
+        lambda at, batch, **_: at.like([_outer(at.value, each, 0) for each in at.slopes]),
+    ),
     "gram": (1, lambda at, batch, **_: _outer(at.value, at.value, 0)),
     "hvp": (2, lambda at, v, **_: at.plus(v)),
     "cross_hvp": (2, lambda at, y, v, **_: at.like(_stacked(at.slopes, v, trees.tree_leaves(y)))),
@@ -192,17 +206,21 @@ LOSSES = {
     ),
     **dict.fromkeys(
         ("divergence", "value_and_divergence"),
-        (1, lambda at, batch_ndim=1, **options: _estimate(_rows(at.result, batch_ndim).sum(-1), **options)),
+        (1, lambda at, batch_ndim=1, **options: _estimate(
+            _rows(at.result, batch_ndim).sum(-1), **options)),
     ),
-    "jet": (_orders, lambda at, series, **_: (at.value, [at.result for _ in range(_orders(series))])),
+    "jet": (
+        _orders, lambda at, series, **_: (at.value, [at.result for _ in range(_orders(series))]),
+    ),
     "curl": (1, lambda at, **_: at.result if at.value.shape[-1] == 3 else at.result[..., 0]),
     "hessian_penalty": (
         2, lambda at, reduction="max", **_: at.result if reduction == "none" else at.result.sum()
     ),
     "sliced_score_matching_loss": (2, _penalty),
     **dict.fromkeys(
-        ("gradient_penalty", "eikonal_penalty", "wgan_gp_penalty", "dragan_penalty", "r1_penalty", "r2_penalty",
-         "gradient_norm_penalty", "jacobian_penalty", "curvature_penalty"), (1, _penalty),
+        ("gradient_penalty", "eikonal_penalty", "wgan_gp_penalty", "dragan_penalty", "r1_penalty",
+         "r2_penalty", "gradient_norm_penalty", "jacobian_penalty", "curvature_penalty"),
+        (1, _penalty),
     ),
 }  # fmt: skip
 """Those whose results have their graph unless they are asked for without."""
@@ -222,8 +240,19 @@ def _shadow(name: str, order: Any, form: Callable[..., Any], records: bool) -> C
     passed = name in ("per_sample_grad", "gram", "cross_hvp", "cross_hessian")
     valued = name.startswith("value_")
 
-    def shadow(*given, has_aux=False, create_graph=None, return_outputs=False, args=(), kwargs=None, **options):
-        f, x, *others = *given, *[options.pop(each) for each in names[len(given) :] if each in options]
+    def shadow(
+        *given,
+        has_aux=False,
+        create_graph=None,
+        return_outputs=False,
+        args=(),
+        kwargs=None,
+        **options,
+    ):
+        f, x, *others = (
+            *given,
+            *[options.pop(each) for each in names[len(given) :] if each in options],
+        )
         if name == "jet" and isinstance(x, (tuple, list)):
             f = lambda point, of=f: of(*point)  # noqa: E731
         nested = _note(order if isinstance(order, int) else order(others[0]), 1)
@@ -238,7 +267,9 @@ def _shadow(name: str, order: Any, form: Callable[..., Any], records: bool) -> C
             result = result, at.aux if has_aux else at.value
         default = (records or nested) and torch.is_grad_enabled()
         if not (default if create_graph is None else create_graph):
-            return trees.tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, result)
+            return trees.tree_map(
+                lambda each: each.detach() if isinstance(each, Tensor) else each, result
+            )
         return result
 
     return shadow

@@ -1,4 +1,6 @@
-"""Why a derivative differs from its differences: cuts, hooks, kinks, Functions, operations, each tried alone."""
+"""Why a derivative differs from its differences: cuts, hooks, kinks, Functions, operations,
+each tried alone.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,12 @@ LAST = 2**-6
 """The last step of the differences, of the first."""
 
 
-def causes(evaluation: ScalarEvaluation, path: Sequence[Point], failed: Check, allow: Allowed) -> list[Cause]:
-    """The places that explain a disagreement, or why it cannot be told, at the lowest order that has one."""
+def causes(
+    evaluation: ScalarEvaluation, path: Sequence[Point], failed: Check, allow: Allowed
+) -> list[Cause]:
+    """The places that explain a disagreement, or why it cannot be told,
+    at the lowest order that has one.
+    """
     near = kinks(evaluation, path[failed.order - 1], LAST * first_step(epsilon(evaluation.point)))
     if failed.verdict == "inconclusive":
         return near
@@ -71,19 +77,27 @@ def _cuts(
     sites = [site for site in evaluation.recorded().sites if site.key not in allowed]
     groups: dict[tuple[Place, str], list[Site]] = {}
     for site in sites:
-        groups.setdefault((site.place._replace(frames=site.place.frames[:1]), site.kind), []).append(site)
+        groups.setdefault(
+            (site.place._replace(frames=site.place.frames[:1]), site.kind), []
+        ).append(site)
     whole = _held(evaluation, function, path, failed, sites) if sites else None
     cut_causes = []
     for group in groups.values():
         numeric = whole if len(groups) == 1 else _held(evaluation, function, path, failed, group)
-        if numeric is not None and not _agree(evaluation.point, failed.differences, numeric, failed):
+        if numeric is not None and not _agree(
+            evaluation.point, failed.differences, numeric, failed
+        ):
             cut_causes.append(_of_cut(group[0], failed.differences - numeric.value, failed))
     explained = whole is not None and _agree(evaluation.point, failed.computed, whole, failed)
     return cut_causes, explained and bool(cut_causes)
 
 
 def _held(
-    evaluation: ScalarEvaluation, function: Scalar, path: Sequence[Point], failed: Check, sites: Sequence[Site]
+    evaluation: ScalarEvaluation,
+    function: Scalar,
+    path: Sequence[Point],
+    failed: Check,
+    sites: Sequence[Site],
 ) -> Slope | None:
     """The differences with the values of these cuts held; None where they cannot be."""
     with evaluation.altered({site.key: site.value for site in sites}):
@@ -96,16 +110,28 @@ def _held(
 
 
 def _agree(point: Point, expected: float, numeric: Slope, failed: Check) -> bool:
-    tolerance = 10 * numeric.error + epsilon(point) ** 0.4 * max(abs(failed.computed), abs(failed.differences))
+    tolerance = 10 * numeric.error + epsilon(point) ** 0.4 * max(
+        abs(failed.computed), abs(failed.differences)
+    )
     return abs(expected - numeric.value) <= tolerance + 100 * epsilon(point)
 
 
 def _inside_transforms(evaluation: ScalarEvaluation) -> list[Cause]:
     """The cuts whose values cannot be held."""
-    fix = "remove it if gradients should flow through this value; or check the transformed function by itself."
+    fix = (
+        "remove it if gradients should flow through this value; or check the transformed function "
+        "by itself."
+    )
     return [
-        cause("cut", line, f"{_written(name)} inside a torch.func transform may be it: its value cannot be held", fix)
-        for line, name in dict.fromkeys((place.line, name) for name, place in evaluation.recorded().unheld)
+        cause(
+            "cut",
+            line,
+            f"{_written(name)} inside a torch.func transform may be it: its value cannot be held",
+            fix,
+        )
+        for line, name in dict.fromkeys(
+            (place.line, name) for name, place in evaluation.recorded().unheld
+        )
     ]
 
 
@@ -125,11 +151,15 @@ def _of_cut(site: Site, part: float, failed: Check) -> Cause:
     inside = f" in {site.place.inside}" if site.place.inside else ""
     word = _written(site.call)
     how = {
-        "no_grad": f"{word}{inside} runs while gradients are switched off (no_grad or inference_mode)",
+        "no_grad": f"{word}{inside} runs while gradients are switched off (no_grad or "
+        "inference_mode)",
         "gradient": f"the gradient{inside} is taken without create_graph=True",
         "smooth": f"PyTorch declares no derivative of {word.rstrip('()')}, smooth as it is",
     }.get(site.kind, f"{word}{inside} gives a value without its graph")
-    reason = f"{how}: it counts as a constant, and {part:+.6e} of the derivative of order {failed.order} is missing"
+    reason = (
+        f"{how}: it counts as a constant, and {part:+.6e} of the derivative of order "
+        f"{failed.order} is missing"
+    )
     named = site.place.inside.partition(" ")[0] or str(line)
     way = _messages.CONSTANTS.get(word.rstrip("()")) or CLASSES[_CLASSES[site.kind]].inside
     meant = f'if you mean it as a constant, allow="{named}" checks the rest.'
@@ -151,7 +181,11 @@ _CLASSES = {
 
 
 def _hooks(
-    evaluation: ScalarEvaluation, function: Scalar, path: Sequence[Point], failed: Check, allow: Allowed
+    evaluation: ScalarEvaluation,
+    function: Scalar,
+    path: Sequence[Point],
+    failed: Check,
+    allow: Allowed,
 ) -> list[Cause]:
     """Hooks without which the derivative is what the differences say."""
     places = evaluation.recorded().hooks
@@ -159,17 +193,24 @@ def _hooks(
     if places:
         with evaluation.altered(hooks=False):
             without = along(function, evaluation.point, path[failed.order - 1], allow)
-        if abs(without - failed.differences) <= max(failed.tolerance, 1e-6 * abs(failed.differences)):
+        if abs(without - failed.differences) <= max(
+            failed.tolerance, 1e-6 * abs(failed.differences)
+        ):
             reason = f"a hook on a tensor changes the gradient; without it, it is {without:+.6e}"
             return [cause("hook", place.line, reason, fix) for place in dict.fromkeys(places)]
     hooked = [module for module in evaluation.context.borrowed if module._backward_hooks]
     return [
-        cause("hook", Line("", 0), f"a backward hook of a {type(module).__name__} may change the gradient", fix)
+        cause(
+            "hook",
+            Line("", 0),
+            f"a backward hook of a {type(module).__name__} may change the gradient",
+            fix,
+        )
         for module in hooked[:3]
     ]
 
 
-# --- `autograd.Function`s and operations, each checked alone, at the arguments that `f` gave them ---------------------
+# --- `autograd.Function`s and operations, each checked alone, at the arguments that `f` gave them
 
 
 CALLS = 300
@@ -211,7 +252,9 @@ def _watched(kind: type) -> Iterator[list[tuple[tuple[Any, ...], Line]]]:
         if threading.get_ident() == mine:
             given = args[1:] if args and hasattr(args[0], "save_for_backward") else args
             frame = next(user_frames(sys._getframe(1)), None)
-            uses.append((tuple(map(copied, given)), line_of(frame) if frame is not None else Line("", 0)))
+            uses.append(
+                (tuple(map(copied, given)), line_of(frame) if frame is not None else Line("", 0))
+            )
         return theirs(*args, **kwargs)
 
     kind.forward = staticmethod(forward)  # type: ignore[attr-defined]
@@ -228,11 +271,14 @@ def _of_function(kind: type, used: Line, wrong: Check) -> Cause:
     file, number, backward = _definition(kind)
     called = f", called at {used}" if used.file else ""
     fix = (
-        "write its backward in differentiable operations, on inputs and outputs that ctx.save_for_backward was given; "
-        "a gradient that is not a derivative on purpose (straight-through) is right as it is, and cannot be checked."
+        "write its backward in differentiable operations, on inputs and outputs that "
+        "ctx.save_for_backward was given; "
+        "a gradient that is not a derivative on purpose (straight-through) is right as it is, "
+        "and cannot be checked."
     )
     reason = (
-        f"the backward of autograd.Function {kind.__name__}{called} is wrong at order {wrong.order}, alone as well: "
+        f"the backward of autograd.Function {kind.__name__}{called} is wrong at order "
+        f"{wrong.order}, alone as well: "
         f"{wrong.computed:+.6e}, differences {wrong.differences:+.6e}."
     )
     return Cause("function", file, number, backward, reason, fix)
@@ -243,14 +289,20 @@ def _definition(kind: type) -> tuple[str, int, str]:
     backward: Callable[..., Any] = inspect.unwrap(getattr(kind, "backward", kind))
     try:
         lines, start = inspect.getsourcelines(backward)
-        offset = next(i for i, line in enumerate(lines) if line.lstrip().startswith(("def ", "async def ", "class ")))
+        offset = next(
+            i
+            for i, line in enumerate(lines)
+            if line.lstrip().startswith(("def ", "async def ", "class "))
+        )
         return inspect.getsourcefile(backward) or "", start + offset, lines[offset].strip()
     except (OSError, TypeError, StopIteration):
         return "", 0, ""
 
 
 def operations(evaluation: ScalarEvaluation, order: int) -> list[Cause]:
-    """The operations of PyTorch whose derivative is wrong, up to an order, at the arguments that they had."""
+    """The operations of PyTorch whose derivative is wrong, up to an order,
+    at the arguments that they had.
+    """
     by_place: dict[tuple[Line, str], Cause] = {}
     for called in evaluation.recorded(operations=True).calls[:CALLS]:
         place = called.place.line, called.name
@@ -264,20 +316,35 @@ def operations(evaluation: ScalarEvaluation, order: int) -> list[Cause]:
 
 def _of_operation(called: Called, wrong: Check) -> Cause:
     numbers = f"{wrong.computed:+.6e}, differences {wrong.differences:+.6e}"
-    elsewhere = "check at another point (move x a little), or write a function that is smooth there."
+    elsewhere = (
+        "check at another point (move x a little), or write a function that is smooth there."
+    )
     if called.name in KINKS:
-        reason = f"{called.name} has a kink at its argument, where the two sides differ in slope: {numbers}"
+        reason = (
+            f"{called.name} has a kink at its argument, where the two sides differ in slope: "
+            f"{numbers}"
+        )
         return cause("kink", called.place.line, reason, elsewhere)
     if not math.isfinite(wrong.computed) or not math.isfinite(wrong.differences):
-        reason = f"{called.name} has no finite derivative of order {wrong.order} at its argument: {numbers}"
+        reason = (
+            f"{called.name} has no finite derivative of order {wrong.order} at its argument: "
+            f"{numbers}"
+        )
         return cause("kink", called.place.line, reason, elsewhere)
-    reason = f"PyTorch's derivative of {called.name} is wrong at order {wrong.order} here, alone as well: {numbers}"
+    reason = (
+        f"PyTorch's derivative of {called.name} is wrong at order {wrong.order} here, "
+        f"alone as well: {numbers}"
+    )
     fix = "write it with other operations."
     return cause("operation", called.place.line, reason, fix)
 
 
-def _first_wrong(func: Callable[..., Any], args: Any, kwargs: Any, order: int, allow: Sequence[type]) -> Check | None:
-    """The first order at which a call's derivatives disagree with differences; None where none does, or none can."""
+def _first_wrong(
+    func: Callable[..., Any], args: Any, kwargs: Any, order: int, allow: Sequence[type]
+) -> Check | None:
+    """The first order at which a call's derivatives disagree with differences; None where none
+    does, or none can.
+    """
     generator = torch.Generator().manual_seed(0)
     point = tuple(tensor.detach() for tensor in tensors_in((args, kwargs)) if _varies(tensor))
     if not point:
@@ -291,14 +358,18 @@ def _first_wrong(func: Callable[..., Any], args: Any, kwargs: Any, order: int, a
         return [tensor for tensor in tensors_in(result) if tensor.is_floating_point()]
 
     def scalar(leaves: Point) -> Tensor:
-        return torch.stack([(part * w).sum() for part, w in zip(run(leaves), weights, strict=True)]).sum()
+        return torch.stack(
+            [(part * w).sum() for part, w in zip(run(leaves), weights, strict=True)]
+        ).sum()
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             outputs = [each.detach() for each in run(point)]
             weights = [
-                torch.randn(each.shape, dtype=each.dtype, generator=generator, device="cpu").to(each)
+                torch.randn(each.shape, dtype=each.dtype, generator=generator, device="cpu").to(
+                    each
+                )
                 for each in outputs
             ]
             origin = tuple(part.cpu() for part in point)
@@ -309,7 +380,8 @@ def _first_wrong(func: Callable[..., Any], args: Any, kwargs: Any, order: int, a
                 check = compare(lower, point, path[level], level + 1, allow, [""] * len(point))
                 if check.verdict == "disagrees":
                     return check
-        except Exception as error:  # it cannot be called alone, or has no derivative there: nothing is known of it
+        except Exception as error:
+            # it cannot be called alone, or has no derivative there: nothing is known of it
             if interrupts(error):
                 raise
             return None
@@ -323,7 +395,9 @@ def _varies(value: Any) -> bool:
 
 
 def _put(value: Any, given: Iterator[Tensor]) -> Any:
-    """An argument with the leaves in place of the tensors that vary, in the order of `tensors_in`."""
+    """An argument with the leaves in place of the tensors that vary,
+    in the order of `tensors_in`.
+    """
 
     def put(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -1,4 +1,5 @@
-"""`check_derivatives`: does what hodiff (and your function's backward) computes agree with differences?
+"""`check_derivatives`: does what hodiff (and your function's backward) computes agree with
+differences?
 
 Order k is checked against differences of order k-1, along random directions: with
 F_0 = f and F_k(x) = <grad F_{k-1}(x), d_k>, the slope of F_{k-1} along d_k must be F_k(x). So each
@@ -46,7 +47,8 @@ def check_derivatives(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> DerivativeReport:
-    r"""Compare the derivatives of `f` with central differences, up to an order, along random directions.
+    r"""Compare the derivatives of `f` with central differences, up to an order, along random
+    directions.
 
     It finds what no graph shows: a wrong `backward` of an `autograd.Function`, an unintended
     `detach`, an operation whose second derivative is wrong in PyTorch. The comparison runs in
@@ -113,7 +115,8 @@ def check_derivatives(
     where = Where(x)
     try:
         report = _run(f, where, torch.float64, order, allow, directions, generator, args, kwargs)
-    except Exception as error:  # f cannot run in float64: data in a closure, or a kernel for float32 only
+    except Exception as error:
+        # f cannot run in float64: data in a closure, or a kernel for float32 only
         dtype = where.tensors[0].dtype
         if dtype == torch.float64 or isinstance(error, HodiffError) or interrupts(error):
             raise
@@ -122,7 +125,8 @@ def check_derivatives(
     wrong = [check for check in checks if check.verdict == "disagrees"]
     if wrong:
         raise DerivativeError(
-            f"a derivative of f disagrees with finite differences (in {dtype}).\n{_because(report)}\n"
+            f"a derivative of f disagrees with finite differences (in {dtype}).\n"
+            f"{_because(report)}\n"
             + "\n".join(f"{check}\n{_shown(check.direction, where.names)}" for check in wrong),
             report,
         )
@@ -151,13 +155,17 @@ def _run(
     kwargs: Mapping[str, Any] | None,
 ) -> DerivativeReport:
     if not callable(f) or isinstance(f, Tensor):
-        raise InputError("f: check_derivatives evaluates f at many points; give the function, not its value.")
+        raise InputError(
+            "f: check_derivatives evaluates f at many points; give the function, not its value."
+        )
     surroundings = _trace.Surroundings(f)
     # No pass of this call's own: it lends and casts; the calls of `grad` below differentiate.
     # Autocast would round what is compared to a few digits.
     device = where.tensors[0].device.type
     with (
-        EvaluationContext(call(f, where, passes=0, allow=allow, cast=dtype, args=args, kwargs=kwargs)) as context,
+        EvaluationContext(
+            call(f, where, passes=0, allow=allow, cast=dtype, args=args, kwargs=kwargs)
+        ) as context,
         torch.random.fork_rng(),
         _settings.autocast(device),
     ):
@@ -167,7 +175,10 @@ def _run(
             evaluation.steady = True
             evaluation.allow(context.call.allow)
             point = evaluation.point
-            paths = [[random_direction(point, generator) for _ in range(order)] for _ in range(directions)]
+            paths = [
+                [random_direction(point, generator) for _ in range(order)]
+                for _ in range(directions)
+            ]
             checks: list[Check] = []
             causes: list[Cause] = []
             for level in range(order):
@@ -180,7 +191,9 @@ def _run(
                     break  # nothing stands on this order
             at_x = _trace.kinks(evaluation, paths[0][0], epsilon(point) ** 0.5)
             remarks += [kink for kink in at_x if kink not in causes]
-            if order >= 2 and not (where.module_slices or any(c.computed for c in checks if c.order >= 2)):
+            if order >= 2 and not (
+                where.module_slices or any(c.computed for c in checks if c.order >= 2)
+            ):
                 _warn_of_zeros(evaluation)
         finally:
             evaluation.attributes.restore()
@@ -198,8 +211,9 @@ def _warn_of_zeros(evaluation: Any) -> None:
 def _because(report: DerivativeReport) -> str:
     """The causes in words, or where to look if none was found."""
     return _known(report) or (
-        "No cut, Function, hook or operation was found that explains it alone. What remains: values that leave "
-        "PyTorch unseen (NumPy, another library, `nn.Parameter(y)`), a gradient taken inside f"
+        "No cut, Function, hook or operation was found that explains it alone. What remains: "
+        "values that leave PyTorch unseen (NumPy, another library, `nn.Parameter(y)`), "
+        "a gradient taken inside f"
         + ("." if report.dtype == torch.float64 else "; in this precision also a kink close to x.")
     )
 
@@ -217,4 +231,8 @@ def _shown(direction: Point, names: Sequence[str]) -> str:
         + (", ...]" if part.numel() > 4 else "]")
         for name, part in zip(names[:3], direction[:3], strict=True)
     ]
-    return "  direction: " + ", ".join(parts) + (f", and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        "  direction: "
+        + ", ".join(parts)
+        + (f", and {len(names) - 3} more" if len(names) > 3 else "")
+    )

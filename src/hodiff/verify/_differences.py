@@ -18,7 +18,9 @@ Point = tuple[Tensor, ...]
 Scalar = Callable[[Point], Tensor]
 
 FINER = 1 / 64
-"""How much smaller the second try's steps are: a kink that only the first reached is not a fault."""
+"""How much smaller the second try's steps are:
+a kink that only the first reached is not a fault.
+"""
 
 
 def derived(function: Scalar, path: Sequence[Point], allow: Allowed) -> Scalar:
@@ -31,13 +33,23 @@ def derived(function: Scalar, path: Sequence[Point], allow: Allowed) -> Scalar:
 def _along(function: Scalar, direction: Point, allow: Allowed) -> Scalar:
     # The zeros connect a slope that does not depend on the leaves (of a linear function): its
     # derivative is 0.
-    return lambda leaves: inner(grad(function, leaves, allow=allow), direction) + 0 * sum(leaf.sum() for leaf in leaves)
+    return lambda leaves: (
+        inner(grad(function, leaves, allow=allow), direction)
+        + 0 * sum(leaf.sum() for leaf in leaves)
+    )
 
 
 def compare(
-    function: Scalar, point: Point, direction: Point, order: int, allow: Allowed, names: Sequence[str]
+    function: Scalar,
+    point: Point,
+    direction: Point,
+    order: int,
+    allow: Allowed,
+    names: Sequence[str],
 ) -> Check:
-    """The derivative of `function`, itself of order `order - 1`, along a direction, by both ways."""
+    """The derivative of `function`, itself of order `order - 1`, along a direction,
+    by both ways.
+    """
     gradient = grad(function, point, allow=allow)
     first = _judged(function, point, direction, order, gradient, names, 1.0)
     if first.verdict == "agrees":
@@ -62,7 +74,8 @@ def _judged(
         abs(float(function(point).detach())),
         abs(computed),
         abs(numeric.value),
-        float(norm(gradient) * norm(direction)) / max(1, sum(leaf.numel() for leaf in point)) ** 0.5,
+        float(norm(gradient) * norm(direction))
+        / max(1, sum(leaf.numel() for leaf in point)) ** 0.5,
     )
     tolerance = 10 * numeric.error + eps**0.4 * scale + 100 * eps
     distance = abs(computed - numeric.value)
@@ -90,13 +103,19 @@ def first_step(eps: float) -> float:
     return eps ** (1 / 7)
 
 
-def _parts(function: Scalar, point: Point, direction: Point, gradient: Point, names: Sequence[str]) -> tuple[str, ...]:
+def _parts(
+    function: Scalar, point: Point, direction: Point, gradient: Point, names: Sequence[str]
+) -> tuple[str, ...]:
     """The leaves along which alone the disagreement shows."""
     parts, eps = [], epsilon(point)
     for index, name in enumerate(names):
-        alone = tuple(part if i == index else torch.zeros_like(part) for i, part in enumerate(direction))
+        alone = tuple(
+            part if i == index else torch.zeros_like(part) for i, part in enumerate(direction)
+        )
         computed, numeric = float(inner(gradient, alone)), difference(function, point, alone)
-        if abs(computed - numeric.value) > 10 * numeric.error + eps**0.4 * max(abs(computed), abs(numeric.value)):
+        if abs(computed - numeric.value) > 10 * numeric.error + eps**0.4 * max(
+            abs(computed), abs(numeric.value)
+        ):
             parts.append(name)
     return tuple(parts)
 
@@ -133,15 +152,20 @@ def norm(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Slope(NamedTuple):
-    """A derivative found numerically, how far off it may be, and how much plain differences vary."""
+    """A derivative found numerically, how far off it may be,
+    and how much plain differences vary.
+    """
 
     value: float
     error: float
     spread: float = 0.0
 
 
-def slope(function: Callable[[float], float], step: float, eps: float = 2.3e-16, levels: int = 7) -> Slope:
-    """The derivative of `function`, computed with a relative precision of `eps`, at 0 by Ridders' method.
+def slope(
+    function: Callable[[float], float], step: float, eps: float = 2.3e-16, levels: int = 7
+) -> Slope:
+    """The derivative of `function`, computed with a relative precision of `eps`, at 0 by Ridders'
+    method.
 
     Central differences at steps that halve, extrapolated to step 0; the entry of the tableau whose
     neighbors differ least is the answer, and that difference its error. To it comes what rounding
@@ -204,8 +228,10 @@ class Check:
     def __str__(self) -> str:
         place = f"  (along {', '.join(self.where)})" if self.where else ""
         return (
-            f"order {self.order}: computed {self.computed:+.10e}, differences {self.differences:+.10e}, "
-            f"apart {abs(self.computed - self.differences):.1e}, tolerance {self.tolerance:.1e}: {self.verdict}{place}"
+            f"order {self.order}: computed {self.computed:+.10e}, "
+            f"differences {self.differences:+.10e}, "
+            f"apart {abs(self.computed - self.differences):.1e}, tolerance {self.tolerance:.1e}: "
+            f"{self.verdict}{place}"
         )
 
 

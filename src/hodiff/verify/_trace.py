@@ -1,4 +1,5 @@
-"""What `f` does, call by call: where values leave the graph, and what follows when such a value is held.
+"""What `f` does, call by call: where values leave the graph, and what follows when such a value is
+held.
 
 A value that left the graph (by `detach`, `.data`, `no_grad`, `item`, ...) is a constant to
 derivatives, and not to differences. So a cut is to blame exactly if the differences change when its
@@ -36,12 +37,23 @@ Function = Callable[..., Any]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HODIFF = os.path.dirname(hodiff.errors.__file__) + os.sep
-_COPIES = ("tensor", "as_tensor", "asarray", "new_tensor", "__array__", "__int__", "__index__", "__complex__")
+_COPIES = (
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "new_tensor",
+    "__array__",
+    "__int__",
+    "__index__",
+    "__complex__",
+)
 """What copies a value out of the graph, besides what `graph` calls a cut."""
 
 
 class Place(NamedTuple):
-    """Where something was called: the user's lines, innermost first, and every frame on the way there."""
+    """Where something was called: the user's lines, innermost first,
+    and every frame on the way there.
+    """
 
     lines: tuple[Line, ...]
     frames: tuple[tuple[str, int, str], ...]
@@ -66,7 +78,9 @@ class Place(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A call whose result left the graph, the kind of it (the words of `graph`), and the value at the point."""
+    """A call whose result left the graph, the kind of it (the words of `graph`),
+    and the value at the point.
+    """
 
     key: Key
     kind: str
@@ -109,7 +123,9 @@ class _Counting(TorchFunctionMode):
         raise NotImplementedError
 
     def _concerns(self, func: Function, kind: int, frame: FrameType) -> bool:
-        """Whether a call is one of the user's that can cut: not of values, no attribute is set, and we did not ask."""
+        """Whether a call is one of the user's that can cut: not of values, no attribute is set, and
+        we did not ask.
+        """
         if tracing():  # stand-ins, as in `torch.func.linearize`
             return False
         if kind in (PLAIN, GRADIENT) and getattr(func, "__name__", "") != "__get__":
@@ -122,7 +138,8 @@ class _Counting(TorchFunctionMode):
         if name == "__get__":
             name = f"get {getattr(getattr(func, '__self__', None), '__name__', '')}"
         path = path_of(frame, marked(self._entered))
-        key = (*(path[:-1] if self._entered is not None else path), name)  # without the line of who asked
+        # without the line of who asked
+        key = (*(path[:-1] if self._entered is not None else path), name)
         self._counts[key] = number = self._counts.get(key, -1) + 1
         return (*key, number)
 
@@ -132,7 +149,9 @@ class _Counting(TorchFunctionMode):
         frames, each = [], frame
         while each is not None and each is not self._entered:
             file = each.f_code.co_filename
-            thin = file.startswith(_TORCH) and file.endswith(("overrides.py", "_tensor.py", "functional.py"))
+            thin = file.startswith(_TORCH) and file.endswith(
+                ("overrides.py", "_tensor.py", "functional.py")
+            )
             if not thin:
                 frames.append((file, each.f_lineno or 0, each.f_code.co_name))
             each = each.f_back
@@ -140,7 +159,9 @@ class _Counting(TorchFunctionMode):
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Whether a call is the library's own (norms written out, leaves of nested calls), not of an `f` of torch's."""
+    """Whether a call is the library's own (norms written out, leaves of nested calls),
+    not of an `f` of torch's.
+    """
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     if frame is not None and frame.f_code is EvaluationContext.at.__code__:
@@ -150,7 +171,8 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 @final
 class Recorder(_Counting):
-    """Notes cuts, hooks, batch norms; with `operations` each call and its arguments, with `choices` each decision.
+    """Notes cuts, hooks, batch norms; with `operations` each call and its arguments, with `choices`
+    each decision.
 
     Attributes:
         sites: Where values left the graph.
@@ -221,7 +243,9 @@ def _cut_of(kind: int, name: str, result: Any, frame: FrameType) -> str:
 
 @final
 class HeldValues(_Counting):
-    """Gives back, at the calls with the keys of `held`, the values that stand there; `hooks=False` takes hooks off."""
+    """Gives back, at the calls with the keys of `held`, the values that stand there;
+    `hooks=False` takes hooks off.
+    """
 
     def __init__(self, held: Mapping[Key, Any], *, hooks: bool = True) -> None:
         super().__init__()
@@ -236,7 +260,9 @@ class HeldValues(_Counting):
         if key not in self._held:
             return result
         value, changed = self._held[key], _changed(name, args, result)
-        if isinstance(changed, Tensor) and any(changed is each for each in (*args[:1], kwargs.get("out"))):
+        if isinstance(changed, Tensor) and any(
+            changed is each for each in (*args[:1], kwargs.get("out"))
+        ):
             with _settings.grad_mode(False):
                 changed.copy_(value)
             return result
@@ -249,13 +275,17 @@ def _changed(name: str, args: Sequence[Any], result: Any) -> Any:
 
 
 def copied(value: Any, recorded: bool = True) -> Any:
-    """A value with copies of the tensors in it, which nothing changes any more; they say whether they had a graph."""
+    """A value with copies of the tensors in it, which nothing changes any more; they say whether
+    they had a graph.
+    """
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         own = leaf.detach().clone()
-        return own.requires_grad_(recorded and leaf.requires_grad) if leaf.is_floating_point() else own
+        return (
+            own.requires_grad_(recorded and leaf.requires_grad) if leaf.is_floating_point() else own
+        )
 
     return _tree.tree_map(copy, value)
 
@@ -280,7 +310,11 @@ def _decided(result: Any) -> Any:
     """What a result decides: a truth value, an index; None of real numbers."""
     if isinstance(result, bool):
         return result
-    values = [t.detach().clone() for t in tensors_in(result) if not (t.is_floating_point() or t.is_complex())]
+    values = [
+        t.detach().clone()
+        for t in tensors_in(result)
+        if not (t.is_floating_point() or t.is_complex())
+    ]
     return tuple(values) or None
 
 
@@ -302,19 +336,30 @@ def _at(*points: float) -> Sides:
 def _beyond(default: float, *names: str) -> Sides:
     """Kinks at plus and minus a number that is the second argument."""
 
-    def sides(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
-        bound = next((kwargs[name] for name in names if name in kwargs), args[1] if len(args) > 1 else default)
+    def sides(
+        given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterable[Tensor]:
+        bound = next(
+            (kwargs[name] for name in names if name in kwargs),
+            args[1] if len(args) > 1 else default,
+        )
         return (given[0] - bound).sign(), (given[0] + bound).sign()
 
     return sides
 
 
-def _clamped(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
+def _clamped(
+    given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterable[Tensor]:
     bounds = [*args[1:], *(kwargs.get(name) for name in ("min", "max", "min_val", "max_val"))]
-    return [(given[0] - bound).sign() for bound in bounds if isinstance(bound, (int, float, Tensor))]
+    return [
+        (given[0] - bound).sign() for bound in bounds if isinstance(bound, (int, float, Tensor))
+    ]
 
 
-def _larger(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
+def _larger(
+    given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterable[Tensor]:
     if len(given) > 1:
         return ((given[0] - given[1]).sign(),)
     whole, dim = given[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -326,7 +371,9 @@ def _larger(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, A
 def _pooled(name: str) -> Sides:
     """The place of each maximum."""
 
-    def sides(given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
+    def sides(
+        given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterable[Tensor]:
         options = {key: value for key, value in kwargs.items() if key != "return_indices"}
         return (getattr(F, f"{name}_with_indices")(given[0], *args[1:], **options)[1],)
 
@@ -336,24 +383,33 @@ def _pooled(name: str) -> Sides:
 _POOLS = [f"{kind}max_pool{n}d" for n in (1, 2, 3) for kind in ("", "adaptive_")]
 
 KINKS: dict[str, Sides] = {
-    **dict.fromkeys(("relu", "relu_", "leaky_relu", "prelu", "rrelu", "elu", "selu", "celu"), _at(0)),
+    **dict.fromkeys(
+        ("relu", "relu_", "leaky_relu", "prelu", "rrelu", "elu", "selu", "celu"), _at(0)
+    ),
     **dict.fromkeys(("abs", "abs_", "absolute", "__abs__", "sign", "sgn"), _at(0)),
     **dict.fromkeys(("hardswish", "hardsigmoid"), _at(-3, 3)),
     "relu6": _at(0, 6),
     **dict.fromkeys(("hardshrink", "softshrink", "threshold"), _beyond(0.5, "lambd", "threshold")),
     **dict.fromkeys(("clamp", "clamp_", "clip", "clamp_min", "clamp_max", "clamp_min_"), _clamped),
-    "hardtanh": lambda given, args, kwargs: [*_clamped(given, args, kwargs), *_at(-1, 1)(given, args, kwargs)],
+    "hardtanh": lambda given, args, kwargs: [
+        *_clamped(given, args, kwargs),
+        *_at(-1, 1)(given, args, kwargs),
+    ],
     **dict.fromkeys(
         ("floor", "ceil", "round", "trunc", "fix", "frac", "remainder", "fmod", "__mod__"),
         lambda given, args, kwargs: (given[0].floor(), given[0].round(), given[0].sign()),
     ),
-    **dict.fromkeys(("max", "min", "amax", "amin", "maximum", "minimum", "fmax", "fmin", "aminmax"), _larger),
+    **dict.fromkeys(
+        ("max", "min", "amax", "amin", "maximum", "minimum", "fmax", "fmin", "aminmax"), _larger
+    ),
     **dict.fromkeys(
         ("median", "nanmedian", "kthvalue", "quantile"),
         lambda given, args, kwargs: (given[0].flatten().argsort(stable=True),),
     ),
     **{name: _pooled(name) for name in _POOLS},
-    "l1_loss": lambda given, args, kwargs: ((given[0] - given[1]).sign(),) if len(given) > 1 else (),
+    "l1_loss": lambda given, args, kwargs: (
+        ((given[0] - given[1]).sign(),) if len(given) > 1 else ()
+    ),
 }
 """How each piecewise function's pieces are told apart, by the function's name."""
 
@@ -362,18 +418,27 @@ KINKS: dict[str, Sides] = {
 
 
 class Attributes:
-    """What the attributes of the modules that `f` called were before it ran first, to be put back."""
+    """What the attributes of the modules that `f` called were before it ran first,
+    to be put back.
+    """
 
     def __init__(self, borrowed: Mapping[nn.Module, dict[str, Any] | None]) -> None:
-        self._before = {module: dict(before) for module, before in borrowed.items() if before is not None}
+        self._before = {
+            module: dict(before) for module, before in borrowed.items() if before is not None
+        }
 
     def _others(self) -> Iterator[tuple[nn.Module, str]]:
         """The attributes that are others now."""
         for module, before in self._before.items():
             for name in {**before, **module.__dict__}:
-                if name in HIDDEN or name.startswith("_flat_weight"):  # what RNNs keep of their parameters
+                # what RNNs keep of their parameters
+                if name in HIDDEN or name.startswith("_flat_weight"):
                     continue
-                if name not in before or name not in module.__dict__ or module.__dict__[name] is not before[name]:
+                if (
+                    name not in before
+                    or name not in module.__dict__
+                    or module.__dict__[name] is not before[name]
+                ):
                     yield module, name
 
     def changed(self) -> list[str]:
@@ -412,7 +477,11 @@ class ScalarEvaluation:
         context.remember()
         self.output = _arguments.check_output(self.run(self.point))
         self.drew, self.attributes = context.random.moved(), Attributes(context.borrowed)
-        self._weights = torch.ones((), device="cpu") if self.output.numel() == 1 else normal(self.output, generator)
+        self._weights = (
+            torch.ones((), device="cpu")
+            if self.output.numel() == 1
+            else normal(self.output, generator)
+        )
 
     def run(self, leaves: Point) -> Any:
         """What the function returns: with a graph, for leaves that require grad."""
@@ -423,7 +492,11 @@ class ScalarEvaluation:
         if self.steady:
             self.attributes.restore()
         held = {site.key: site.value for site in self.allowed} | self._held
-        with _settings.on(HeldValues(held, hooks=self._hooks)) if held or not self._hooks else nullcontext():
+        with (
+            _settings.on(HeldValues(held, hooks=self._hooks))
+            if held or not self._hooks
+            else nullcontext()
+        ):
             return self.context.run(leaves, leaves)
 
     def allow(self, places: Iterable[Any]) -> None:
@@ -446,8 +519,12 @@ class ScalarEvaluation:
         return recorder
 
     @contextmanager
-    def altered(self, held: Mapping[Key, Any] | None = None, *, hooks: bool = True) -> Iterator[None]:
-        """Inside it, these values are what they were at the point, or hooks on tensors are taken off."""
+    def altered(
+        self, held: Mapping[Key, Any] | None = None, *, hooks: bool = True
+    ) -> Iterator[None]:
+        """Inside it, these values are what they were at the point,
+        or hooks on tensors are taken off.
+        """
         self._held, self._hooks = dict(held or {}), hooks
         try:
             yield
@@ -496,7 +573,14 @@ def remarks(evaluation: ScalarEvaluation, surroundings: Surroundings) -> list[Ca
     """All that can be told, after the first run; `f` runs three times more."""
     noted = _kept(evaluation, surroundings)
     if evaluation.drew:
-        noted.append(cause("random", None, "it draws random numbers", "each evaluation draws the same ones (dropout)."))
+        noted.append(
+            cause(
+                "random",
+                None,
+                "it draws random numbers",
+                "each evaluation draws the same ones (dropout).",
+            )
+        )
     return [*noted, *_mixing(evaluation)]
 
 
@@ -508,31 +592,50 @@ def _kept(evaluation: ScalarEvaluation, surroundings: Surroundings) -> list[Caus
     differs = again.shape != evaluation.output.shape or not torch.equal(again, evaluation.output)
     if not names and not differs:
         return []
-    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-    what = (
-        f"it changes {shown}" if names else "it keeps state between calls (a counter, a cache, a generator of its own)"
+    shown = ", ".join(names[:SHOWN]) + (
+        f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     )
-    value = "; its value at the same point is another then, so that differences mean nothing" if differs else ""
+    what = (
+        f"it changes {shown}"
+        if names
+        else "it keeps state between calls (a counter, a cache, a generator of its own)"
+    )
+    value = (
+        "; its value at the same point is another then, so that differences mean nothing"
+        if differs
+        else ""
+    )
     fix = "let f compute what it needs each time, and return what it would keep."
     return [cause("state", None, f"{what}{value}", fix)]
 
 
 def _mixing(evaluation: ScalarEvaluation) -> list[Cause]:
     """Batch norms in training mode; or rows of the output that move with other rows of x."""
-    fix = "with batch_ndim= it has no derivatives of each sample alone: use model.eval(), or another norm."
+    fix = (
+        "with batch_ndim= it has no derivatives of each sample alone: use model.eval(), "
+        "or another norm."
+    )
     norms = dict.fromkeys(place.line for place in evaluation.recorded().batch_norms)
     if norms:
         reason = "a batch norm in training mode mixes the samples of a batch"
         return [cause("mixing", line, reason, fix) for line in norms if line.file]
     x, y = evaluation.point[0], evaluation.output
-    if len(evaluation.point) > 1 or x.ndim < 2 or y.ndim < 1 or y.shape[0] != x.shape[0] or len(x) < 2:
+    if (
+        len(evaluation.point) > 1
+        or x.ndim < 2
+        or y.ndim < 1
+        or y.shape[0] != x.shape[0]
+        or len(x) < 2
+    ):
         return []
     moved = x.clone()
     moved[0] += 1e-3 * (1 + moved[0].abs())
     others = evaluation.run((moved,))[1:] - y[1:]
     if not bool((others.abs() > 1e-12 * (1 + y[1:].abs())).any()):
         return []
-    reason = "each row of f(x) depends on other rows of x: if rows are samples, they are not independent"
+    reason = (
+        "each row of f(x) depends on other rows of x: if rows are samples, they are not independent"
+    )
     return [cause("mixing", None, reason, "look for an operation over the wrong dimension.")]
 
 
@@ -540,10 +643,13 @@ def _mixing(evaluation: ScalarEvaluation) -> list[Cause]:
 
 
 def kinks(evaluation: ScalarEvaluation, direction: Point, step: float) -> list[Cause]:
-    """The decisions that are others at a step to either side of the point: at most one for a line and a function."""
+    """The decisions that are others at a step to either side of the point:
+    at most one for a line and a function.
+    """
     right, left = (
         evaluation.recorded(
-            tuple(leaf + t * part for leaf, part in zip(evaluation.point, direction, strict=True)), choices=True
+            tuple(leaf + t * part for leaf, part in zip(evaluation.point, direction, strict=True)),
+            choices=True,
         ).choices
         for t in (step, -step)
     )
@@ -551,8 +657,13 @@ def kinks(evaluation: ScalarEvaluation, direction: Point, step: float) -> list[C
     for key in right.keys() & left.keys():
         (one, name, place), (other, *_) = right[key], left[key]
         if not _same(one, other):
-            reason = f"{name} has a kink or a jump here, at x: the derivatives of the two sides differ"
-            fix = "check at another point (move x a little), or write a function that is smooth there."
+            reason = (
+                f"{name} has a kink or a jump here, at x: the derivatives of the two sides differ"
+            )
+            fix = (
+                "check at another point (move x a little), or write a function that is smooth "
+                "there."
+            )
             by_place[place.line, name] = cause("kink", place.line, reason, fix)
     return list(by_place.values())
 

@@ -1,4 +1,6 @@
-"""Products: a convolution of the coefficients; of the top one, the directions are summed with the product."""
+"""Products: a convolution of the coefficients; of the top one,
+the directions are summed with the product.
+"""
 
 from __future__ import annotations
 
@@ -119,9 +121,16 @@ def linear(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     series = series_of(x, expansion)
     if belongs(weight, expansion) or (bias is not None and belongs(bias, expansion)):
         w = series_of(weight, expansion)
-        turned = [w[0].mT if w[0].ndim > 1 else w[0], *each(w[1:], lambda c: _turned(c, w[0].shape))]
+        turned = [
+            w[0].mT if w[0].ndim > 1 else w[0],
+            *each(w[1:], lambda c: _turned(c, w[0].shape)),
+        ]
         out = product_of_matrices(expansion, series, turned)
-        return out if bias is None else linear_combination([(1, out), (1, series_of(bias, expansion))], expansion.order)
+        return (
+            out
+            if bias is None
+            else linear_combination([(1, out), (1, series_of(bias, expansion))], expansion.order)
+        )
     width = series[0].shape[-1]
     wide = each(series[1:], lambda c: c if c.shape[-1] == width else c.expand(*c.shape[:-1], width))
     return [F.linear(series[0], weight, bias), *each(wide, lambda c: F.linear(c, weight))]
@@ -216,7 +225,9 @@ def inner(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("bilinear", "einsum")
 def einsum(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """A sum of products in index notation, two at most of which are jets; directions get a letter of their own."""
+    """A sum of products in index notation, two at most of which are jets;
+    directions get a letter of their own.
+    """
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
@@ -224,9 +235,13 @@ def einsum(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         raise NoRule("einsum in sublist format", "write the equation as a string")
     places = [i for i, operand in enumerate(operands) if belongs(operand, expansion)]
     if len(places) > 2:
-        raise NoRule("einsum of more than two operands that depend on the variable", "split it into two")
+        raise NoRule(
+            "einsum of more than two operands that depend on the variable", "split it into two"
+        )
     equation = equation.replace(" ", "")
-    letter = next(c for c in "zyxwvutsrqponmlkjihgfedcbaZYXWVUTSRQPONMLKJIHGFEDCBA" if c not in equation)
+    letter = next(
+        c for c in "zyxwvutsrqponmlkjihgfedcbaZYXWVUTSRQPONMLKJIHGFEDCBA" if c not in equation
+    )
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
     if not arrow:
@@ -248,17 +263,26 @@ def einsum(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _einsum_series(
-    expansion: Expansion, places: list[int], series: dict[int, Series], run: Callable[[dict[int, int], bool], Any]
+    expansion: Expansion,
+    places: list[int],
+    series: dict[int, Series],
+    run: Callable[[dict[int, int], bool], Any],
 ) -> Series:
     out: Series = []
     for k in range(expansion.order + 1):
         coefficient = None
-        splits = [{places[0]: k}] if len(places) == 1 else [{places[0]: j, places[1]: k - j} for j in range(k + 1)]
+        splits = (
+            [{places[0]: k}]
+            if len(places) == 1
+            else [{places[0]: j, places[1]: k - j} for j in range(k + 1)]
+        )
         for orders in splits:
             if any(series[i][order] is None for i, order in orders.items()):
                 continue
             inner = len(orders) == 2 and all(orders.values())
-            joined = inner and k == expansion.top and expansion.groups == 1 and expansion.weights is None
+            joined = (
+                inner and k == expansion.top and expansion.groups == 1 and expansion.weights is None
+            )
             term = run(orders, joined)
             if inner and k == expansion.top and not joined:
                 term = expansion.collapse(term)

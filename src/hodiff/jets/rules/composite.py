@@ -1,4 +1,6 @@
-"""Composite operations, written from their definition on jets: norms and softmax are then right at every order."""
+"""Composite operations, written from their definition on jets:
+norms and softmax are then right at every order.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ _ATEN = torch.ops.aten
 
 
 def composite(*names: str) -> Callable[[Definition], Definition]:
-    """Register a definition, a function of the operation's own arguments, under names of operations."""
+    """Register a definition, a function of the operation's own arguments,
+    under names of operations.
+    """
 
     def register(definition: Definition) -> Definition:
         def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
@@ -54,7 +58,9 @@ def _constant(x: Any) -> Any:
 
 
 def _root(total: Any, power: float = 0.5) -> Any:
-    """A power of a sum; at 0 its derivatives of every order are zero, as PyTorch has those of distances."""
+    """A power of a sum; at 0 its derivatives of every order are zero,
+    as PyTorch has those of distances.
+    """
     still = _constant(total) == 0
     safe = torch.where(still, 1.0, total)
     return torch.where(still, 0.0, torch.sqrt(safe) if power == 0.5 else safe**power)
@@ -69,7 +75,10 @@ def _powers(x: Any, p: Any, dims: Any, keepdim: bool) -> Any:
 
 
 def _norm(total: Any, p: Any) -> Any:
-    """(Σ |x|^p)^(1/p). At 0 its slope is zero, as in PyTorch; and, as there, the rest is NaN below p = 3, else zero."""
+    """(Σ |x|^p)^(1/p).
+
+    At 0 its slope is zero, as in PyTorch; and, as there, the rest is NaN below p = 3, else zero.
+    """
     if p == 1 or p >= 3:
         return total if p == 1 else looked(_root(total, 1 / p), 0, at_zero=True)
     norm: Any = torch.sqrt(total) if p == 2 else total ** (1 / p)
@@ -80,7 +89,9 @@ def _norm(total: Any, p: Any) -> Any:
     return _jet.wrap([value, slope, *rest], norm.expansion)
 
 
-def _softmax_parts(input: Any, dim: Any, dtype: torch.dtype | None = None) -> tuple[Any, Any, Any, Any]:
+def _softmax_parts(
+    input: Any, dim: Any, dtype: torch.dtype | None = None
+) -> tuple[Any, Any, Any, Any]:
     """The largest entry, as a constant; the argument less that; its exponentials; their sum."""
     if dim is None:
         raise NoRule("softmax without a dimension")
@@ -287,10 +298,19 @@ def _affine_along(along: Any, weight: Any, moved: Any, bias: Any) -> Any:
 
 
 def _named(func: Any, args: Any, kwargs: Any, mode: str) -> dict[str, Any]:
-    """The arguments of a norm by name: `torch.batch_norm` has another order than `torch.nn.functional.batch_norm`."""
+    """The arguments of a norm by name: `torch.batch_norm` has another order than
+    `torch.nn.functional.batch_norm`.
+    """
     statistics, affine = ("running_mean", "running_var"), ("weight", "bias")
     kernel = func in (torch.batch_norm, torch.instance_norm)
-    names = ("input", *(affine if kernel else statistics), *(statistics if kernel else affine), mode, "momentum", "eps")
+    names = (
+        "input",
+        *(affine if kernel else statistics),
+        *(statistics if kernel else affine),
+        mode,
+        "momentum",
+        "eps",
+    )
     return dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
 
 
@@ -303,7 +323,12 @@ def bessel(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
 @composite("group_norm")
 def group_norm(
-    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
+    input: Any,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Any:
     """A layer norm of each group of channels."""
     groups = input.reshape(input.shape[0], num_groups, math.prod(input.shape[1:]) // num_groups)
@@ -314,7 +339,9 @@ def group_norm(
 
 
 @composite("rms_norm")
-def rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+def rms_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Any:
     """Over the root of the mean square."""
     dims = tuple(range(-len(normalized_shape), 0))
     least = torch.finfo(input.dtype).eps if eps is None else eps
@@ -353,7 +380,9 @@ def variance(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     x, keepdim = args[0] if args else kwargs["input"], kwargs.get("keepdim", False)
     dims = _dims(x, dim)
     correction = kwargs.get("correction")
-    free = math.prod(x.shape[d] for d in dims) - (kwargs.get("unbiased", True) if correction is None else correction)
+    free = math.prod(x.shape[d] for d in dims) - (
+        kwargs.get("unbiased", True) if correction is None else correction
+    )
     centered = x - x.mean(dims, keepdim=True)
     squares = centered.square().sum(dims, keepdim=keepdim) * (1 / free if free > 0 else math.nan)
     squares = _root(squares) if name.startswith("std") else squares
@@ -369,14 +398,17 @@ def _dims(x: Any, dim: Any) -> tuple[int, ...]:
 
 def _vector_norm(name: str, x: Any, order: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
     """The Euclidean norm, and those of whole and half-whole powers of |x|."""
-    p = 2 if order in (None, "fro") else order  # the Frobenius norm is the Euclidean one of all entries
+    # the Frobenius norm is the Euclidean one of all entries
+    p = 2 if order in (None, "fro") else order
     if isinstance(p, str) or p in (math.inf, -math.inf, 0) or dtype is not None:
         raise NoRule(f"{name} of this kind")
     return _norm(_powers(x, p, _dims(x, dim), keepdim), p)
 
 
 @composite("linalg_norm")
-def linalg_norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+def linalg_norm(
+    A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Any:
     """A norm of vectors, or the Frobenius norm of a matrix."""
     pair = A.ndim == 2 if dim is None else isinstance(dim, (tuple, list)) and len(dim) == 2
     if pair and ord not in (None, "fro"):
@@ -385,7 +417,9 @@ def linalg_norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False,
 
 
 def _distance(name: str, difference: Any, p: float) -> Any:
-    """A norm from its definition: the third derivatives of PyTorch's own distances are NaN, or not there."""
+    """A norm from its definition: the third derivatives of PyTorch's own distances are NaN,
+    or not there.
+    """
     if p in (0, math.inf):
         raise NoRule(f"{name} of this kind")
     total = _powers(difference, p, -1, False)
@@ -426,7 +460,9 @@ def attention(
 ) -> Any:
     """softmax(q kᵀ / √d + mask) v."""
     if enable_gqa:
-        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+        key, value = (
+            each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value)
+        )
     scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.mT
     mask = attn_mask
     if is_causal:
@@ -473,7 +509,9 @@ def cross_entropy_along(logits: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _safe_softmax(scores: Any) -> Any:
-    """Softmax whose rows are zero where they are masked in full, as PyTorch has them in attention."""
+    """Softmax whose rows are zero where they are masked in full,
+    as PyTorch has them in attention.
+    """
     masked = (_constant(scores) == -math.inf).all(-1, keepdim=True)
     return F.softmax(scores.masked_fill(masked, 0.0), dim=-1).masked_fill(masked, 0.0)
 
@@ -495,8 +533,13 @@ def logit(input: Any, eps: float | None = None) -> Any:
 
 DEFINITIONS: dict[str, Definition] = {
     # PyTorch's own derivatives of these are wrong at some order, or divide by the entries.
-    **{name: BY_DEFINITION[name] for name in ("layer_norm", "_weight_norm", "sinc", "prod", "cumprod")},
-    "cdist": lambda x1, x2, p=2.0, compute_mode=None: _distance("cdist", x1.unsqueeze(-2) - x2.unsqueeze(-3), p),
+    **{
+        name: BY_DEFINITION[name]
+        for name in ("layer_norm", "_weight_norm", "sinc", "prod", "cumprod")
+    },
+    "cdist": lambda x1, x2, p=2.0, compute_mode=None: _distance(
+        "cdist", x1.unsqueeze(-2) - x2.unsqueeze(-3), p
+    ),
     "pairwise_distance": lambda x1, x2, p=2.0, eps=1e-6, keepdim=False: torch.linalg.vector_norm(
         x1 - x2 + eps, p, -1, keepdim
     ),

@@ -32,14 +32,18 @@ Coefficients = Callable[..., Series]
 
 
 def elementwise(*names: str) -> Callable[[Coefficients], Coefficients]:
-    """Register `coefficients(x0, order, *args, **kwargs)` under names of operations of one tensor."""
+    """Register `coefficients(x0, order, *args, **kwargs)` under names of
+    operations of one tensor.
+    """
 
     def register(coefficients: Coefficients) -> Coefficients:
         def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
             given = dict(kwargs)
             x, rest = (args[0], args[1:]) if args else (given.pop("input"), ())
             given.pop("inplace", None)
-            if ((rest or given) and _jet.jets_among((rest, given))) or not _jet.belongs(x, expansion):
+            if ((rest or given) and _jet.jets_among((rest, given))) or not _jet.belongs(
+                x, expansion
+            ):
                 raise NoRule(names[0], "with a parameter that depends on the variable")
             series = series_of(x, expansion)
             coefficients_of_y = coefficients(series[0], expansion.order, *rest, **given)
@@ -104,7 +108,10 @@ def _growing(y: Any, rate: float, order: int) -> Series:
 
 def _waves(even: Any, odd: Any, signs: tuple[int, ...], order: int) -> Series:
     """Two functions that are each other's derivatives, up to signs."""
-    return [scaled((even, odd)[m % 2], signs[m % len(signs)] / math.factorial(m)) for m in range(order + 1)]
+    return [
+        scaled((even, odd)[m % 2], signs[m % len(signs)] / math.factorial(m))
+        for m in range(order + 1)
+    ]
 
 
 @elementwise("tan")
@@ -141,7 +148,9 @@ def _falling(value: Any, x: Any, p: float, order: int) -> Series:
 
 
 def _of_quadratic(p: float, c0: Any, c1: Any, c2: float, order: int) -> Series:
-    """q**p for q = c0 + c1 t + c2 t²: m c0 y_m = (p - m + 1) c1 y_{m-1} + (2p - m + 2) c2 y_{m-2}."""
+    """q**p for q = c0 + c1 t + c2 t²: m c0 y_m = (p - m + 1) c1 y_{m-1} + (2p - m + 2)
+    c2 y_{m-2}.
+    """
     y = [torch.pow(c0, p)]
     for m in range(1, order + 1):
         coefficient = c1 * y[m - 1] * (p - m + 1)
@@ -162,7 +171,9 @@ def _gaussian(x: Any, scale: float, rate: float, order: int) -> Series:
 
 @elementwise("special_erfcx")
 def erfcx(x: Any, order: int) -> Series:
-    """Y' = 2 x y - 2/√π, then (m + 1) s_{m+1} = 2 (x s_m + s_{m-1}): above 2, where that cancels, by ratios."""
+    """Y' = 2 x y - 2/√π, then (m + 1) s_{m+1} = 2 (x s_m + s_{m-1}): above 2, where that cancels,
+    by ratios.
+    """
     y, large = torch.special.erfcx(x), torch.as_tensor(_jet.value_of(x) > 2)
     s: Series = [y, 2 * x * y - 2 / math.sqrt(math.pi)]
     s += [None] * (order - 1)
@@ -170,7 +181,8 @@ def erfcx(x: Any, order: int) -> Series:
         s[m + 1] = (x * s[m] + s[m - 1]) * (2 / (m + 1))
     far: Any = torch.where(large, x, 2.0)
     ratio, ratios = -1 / far, [None] * (order + 1)
-    for m in range(order + _TERMS, 0, -1):  # the solution that falls, by its continued fraction from the end
+    # the solution that falls, by its continued fraction from the end
+    for m in range(order + _TERMS, 0, -1):
         ratio = ratios[min(m, order)] = 2 / ((m + 1) * ratio - 2 * far)
     for m in range(1, order + 1):
         s[m] = torch.where(large, s[m - 1] * ratios[m], s[m])
@@ -183,10 +195,12 @@ _TERMS = 80
 
 @elementwise("special_log_ndtr")
 def log_ndtr(x: Any, order: int) -> Series:
-    """The logarithm of ndtr; below -1, where that is small, by ndtr(x) = exp(-x²/2) erfcx(-x/√2) / 2."""
+    """The logarithm of ndtr; below -1 by ndtr(x) = exp(-x²/2) erfcx(-x/√2) / 2."""
     low = torch.as_tensor(_jet.value_of(x) < -1)
     below, above = torch.where(low, x, -1.0), torch.where(low, 0.0, x)
-    scaled_ = [c * (-math.sqrt(0.5)) ** m for m, c in enumerate(erfcx(below * -math.sqrt(0.5), order))]
+    scaled_ = [
+        c * (-math.sqrt(0.5)) ** m for m, c in enumerate(erfcx(below * -math.sqrt(0.5), order))
+    ]
     branches = []
     for s in (scaled_, ndtr(above, order)):
         logarithm: Series = [None]
@@ -222,7 +236,12 @@ def gelu(x: Any, order: int, approximate: str = "none") -> Series:
     if approximate == "none":
         return times_variable(x, ndtr(x, order), value)
     c = 2 * math.sqrt(2 / math.pi)
-    inner = [(x + 0.044715 * x**3) * c, (1 + 0.134145 * x * x) * c, x * (0.134145 * c), 0.044715 * c]
+    inner = [
+        (x + 0.044715 * x**3) * c,
+        (1 + 0.134145 * x * x) * c,
+        x * (0.134145 * c),
+        0.044715 * c,
+    ]
     inner = [*inner, *[None] * order][: order + 1]
     return times_variable(x, _logistic_of(inner, order), value)
 
@@ -290,37 +309,55 @@ def power(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     s: Series = [value]
     for m in range(1, expansion.order + 1):
         s.append(s[-1] * logarithm * (1 / m))
-    return composed(expansion, s, [value, *(None if c is None else aligned(c, value.ndim) for c in series[1:])])
+    return composed(
+        expansion, s, [value, *(None if c is None else aligned(c, value.ndim) for c in series[1:])]
+    )
 
 
 def _power_of_both(expansion: Expansion, base: Any, exponent: Any) -> Series:
-    """X ** y = x ** y_0 exp((y - y_0) log x): of whole y_0 it has a value also where x is negative, and 0 ** y is 0."""
+    """X ** y = x ** y_0 exp((y - y_0) log x): of whole y_0 it has a value also where x is negative,
+    and 0 ** y is 0.
+    """
     start = _jet.value_of(exponent).detach()
     still = _jet.value_of(base).detach() == 0
     logarithm = torch.log(torch.where(still, 1.0, base))
     power = series_of(torch.pow(base, start) * torch.exp((exponent - start) * logarithm), expansion)
-    return [BY_DEFINITION["pow"](series_of(base, expansion)[0], series_of(exponent, expansion)[0]), *power[1:]]
+    return [
+        BY_DEFINITION["pow"](series_of(base, expansion)[0], series_of(exponent, expansion)[0]),
+        *power[1:],
+    ]
 
 
 def _tensor_power(expansion: Expansion, series: Series, exponent: Any) -> Series:
-    """X ** p for a tensor p: a coefficient whose binomial vanishes is zero also where its power of x is infinite."""
+    """X ** p for a tensor p: a coefficient whose binomial vanishes is zero also
+    where its power of x is infinite.
+    """
     x = series[0]
     s: Series = [torch.pow(x, exponent)]
     binomial = torch.ones_like(exponent)
     for m in range(1, expansion.order + 1):
         binomial = binomial * (exponent - (m - 1)) * (1 / m)
         s.append(
-            torch.where(binomial == 0, 0.0, binomial * torch.pow(x, torch.where(binomial == 0, 1.0, exponent - m)))
+            torch.where(
+                binomial == 0,
+                0.0,
+                binomial * torch.pow(x, torch.where(binomial == 0, 1.0, exponent - m)),
+            )
         )
     ndim = s[0].ndim
-    return composed(expansion, s, [x, *(None if c is None else aligned(c, ndim) for c in series[1:])])
+    return composed(
+        expansion, s, [x, *(None if c is None else aligned(c, ndim) for c in series[1:])]
+    )
 
 
-# --- elementwise operations put together from pieces: their derivatives at a kink are those of PyTorch, or zero -------
+# --- elementwise operations put together from pieces: their derivatives at a kink are those of
+# PyTorch, or zero
 
 
 @elementwise("elu")
-def elu(x: Any, order: int, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Series:
+def elu(
+    x: Any, order: int, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0
+) -> Series:
     """An exponential below zero, linear above."""
     below = torch.exp(torch.clamp(x, max=0) * input_scale)
     value = torch.where(x > 0, x * scale, (below - 1) * (alpha * scale))
@@ -361,13 +398,31 @@ INTEGRALS: dict[str, tuple[Callable[[Any], Any], Coefficients]] = {
     "log10": (torch.log10, lambda x, order: _falling(1 / (x * math.log(10)), x, -1.0, order)),
     "log1p special_log1p": (torch.log1p, lambda x, order: SERIES["reciprocal"](1 + x, order)),
     "atan arctan": (torch.atan, lambda x, order: _of_quadratic(-1, 1 + x * x, 2 * x, 1, order)),
-    "atanh arctanh": (torch.atanh, lambda x, order: _of_quadratic(-1, 1 - x * x, -2 * x, -1, order)),
+    "atanh arctanh": (
+        torch.atanh,
+        lambda x, order: _of_quadratic(-1, 1 - x * x, -2 * x, -1, order),
+    ),
     "asin arcsin": (torch.asin, lambda x, order: _of_quadratic(-0.5, 1 - x * x, -2 * x, -1, order)),
-    "acos arccos": (torch.acos, lambda x, order: [-s for s in _of_quadratic(-0.5, 1 - x * x, -2 * x, -1, order)]),
-    "asinh arcsinh": (torch.asinh, lambda x, order: _of_quadratic(-0.5, x * x + 1, 2 * x, 1, order)),
-    "acosh arccosh": (torch.acosh, lambda x, order: _of_quadratic(-0.5, x * x - 1, 2 * x, 1, order)),
-    "erf special_erf": (torch.erf, lambda x, order: _gaussian(x, 2 / math.sqrt(math.pi), 1.0, order)),
-    "erfc special_erfc": (torch.erfc, lambda x, order: _gaussian(x, -2 / math.sqrt(math.pi), 1.0, order)),
+    "acos arccos": (
+        torch.acos,
+        lambda x, order: [-s for s in _of_quadratic(-0.5, 1 - x * x, -2 * x, -1, order)],
+    ),
+    "asinh arcsinh": (
+        torch.asinh,
+        lambda x, order: _of_quadratic(-0.5, x * x + 1, 2 * x, 1, order),
+    ),
+    "acosh arccosh": (
+        torch.acosh,
+        lambda x, order: _of_quadratic(-0.5, x * x - 1, 2 * x, 1, order),
+    ),
+    "erf special_erf": (
+        torch.erf,
+        lambda x, order: _gaussian(x, 2 / math.sqrt(math.pi), 1.0, order),
+    ),
+    "erfc special_erfc": (
+        torch.erfc,
+        lambda x, order: _gaussian(x, -2 / math.sqrt(math.pi), 1.0, order),
+    ),
     "lgamma special_gammaln": (torch.lgamma, SERIES["digamma special_psi special_digamma"]),
 }
 """The function, and the coefficients of its derivative."""
@@ -392,7 +447,9 @@ LINES: dict[str, Callable[..., tuple[Any, Any]]] = {
         torch.isfinite(x),
     ),
 }
-"""The value and the slope of what is linear in pieces; higher derivatives are zero nearly everywhere."""
+"""The value and the slope of what is linear in pieces;
+higher derivatives are zero nearly everywhere.
+"""
 
 
 def _integral(value: Callable[[Any], Any], derivative: Coefficients) -> Coefficients:

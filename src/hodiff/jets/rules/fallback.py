@@ -1,4 +1,5 @@
-r"""The rule for operations without one: nested reverse mode, which is right wherever PyTorch's backward is.
+r"""The rule for operations without one: nested reverse mode, which is right wherever PyTorch's
+backward is.
 
 With the path \(x(t) = \sum_j x_j t^j\) and \(g(u, t) = \langle u, f(x(t)) \rangle\), coefficient k
 of f is \(\frac{1}{k!} \partial_u \partial_t^k g\) at t = 0: k passes in t, one in u. Forward mode
@@ -31,7 +32,8 @@ UNKNOWN_TO_JETS = {
     "tolist": "the result would be a constant; use .detach().tolist()",
     "logcumsumexp": "its backward takes the logarithm of the cotangent, which a series cannot pass",
     "feature_alpha_dropout": "its mask would be drawn once more; draw it yourself and multiply",
-    "select_scatter": "its batched form has a wrong derivative in PyTorch; use slice_scatter or torch.where",
+    "select_scatter": "its batched form has a wrong derivative in PyTorch; use slice_scatter or "
+    "torch.where",
     "lstm": "use rnn cells",
     "gru": "use rnn cells",
     "rnn_tanh": "use rnn cells",
@@ -51,7 +53,9 @@ def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         raise NoDerivative(name)
     if name in UNKNOWN_TO_JETS:
         raise NoRule(name, UNKNOWN_TO_JETS[name])
-    native = isinstance(func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType))
+    native = isinstance(
+        func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+    )
     if not native:
         raise NoRule(name)
     jets = _jet.jets_among((args, kwargs))
@@ -60,23 +64,41 @@ def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     with _settings.grad_mode(True):
         value = func(*_jet.replaced(args, _jet.value_of), **_jet.replaced(kwargs, _jet.value_of))
         items, _, tree = _tree.flatten(value)
-        places = [i for i, item in enumerate(items) if isinstance(item, Tensor) and item.is_floating_point()]
+        places = [
+            i
+            for i, item in enumerate(items)
+            if isinstance(item, Tensor) and item.is_floating_point()
+        ]
         if any(isinstance(item, Tensor) and item.is_complex() for item in items):
             raise NoRule(name, "its result is complex")
-        parts = [items[place] for place in places] + [c for jet in jets for c in jet.series if c is not None]
+        parts = [items[place] for place in places] + [
+            c for jet in jets for c in jet.series if c is not None
+        ]
         if places and any(map(_versions.is_batched, parts)):
             raise ByNoRoute(
                 name,
-                "it takes nested reverse mode of that operation, whose graph torch.vmap around a call hides",
+                "it takes nested reverse mode of that operation, whose graph torch.vmap around a "
+                "call hides",
                 "Give the whole batch in one call, with batch_ndim=1, in place of torch.vmap.",
             )
         for place in places:
-            items[place] = _coefficients(expansion, name, func, args, kwargs, jets, place, items[place])
-    return items[0] if tree is None else Several(items, lambda parts: _tree.rebuild(tree, iter(parts)))
+            items[place] = _coefficients(
+                expansion, name, func, args, kwargs, jets, place, items[place]
+            )
+    return (
+        items[0] if tree is None else Several(items, lambda parts: _tree.rebuild(tree, iter(parts)))
+    )
 
 
 def _coefficients(
-    expansion: Expansion, name: str, func: Any, args: Any, kwargs: Any, jets: list[Any], place: int, value: Tensor
+    expansion: Expansion,
+    name: str,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    jets: list[Any],
+    place: int,
+    value: Tensor,
 ) -> Series:
     """The series of one output. A summed top coefficient passes on its own: it enters linearly."""
 
@@ -90,7 +112,9 @@ def _coefficients(
     orders = range(1, order if summed else order + 1)
     try:
         rows = expansion.directions
-        coefficients = _along(one, [_path(jet.series, orders, rows) for jet in jets], rows, order, value)
+        coefficients = _along(
+            one, [_path(jet.series, orders, rows) for jet in jets], rows, order, value
+        )
         if coefficients is None:
             return expansion.constant(value)
         if summed:
@@ -98,7 +122,9 @@ def _coefficients(
             if any(jet.series[order] is not None for jet in jets):
                 rows = next(len(jet.series[order]) for jet in jets if jet.series[order] is not None)
                 steps = [[jet.series[0], jet.series[order]] for jet in jets]
-                linear = _along(one, [_path(step, range(1, 2), rows) for step in steps], rows, 1, value)
+                linear = _along(
+                    one, [_path(step, range(1, 2), rows) for step in steps], rows, 1, value
+                )
                 coefficients[-1] = coefficients[-1] + linear[0] if linear else coefficients[-1]
     except GraphError as error:
         raise NoRule(name, str(error)) from error
@@ -126,7 +152,9 @@ def _path(series: Series, orders: range, rows: int) -> Path:
 def _along(
     one: Callable[..., tuple[Tensor, ...]], paths: list[Path], rows: int, order: int, value: Tensor
 ) -> list[Tensor] | None:
-    """The coefficients 1 to `order` of the operation along the paths; None where its result is a constant."""
+    """The coefficients 1 to `order` of the operation along the paths;
+    None where its result is a constant.
+    """
     t = torch.zeros(rows, dtype=value.dtype, device=value.device, requires_grad=True)
     points = [path(t) for path in paths]
     try:

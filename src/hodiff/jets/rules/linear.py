@@ -15,7 +15,17 @@ import torch.nn.functional as F
 from hodiff._core import _reverse, _versions
 from hodiff.jets import _jet
 from hodiff.jets._jet import NoRule, Several, belongs, listed, operation, rule, series_of
-from hodiff.jets._series import Expansion, Series, aligned, each, entry, full, linear_combination, ndim_of, total
+from hodiff.jets._series import (
+    Expansion,
+    Series,
+    aligned,
+    each,
+    entry,
+    full,
+    linear_combination,
+    ndim_of,
+    total,
+)
 
 
 @rule("linear", "add", "sub", "rsub", "radd")
@@ -45,8 +55,8 @@ def _sum(a: Any, b: Any, ndim: int) -> Any:
 
 
 @rule(
-    "linear", "neg", "positive", "clone", "contiguous", "deg2rad", "rad2deg", "float", "double", "half", "bfloat16",
-    "cfloat", "cdouble",
+    "linear", "neg", "positive", "clone", "contiguous", "deg2rad", "rad2deg", "float", "double",
+    "half", "bfloat16", "cfloat", "cdouble",
 )  # fmt: skip
 def pointwise(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The operation, coefficient by coefficient, whatever their shape."""
@@ -82,7 +92,10 @@ def reduced(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         return [value, *series[1:]]
     reduce = torch.mean if operation(func) == "mean" else torch.sum
     wide = [None if c is None else full(c, series[0].shape) for c in series[1:]]
-    return [value, *(None if c is None else reduce(c, dims, keepdim=keep).to(value.dtype) for c in wide)]
+    return [
+        value,
+        *(None if c is None else reduce(c, dims, keepdim=keep).to(value.dtype) for c in wide),
+    ]
 
 
 @rule("linear", "cat", "stack")
@@ -110,9 +123,12 @@ def rows_of(parts: Iterable[Series], k: int) -> int:
 @rule("linear", "embedding")
 def embedding(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Rows of a table that may depend on the variable; whole numbers have no derivative."""
-    native = func is torch.embedding  # whose first argument is the table, and which has -1 for no padding
+    # whose first argument is the table, and which has -1 for no padding
+    native = func is torch.embedding
     names = ("weight", "indices") if native else ("input", "weight")
-    given = named(args, kwargs, *names, "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+    given = named(
+        args, kwargs, *names, "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"
+    )
     if not native and (given.get("max_norm") is not None or given.get("scale_grad_by_freq")):
         raise NoRule("embedding with max_norm or scale_grad_by_freq", "index the table instead")
     table, index = given["weight"], given["indices" if native else "input"]
@@ -128,11 +144,14 @@ def embedding(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return [F.embedding(index, x[0], padding), *each(x[1:], lambda c: rows(full(c, x[0].shape)))]
 
 
-# --- linear operations without a form of their own: the operation itself, batched over the directions -----------------
+# --- linear operations without a form of their own: the operation itself, batched over the
+# directions
 
 
 def generic(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """Any operation that is linear in all its jets together: batched over the directions, a loop where those nest."""
+    """Any operation that is linear in all its jets together: batched over the directions,
+    a loop where those nest.
+    """
     kwargs = {key: value for key, value in kwargs.items() if key != "_stacklevel"}
     jets = [jet for jet in _jet.jets_among((args, kwargs)) if jet.expansion is expansion]
 
@@ -143,7 +162,8 @@ def generic(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
     values = [jet.series[0] for jet in jets]
     value, zeros = at(values), [_versions.dense(v.new_zeros(()).expand(v.shape)) for v in values]
-    offset = at(zeros)  # constants among the arguments: the operation is affine, and coefficients are linear
+    # constants among the arguments: the operation is affine, and coefficients are linear
+    offset = at(zeros)
     single = isinstance(value, torch.Tensor) or _jet.is_jet(value)
     coefficients: list[Any] = []
     for k in range(1, expansion.order + 1):
@@ -153,19 +173,25 @@ def generic(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     if single:
         return [value, *(None if c is None else c[0] - offset for c in coefficients)]
     return Several(
-        [[part, *(None if c is None else c[i] - offset[i] for c in coefficients)] for i, part in enumerate(value)]
+        [
+            [part, *(None if c is None else c[i] - offset[i] for c in coefficients)]
+            for i, part in enumerate(value)
+        ]
     )
 
 
 def _batched(function: Callable[[Any], Any], points: list[Any], single: bool) -> list[Any]:
     if not _jet.jets_among(points):
         try:
-            return _reverse.batched(lambda *each: (function(each),) if single else tuple(function(each)), points)
+            return _reverse.batched(
+                lambda *each: (function(each),) if single else tuple(function(each)), points
+            )
         except RuntimeError as error:
             if "atching rule" not in str(error):
                 raise
     rows = [
-        function(each) if not single else (function(each),) for each in zip(*(p.unbind(0) for p in points), strict=True)
+        function(each) if not single else (function(each),)
+        for each in zip(*(p.unbind(0) for p in points), strict=True)
     ]
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
@@ -173,27 +199,36 @@ def _batched(function: Callable[[Any], Any], points: list[Any], single: bool) ->
 rule(
     "linear",
     *listed(
-        "roll fliplr flipud rot90 pad repeat tile diagonal trace unfold interpolate tril triu diag diag_embed "
-        "diagflat repeat_interleave take take_along_dim hstack vstack dstack column_stack avg_pool1d "
-        "avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d _adaptive_avg_pool2d "
-        "adaptive_avg_pool3d _adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-        "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d pixel_shuffle "
-        "pixel_unshuffle channel_shuffle fold im2col col2im diff hsplit vsplit dsplit unsafe_chunk "
-        "unsafe_split split_with_sizes index_add index_put index_copy index_fill block_diag meshgrid broadcast_tensors "
+        "roll fliplr flipud rot90 pad repeat tile diagonal trace unfold interpolate tril triu diag "
+        "diag_embed diagflat repeat_interleave take take_along_dim hstack vstack dstack "
+        "column_stack avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+        "_adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool3d upsample_nearest1d "
+        "upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
+        "upsample_trilinear3d upsample_bicubic2d pixel_shuffle pixel_unshuffle channel_shuffle "
+        "fold im2col col2im diff hsplit vsplit dsplit unsafe_chunk unsafe_split split_with_sizes "
+        "index_add index_put index_copy index_fill block_diag meshgrid broadcast_tensors "
         "atleast_1d atleast_2d atleast_3d constant_pad_nd _pad_circular slice_scatter "
         "diagonal_scatter scatter_add masked_select"
     ),
 )(generic)
 
 
-@rule("composite", "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d")
+@rule(
+    "composite",
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+)
 def max_pool(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The entries that PyTorch chose."""
     name = operation(func)
     x = args[0]
     adaptive = name.startswith("adaptive")
     place = 2 if adaptive else 6
-    native = adaptive and func is not getattr(F, name)  # which gives the indices too, whatever it is told
+    # which gives the indices too, whatever it is told
+    native = adaptive and func is not getattr(F, name)
     if native or kwargs.pop("return_indices", False) or any(args[place:]):
         raise NoRule(f"{name}(return_indices=True)")
     spatial = int(name[-2])
@@ -206,8 +241,8 @@ def max_pool(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return torch.gather(flat, -1, index.flatten(-spatial)).reshape(index.shape)
 
 
-# --- other shapes of the same entries, and indices: the same on each coefficient, a dimension further on --------------
-# The forms here are native, since nested expansions need them as well.
+# --- other shapes of the same entries, and indices: the same on each coefficient, a dimension
+# further on The forms here are native, since nested expansions need them as well.
 
 
 Lifted = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -228,21 +263,30 @@ def dims_of(dim: Any, ndim: int) -> list[int]:
 
 
 def lifted(*names: str) -> Callable[[Lifted], Callable[..., Any]]:
-    """A rule from `function(coefficient, shape, args, kwargs)`, where only the first argument varies."""
+    """A rule from `function(coefficient, shape, args, kwargs)`,
+    where only the first argument varies.
+    """
 
     def register(function: Lifted) -> Callable[..., Any]:
         def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
             rest = dict(kwargs)
             x, others = (args[0], args[1:]) if args else (rest.pop("input"), ())
             rest.pop("_stacklevel", None)
-            if not belongs(x, expansion) or any(belongs(j, expansion) for j in _jet.jets_among((others, rest))):
+            if not belongs(x, expansion) or any(
+                belongs(j, expansion) for j in _jet.jets_among((others, rest))
+            ):
                 return generic(expansion, func, args, kwargs)
             series = x.series
             value = func(series[0], *others, **rest)
-            if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
+            if isinstance(value, torch.Tensor) and not (
+                value.is_floating_point() or value.is_complex()
+            ):
                 return value
             rest["value"], shape = value, series[0].shape
-            coefficients = [None if c is None else function(full(c, shape), shape, others, rest) for c in series[1:]]
+            coefficients = [
+                None if c is None else function(full(c, shape), shape, others, rest)
+                for c in series[1:]
+            ]
             return assembled(value, coefficients)
 
         return rule("linear", *names)(apply)
@@ -253,7 +297,10 @@ def lifted(*names: str) -> Callable[[Lifted], Callable[..., Any]]:
 def assembled(value: Any, coefficients: list[Any]) -> Any:
     """A series from its value and other coefficients, or one for each part of them."""
     if isinstance(value, (tuple, list)):
-        parts = [[part, *(None if c is None else c[i] for c in coefficients)] for i, part in enumerate(value)]
+        parts = [
+            [part, *(None if c is None else c[i] for c in coefficients)]
+            for i, part in enumerate(value)
+        ]
         return Several(parts)
     return [value, *coefficients]
 
@@ -268,7 +315,11 @@ def spread(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[i
     for name in names:
         if name in kwargs:
             return list(kwargs[name])
-    return list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list, torch.Size)) else list(args)
+    return (
+        list(args[0])
+        if len(args) == 1 and isinstance(args[0], (tuple, list, torch.Size))
+        else list(args)
+    )
 
 
 @lifted("squeeze")
@@ -292,7 +343,9 @@ def _item(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("linear", "getitem")
 def getitem(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """An index; with integer tensors apart from each other PyTorch would move their dimension before the directions."""
+    """An index; with integer tensors apart from each other PyTorch would move
+    their dimension before the directions.
+    """
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
     if _jet.jets_among(index):
@@ -306,9 +359,14 @@ def getitem(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _along(shape: Any, args: Any, kwargs: Any, *names: str) -> list[Any]:
-    """The dimension that is meant, of coefficients, the first where none is named; and further arguments."""
+    """The dimension that is meant, of coefficients, the first where none is named;
+    and further arguments.
+    """
     given = named(args, kwargs, *names)
-    return [shifted(given.get("dim", 0), len(shape)), *(given.get(name) for name in names if name != "dim")]
+    return [
+        shifted(given.get("dim", 0), len(shape)),
+        *(given.get(name) for name in names if name != "dim"),
+    ]
 
 
 def _each_shifted(shape: Any, args: Any, kwargs: Any) -> list[int]:
@@ -339,10 +397,14 @@ LIFTED: dict[str, Lifted] = {
     "movedim moveaxis": lambda c, shape, args, kwargs: c.movedim(
         *(dims_of(named(args, kwargs, *_ENDS)[end], len(shape)) for end in _ENDS)
     ),
-    "unsqueeze": lambda c, shape, args, kwargs: c.unsqueeze(named(args, kwargs, "dim")["dim"] % (len(shape) + 1) + 1),
+    "unsqueeze": lambda c, shape, args, kwargs: c.unsqueeze(
+        named(args, kwargs, "dim")["dim"] % (len(shape) + 1) + 1
+    ),
     "expand expand_as broadcast_to": lambda c, shape, args, kwargs: full(c, kwargs["value"].shape),
     "select": lambda c, shape, args, kwargs: c.select(*_along(shape, args, kwargs, "dim", "index")),
-    "narrow": lambda c, shape, args, kwargs: c.narrow(*_along(shape, args, kwargs, "dim", "start", "length")),
+    "narrow": lambda c, shape, args, kwargs: c.narrow(
+        *_along(shape, args, kwargs, "dim", "start", "length")
+    ),
     "unbind": lambda c, shape, args, kwargs: c.unbind(*_along(shape, args, kwargs, "dim")),
     "split chunk tensor_split": _split,
     "cumsum": lambda c, shape, args, kwargs: (
@@ -360,17 +422,18 @@ for _names, _function in LIFTED.items():
     lifted(*_names.split())(_function)
 
 
-# --- Fourier transforms, and the little of complex arithmetic that stands between one and its inverse -----------------
-# The variable is real, so the coefficients of a complex value are complex, and the rules of sums,
-# products and shapes hold for them as they are. What is not a holomorphic function of a complex value
-# (its absolute value) is refused.
+# --- Fourier transforms, and the little of complex arithmetic that stands between one and its
+# inverse The variable is real, so the coefficients of a complex value are complex, and the rules of
+# sums, products and shapes hold for them as they are. What is not a holomorphic function of a
+# complex value (its absolute value) is refused.
 
 
 rule(
     "linear",
     *listed(
-        "fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn "
-        "fft_irfftn fft_hfft fft_ihfft fft_hfft2 fft_ihfft2 fft_hfftn fft_ihfftn fft_fftshift fft_ifftshift"
+        "fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 "
+        "fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft fft_hfft2 fft_ihfft2 fft_hfftn "
+        "fft_ihfftn fft_fftshift fft_ifftshift"
     ),
 )(generic)
 

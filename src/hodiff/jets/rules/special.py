@@ -1,4 +1,6 @@
-"""Operations that choose, compare or make: their results are constants, or parts of their arguments."""
+"""Operations that choose, compare or make: their results are constants,
+or parts of their arguments.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,15 @@ from hodiff.jets.rules.linear import dims_of
 @rule(
     "constant",
     *listed(
-        "eq ne gt lt ge le equal greater less greater_equal less_equal not_equal isnan isinf isfinite isclose "
-        "allclose sign sgn floor ceil round trunc fix floor_divide argmax argmin argsort nonzero "
-        "count_nonzero any all logical_and logical_or logical_not logical_xor signbit zeros_like ones_like "
-        "empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
-        "new_tensor detach item __bool__ __float__ __int__ __index__ __len__ __contains__ bool int long "
-        "heaviside bitwise_and bitwise_or bernoulli multinomial searchsorted bucketize histc unique bincount "
-        "is_nonzero is_same_size result_type can_cast __repr__ __format__ __str__ short byte char "
-        "isreal isneginf isposinf get_device is_floating_point __floordiv__ __rfloordiv__ finfo"
+        "eq ne gt lt ge le equal greater less greater_equal less_equal not_equal isnan isinf "
+        "isfinite isclose allclose sign sgn floor ceil round trunc fix floor_divide argmax argmin "
+        "argsort nonzero count_nonzero any all logical_and logical_or logical_not logical_xor "
+        "signbit zeros_like ones_like empty_like full_like rand_like randn_like randint_like "
+        "new_zeros new_ones new_empty new_full new_tensor detach item __bool__ __float__ __int__ "
+        "__index__ __len__ __contains__ bool int long heaviside bitwise_and bitwise_or bernoulli "
+        "multinomial searchsorted bucketize histc unique bincount is_nonzero is_same_size "
+        "result_type can_cast __repr__ __format__ __str__ short byte char isreal isneginf isposinf "
+        "get_device is_floating_point __floordiv__ __rfloordiv__ finfo"
     ),
 )
 def constant(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
@@ -50,7 +53,10 @@ def where(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     condition = _jet.value_of(condition)
     a, b = series_of(x, expansion), series_of(y, expansion)
     value = torch.where(condition, a[0], b[0])
-    return [value, *(chosen(condition, a[k], b[k], value.ndim) for k in range(1, expansion.order + 1))]
+    return [
+        value,
+        *(chosen(condition, a[k], b[k], value.ndim) for k in range(1, expansion.order + 1)),
+    ]
 
 
 def chosen(condition: Any, a: Any, b: Any, ndim: int) -> Any:
@@ -66,7 +72,9 @@ def extreme(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The greater (lesser) of two; where they are equal, the mean, as in PyTorch."""
     x, y = [*args, *kwargs.values()][:2]
     a, b = series_of(x, expansion), series_of(y, expansion)
-    if operation(func) in ("fmax", "fmin") and bool((torch.isnan(a[0]) | torch.isnan(b[0]) | (a[0] == b[0])).any()):
+    if operation(func) in ("fmax", "fmin") and bool(
+        (torch.isnan(a[0]) | torch.isnan(b[0]) | (a[0] == b[0])).any()
+    ):
         raise NoRule(operation(func), "with NaN among the values, or equal ones")
     upper = operation(func) in ("maximum", "fmax", "max")
     value = func(a[0], b[0])
@@ -83,7 +91,11 @@ def extreme(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 def selected(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Entries chosen by their value: the coefficients at the same places."""
     name = operation(func)
-    if name in ("max", "min") and len(args) + len(kwargs) > 1 and not isinstance([*args, *kwargs.values()][1], int):
+    if (
+        name in ("max", "min")
+        and len(args) + len(kwargs) > 1
+        and not isinstance([*args, *kwargs.values()][1], int)
+    ):
         return extreme(expansion, getattr(torch, name), args, kwargs)
     if not belongs(args[0], expansion):
         raise NoRule(name)
@@ -94,14 +106,21 @@ def selected(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         if int((x[0] == value).sum()) > 1:
             raise NoRule(name, "where several entries are equal")
         return [value, *each(x[1:], lambda c: full(c, x[0].shape).reshape(len(c), -1)[:, index])]
-    names = dict(zip(("k", "dim") if name in ("topk", "kthvalue") else ("dim",), args[1:], strict=False)) | kwargs
+    names = (
+        dict(
+            zip(("k", "dim") if name in ("topk", "kthvalue") else ("dim",), args[1:], strict=False)
+        )
+        | kwargs
+    )
     values, indices, *_ = result = func(x[0], *args[1:], **kwargs)
     dim = names.get("dim", -1) % max(1, x[0].ndim)
     keep = indices if indices.ndim == x[0].ndim else indices.unsqueeze(dim)
 
     def picked(c: Any) -> Any:
         wide = full(c, x[0].shape)
-        part = torch.gather(wide, dim + 1, keep.expand(c.shape[0], *keep.shape)) if x[0].ndim else wide
+        part = (
+            torch.gather(wide, dim + 1, keep.expand(c.shape[0], *keep.shape)) if x[0].ndim else wide
+        )
         return part if indices.ndim == x[0].ndim else part.squeeze(dim + 1)
 
     return Several([[values, *each(x[1:], picked)], indices], type(result))
@@ -118,7 +137,9 @@ def extreme_along(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> An
         return x
     given = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | kwargs
     dims, keep = dims_of(given.get("dim", ()), x[0].ndim), bool(given.get("keepdim", False))
-    mask = (x[0] == value.reshape([1 if d in dims else n for d, n in enumerate(x[0].shape, 1)])).to(x[0].dtype)
+    mask = (x[0] == value.reshape([1 if d in dims else n for d, n in enumerate(x[0].shape, 1)])).to(
+        x[0].dtype
+    )
     mask = mask / mask.sum([d - 1 for d in dims], keepdim=True)
     return [value, *each(x[1:], lambda c: (aligned(c, x[0].ndim) * mask).sum(dims, keepdim=keep))]
 
@@ -127,11 +148,15 @@ def extreme_along(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> An
 def clamp(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The identity between the bounds, which may be constants of any shape."""
     name = operation(func)
-    names = {"clamp_min": ("input", "min"), "clamp_max": ("input", "max")}.get(name, ("input", "min", "max"))
+    names = {"clamp_min": ("input", "min"), "clamp_max": ("input", "max")}.get(
+        name, ("input", "min", "max")
+    )
     given = dict(zip(names, args, strict=False)) | kwargs
     low, high = given.get("min"), given.get("max")
     if belongs(low, expansion) or belongs(high, expansion):
-        raise NoRule(name, "with bounds that depend on the variable; use torch.maximum and torch.minimum")
+        raise NoRule(
+            name, "with bounds that depend on the variable; use torch.maximum and torch.minimum"
+        )
     x = series_of(given["input"], expansion)
     value = torch.clamp(x[0], low, high)
     inside = torch.ones_like(value)
@@ -142,7 +167,9 @@ def clamp(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return [value, *each(x[1:], lambda c: aligned(c, value.ndim) * inside)]
 
 
-@rule("special", "dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
+@rule(
+    "special", "dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"
+)
 def dropout(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """One mask for all coefficients."""
     names = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
@@ -179,7 +206,10 @@ def masked_fill(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     mask = _jet.value_of(names["mask"])
     x, other = series_of(names["input"], expansion), series_of(names["value"], expansion)
     value = x[0].masked_fill(mask, other[0])
-    return [value, *(chosen(~mask, x[k], other[k], value.ndim) for k in range(1, expansion.order + 1))]
+    return [
+        value,
+        *(chosen(~mask, x[k], other[k], value.ndim) for k in range(1, expansion.order + 1)),
+    ]
 
 
 def unsupported(why: str, *names: str) -> None:
@@ -193,16 +223,27 @@ def unsupported(why: str, *names: str) -> None:
 
 unsupported(
     "its native kernel has a wrong third derivative; use torch.nn.functional's norms",
-    *["native_layer_norm", "native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "native_group_norm"],
+    *[
+        "native_layer_norm",
+        "native_batch_norm",
+        "cudnn_batch_norm",
+        "_native_batch_norm_legit",
+        "native_group_norm",
+    ],
 )
 unsupported(
     "its result is not real",
     *listed("polar stft hilbert to_sparse"),
 )
 unsupported("", "rrelu", "aminmax")
-unsupported("jets do not pass through nested autograd", "grad", "checkpoint", "handle_torch_function")
 unsupported(
-    "forward mode inside f (torch.func.jvp, torch.autograd.forward_ad) treats the tangent as a constant",
+    "jets do not pass through nested autograd", "grad", "checkpoint", "handle_torch_function"
+)
+unsupported(
+    "forward mode inside f (torch.func.jvp, torch.autograd.forward_ad) treats the tangent as a "
+    "constant",
     *["_make_dual", "_unpack_dual", "_fwd_primal"],
 )
-unsupported("it reads memory as it lies; use slices", "as_strided", "as_strided_scatter", "as_strided_copy")
+unsupported(
+    "it reads memory as it lies; use slices", "as_strided", "as_strided_scatter", "as_strided_copy"
+)

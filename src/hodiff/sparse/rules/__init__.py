@@ -26,7 +26,9 @@ def find(function: Any) -> Rule | None:
     name = str(function._schema.name)
     if not name.startswith("aten::"):
         return None
-    rule = RULES.get(name.removeprefix("aten::").rstrip("_")) or RULES.get(name.removeprefix("aten::"))
+    rule = RULES.get(name.removeprefix("aten::").rstrip("_")) or RULES.get(
+        name.removeprefix("aten::")
+    )
     if rule is not None:
         return rule
     return contraction.pointwise if torch.Tag.pointwise in function.tags else None

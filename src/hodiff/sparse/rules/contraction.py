@@ -1,4 +1,6 @@
-"""Operators that compute each entry from others: corresponding ones, rows times columns, windows of images."""
+"""Operators that compute each entry from others: corresponding ones, rows times columns,
+windows of images.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from torch import Tensor
 
 from hodiff.sparse._tracer import OperatorCall, OutputSets, Rule, Sets
 
-# --- operators that compute each entry from the corresponding entries of their (broadcast) arguments ------------------
+# --- operators that compute each entry from the corresponding entries of their (broadcast)
+# arguments
 
 
 def pointwise(op: OperatorCall) -> OutputSets:
@@ -37,7 +40,12 @@ def product(op: OperatorCall) -> OutputSets:
         return of_outputs
     (output,), sets = op.outputs, of_outputs[0]
     for factor in op.inputs:
-        if factor is not output and factor.ndim and is_constant(op, factor) and not bool(factor.all()):
+        if (
+            factor is not output
+            and factor.ndim
+            and is_constant(op, factor)
+            and not bool(factor.all())
+        ):
             passes = (factor != 0).reshape(-1).cpu()[broadcast(factor, output.shape)]
             sets = sets.take(torch.where(passes, torch.arange(output.numel(), device="cpu"), -1))
     return [sets]
@@ -64,7 +72,9 @@ def broadcasts(tensor: Tensor, output: Tensor) -> bool:
 def broadcast(tensor: Tensor, shape: torch.Size) -> Tensor:
     """For each entry of a broadcast tensor, which entry of the tensor it is."""
     places = torch.arange(tensor.numel(), device="cpu")
-    return places if tensor.shape == shape else places.reshape(tensor.shape).expand(shape).reshape(-1)
+    return (
+        places if tensor.shape == shape else places.reshape(tensor.shape).expand(shape).reshape(-1)
+    )
 
 
 def listed(names: str, rule: Rule) -> dict[str, Rule]:
@@ -76,25 +86,28 @@ POINTWISE_RULES: dict[str, Rule] = {
     **listed("mul multiply", product),
     **listed(
         "_to_copy clone contiguous lift_fresh lift_fresh_copy lift detach_copy alias_copy copy "
-        "zero_point view_as_real_copy _conj_physical conj_physical resolve_conj resolve_neg _neg_view_copy "
-        "dropout native_dropout_backward mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
-        "binary_cross_entropy_backward binary_cross_entropy_with_logits softplus_backward elu_backward "
-        "hardtanh_backward hardswish_backward hardswish hardsigmoid_backward leaky_relu_backward log_sigmoid_backward "
-        "mish_backward silu_backward gelu_backward sigmoid_backward tanh_backward threshold_backward logit_backward "
+        "zero_point view_as_real_copy _conj_physical conj_physical resolve_conj resolve_neg "
+        "_neg_view_copy dropout native_dropout_backward mse_loss_backward smooth_l1_loss_backward "
+        "huber_loss_backward binary_cross_entropy_backward binary_cross_entropy_with_logits "
+        "softplus_backward elu_backward hardtanh_backward hardswish_backward hardswish "
+        "hardsigmoid_backward leaky_relu_backward log_sigmoid_backward mish_backward silu_backward "
+        "gelu_backward sigmoid_backward tanh_backward threshold_backward logit_backward "
         "softshrink_backward hardshrink_backward rrelu_with_noise_backward fill_diagonal "
         "masked_fill where addcmul addcdiv lerp _fused_dropout masked_scale",
         pointwise,
     ),
     **listed(
-        "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty "
-        "new_full new_empty_strided empty_strided is_same_size _local_scalar_dense equal is_nonzero zero fill "
-        "bernoulli _has_compatible_shallow_copy_type sym_size sym_numel sym_stride is_pinned",
+        "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros "
+        "new_ones new_empty new_full new_empty_strided empty_strided is_same_size "
+        "_local_scalar_dense equal is_nonzero zero fill bernoulli "
+        "_has_compatible_shallow_copy_type sym_size sym_numel sym_stride is_pinned",
         nothing,
     ),
 }
 
 
-# --- matrix products: a linear operator whose matrix is known to the entry where it is a constant of the user's -------
+# --- matrix products: a linear operator whose matrix is known to the entry where it is a constant
+# of the user's
 
 
 def matrix_product(op: OperatorCall) -> OutputSets:
@@ -138,13 +151,24 @@ def _matmul(op: OperatorCall, a: Tensor, b: Tensor) -> Sets | None:
 
 def _transposed(stack: int, rows: int, columns: int) -> Tensor:
     """The places of the entries of transposed matrices."""
-    return torch.arange(stack * rows * columns, device="cpu").reshape(stack, rows, columns).mT.reshape(-1)
+    return (
+        torch.arange(stack * rows * columns, device="cpu")
+        .reshape(stack, rows, columns)
+        .mT.reshape(-1)
+    )
 
 
 def _times(
-    op: OperatorCall, left: Sets, sizes: tuple[int, int, int, int], matrix: Tensor, *, turned: bool = False
+    op: OperatorCall,
+    left: Sets,
+    sizes: tuple[int, int, int, int],
+    matrix: Tensor,
+    *,
+    turned: bool = False,
 ) -> Sets:
-    """Live matrices times others: along their rows, to the columns that a constant does not hold a zero for."""
+    """Live matrices times others: along their rows,
+    to the columns that a constant does not hold a zero for.
+    """
     stack, rows, inner, columns = sizes
     entries = _entries(op, matrix, sizes, turned=turned)
     if entries is None:
@@ -164,7 +188,11 @@ def _entries(
     """Stack, row and column of the entries of a matrix that are not zero; None where all may be."""
     stack, _, inner, columns = sizes
     if matrix.layout is not torch.strided:
-        if matrix.ndim != 2 or matrix.layout not in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+        if matrix.ndim != 2 or matrix.layout not in (
+            torch.sparse_coo,
+            torch.sparse_csr,
+            torch.sparse_csc,
+        ):
             return None
         i, j = matrix.detach().to_sparse_coo().coalesce().indices().cpu()
         return (torch.zeros_like(i), *((j, i) if turned else (i, j)))
@@ -208,17 +236,24 @@ class Windows(NamedTuple):
     ) -> Windows:
         """The windows of a convolution from the large grid to the small one."""
         pairs = [torch.zeros(1, dtype=torch.int64, device="cpu")] * 3
-        for a, b, k, step, pad, spread in zip(small, large, kernel, stride, padding, dilation, strict=True):
+        for a, b, k, step, pad, spread in zip(
+            small, large, kernel, stride, padding, dilation, strict=True
+        ):
             at = torch.arange(a, device="cpu").reshape(-1, 1).expand(a, k)
             within = torch.arange(k, device="cpu").expand(a, k)
             seen = at * step - pad + within * spread
             inside = (seen >= 0) & (seen < b)
             parts = zip(pairs, (at, seen, within), (a, b, k), strict=True)
-            pairs = [(whole.reshape(-1, 1) * size + part[inside]).reshape(-1) for whole, part, size in parts]
+            pairs = [
+                (whole.reshape(-1, 1) * size + part[inside]).reshape(-1)
+                for whole, part, size in parts
+            ]
         return cls((torch.Size(small).numel(), torch.Size(large).numel()), *pairs)
 
     def spread(self, sets: Sets, images: int, *, down: bool) -> Sets:
-        """A union along the pairs, from the large grid to the small one or back, in each of the images."""
+        """A union along the pairs, from the large grid to the small one or back,
+        in each of the images.
+        """
         sources, targets = self.sizes[::-1] if down else self.sizes
         source, target = (self.large, self.small) if down else (self.small, self.large)
         image = torch.arange(images, device="cpu").reshape(-1, 1)
@@ -226,7 +261,9 @@ class Windows(NamedTuple):
         return sets.spread(elements, (image * targets + target).reshape(-1), images * targets)
 
 
-def _convolved(op: OperatorCall, sets: Sets, input: Sequence[int], output: Sequence[int], *, forth: bool) -> Sets:
+def _convolved(
+    op: OperatorCall, sets: Sets, input: Sequence[int], output: Sequence[int], *, forth: bool
+) -> Sets:
     """Sets passed on between a convolution's input and output, of these shapes: forth, or back.
 
     They go from all channels of a group to all channels of that group, along the windows.
@@ -237,20 +274,27 @@ def _convolved(op: OperatorCall, sets: Sets, input: Sequence[int], output: Seque
     kernel = weight.shape[2:]
     options = (_each(op.argument(name), len(kernel)) for name in ("stride", "padding", "dilation"))
     windows = Windows.of(small, large, kernel, *options)
-    if is_constant(op, weight):  # an offset at which a constant kernel has nothing but zeros sees nothing
+    # an offset at which a constant kernel has nothing but zeros sees nothing
+    if is_constant(op, weight):
         used = (weight.detach() != 0).reshape(*weight.shape[:2], -1).any(0).any(0).cpu()
         windows = Windows(windows.sizes, *(part[used[windows.offset]] for part in windows[1:]))
     images, down = input[0] * groups, forth != transposed
     before, after = windows.sizes[::-1] if down else windows.sizes
     source, target = (input, output) if forth else (output, input)
     mixed = sets.grouped(_channels(images, source[1] // groups, before), images * before)
-    return windows.spread(mixed, images, down=down).take(_channels(images, target[1] // groups, after))
+    return windows.spread(mixed, images, down=down).take(
+        _channels(images, target[1] // groups, after)
+    )
 
 
 def _channels(images: int, channels: int, places: int) -> Tensor:
     """For each entry of each channel of images its place, which the channels of an image share."""
     image = torch.arange(images, device="cpu").reshape(-1, 1, 1)
-    return (image * places + torch.arange(places, device="cpu")).expand(images, channels, places).reshape(-1)
+    return (
+        (image * places + torch.arange(places, device="cpu"))
+        .expand(images, channels, places)
+        .reshape(-1)
+    )
 
 
 def convolution(op: OperatorCall) -> OutputSets:
@@ -268,14 +312,27 @@ def convolution(op: OperatorCall) -> OutputSets:
 
 
 def convolution_backward(op: OperatorCall) -> OutputSets:
-    """What reaches the input goes back through the windows; each entry of a weight sees everything."""
-    gradient, input, weight, needed = map(op.argument, ("grad_output", "input", "weight", "output_mask"))
+    """What reaches the input goes back through the windows;
+    each entry of a weight sees everything.
+    """
+    gradient, input, weight, needed = map(
+        op.argument, ("grad_output", "input", "weight", "output_mask")
+    )
     sets = op.sets(gradient)
-    if sets is None or len(op.live) != 1 or input.ndim != weight.ndim or sum(needed) != len(op.outputs):
+    if (
+        sets is None
+        or len(op.live) != 1
+        or input.ndim != weight.ndim
+        or sum(needed) != len(op.outputs)
+    ):
         return None
-    of_outputs = [_convolved(op, sets, input.shape, gradient.shape, forth=False)] if needed[0] else []
+    of_outputs = (
+        [_convolved(op, sets, input.shape, gradient.shape, forth=False)] if needed[0] else []
+    )
     for output in op.outputs[len(of_outputs) :]:
-        of_outputs.append(op.everything().take(torch.zeros(output.numel(), dtype=torch.int64, device="cpu")))
+        of_outputs.append(
+            op.everything().take(torch.zeros(output.numel(), dtype=torch.int64, device="cpu"))
+        )
     return of_outputs
 
 
@@ -283,15 +340,24 @@ def convolution_backward(op: OperatorCall) -> OutputSets:
 
 
 def pooled(op: OperatorCall) -> OutputSets:
-    """An average over each window; or back to all of it, as where the largest was follows from the point."""
+    """An average over each window; or back to all of it,
+    as where the largest was follows from the point.
+    """
     forth, tensor = not op.name.endswith("_backward"), op.argument("self")
     small = op.outputs[0] if forth else op.argument("grad_output")
     sets = op.sets(tensor if forth else small)
     if sets is None or len(op.live) != 1 or len(op.outputs) != 1:
         return None
     dims, kernel = _dims(op.name), op.argument("kernel_size")
-    options = [kernel, op.argument("stride") or kernel, op.argument("padding"), op.argument("dilation", 1)]
-    windows = Windows.of(small.shape[-dims:], tensor.shape[-dims:], *(_each(option, dims) for option in options))
+    options = [
+        kernel,
+        op.argument("stride") or kernel,
+        op.argument("padding"),
+        op.argument("dilation", 1),
+    ]
+    windows = Windows.of(
+        small.shape[-dims:], tensor.shape[-dims:], *(_each(option, dims) for option in options)
+    )
     return [windows.spread(sets, tensor.shape[:-dims].numel(), down=forth)]
 
 
@@ -314,7 +380,11 @@ def image(op: OperatorCall) -> OutputSets:
         return None
     images = torch.arange(tensor.shape[:-dims].numel(), device="cpu")
     before, after = tensor.shape[-dims:].numel(), output.shape[-dims:].numel()
-    return [sets.grouped(images.repeat_interleave(before), len(images)).take(images.repeat_interleave(after))]
+    return [
+        sets.grouped(images.repeat_interleave(before), len(images)).take(
+            images.repeat_interleave(after)
+        )
+    ]
 
 
 RULES: dict[str, Rule] = {
@@ -323,17 +393,18 @@ RULES: dict[str, Rule] = {
     "convolution": convolution,
     "convolution_backward": convolution_backward,
     **listed(
-        "avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward max_pool2d_with_indices_backward "
-        "max_pool3d_with_indices_backward",
+        "avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward "
+        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward",
         pooled,
     ),
     **listed(
         "upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward "
-        "_upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward "
-        "upsample_linear1d_backward upsample_bilinear2d_backward upsample_trilinear3d_backward "
-        "upsample_bicubic2d_backward upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
-        "_adaptive_avg_pool2d _adaptive_avg_pool3d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
-        "adaptive_max_pool2d_backward adaptive_max_pool3d_backward",
+        "_upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward "
+        "_upsample_nearest_exact3d_backward upsample_linear1d_backward "
+        "upsample_bilinear2d_backward upsample_trilinear3d_backward upsample_bicubic2d_backward "
+        "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d _adaptive_avg_pool2d_backward "
+        "_adaptive_avg_pool3d_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward",
         image,
     ),
 }

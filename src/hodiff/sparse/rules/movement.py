@@ -1,4 +1,5 @@
-"""Operators that move entries, or couple them along a dimension: views, indices, reductions, transforms.
+"""Operators that move entries, or couple them along a dimension: views, indices, reductions,
+transforms.
 
 The operator itself says which entry goes where: it is run on the numbers of the entries.
 """
@@ -19,8 +20,11 @@ from hodiff.sparse.rules.contraction import broadcast, broadcasts, listed
 # --- operators that couple the entries along some dimensions --------------------------------------
 
 
-def along(shape: Sequence[int], dims: Sequence[int], part: Sequence[int] | None = None) -> tuple[int, Tensor]:
-    """The lines (planes, ...) along some dimensions: how many there are, and for each entry the one it lies on.
+def along(
+    shape: Sequence[int], dims: Sequence[int], part: Sequence[int] | None = None
+) -> tuple[int, Tensor]:
+    """The lines (planes, ...) along some dimensions: how many there are, and for each entry the one
+    it lies on.
 
     Args:
         shape: The shape of the tensor.
@@ -36,7 +40,9 @@ def along(shape: Sequence[int], dims: Sequence[int], part: Sequence[int] | None 
     if part is None:
         return count, first.expand(tuple(shape)).reshape(-1)
     if ndim:
-        first = first[tuple(slice(0, 1 if dim in gone else length) for dim, length in enumerate(part))]
+        first = first[
+            tuple(slice(0, 1 if dim in gone else length) for dim, length in enumerate(part))
+        ]
     return count, first.expand(tuple(part)).reshape(-1)
 
 
@@ -83,7 +89,8 @@ def transform(op: OperatorCall) -> OutputSets:
 def matrices(op: OperatorCall) -> OutputSets:
     """Linear algebra on the last two dimensions: each matrix by itself."""
     batch = op.inputs[0].shape[:-2]
-    if any(t.ndim < 2 or t.shape[:-2] != batch for t in op.inputs if t.dtype != torch.int32):  # but pivots
+    # but pivots
+    if any(t.ndim < 2 or t.shape[:-2] != batch for t in op.inputs if t.dtype != torch.int32):
         return None
     if any(t.shape[: len(batch)] != batch for t in op.outputs):
         return None
@@ -94,7 +101,9 @@ def matrices(op: OperatorCall) -> OutputSets:
         if sets is not None:
             union = union | sets.grouped(along(tensor.shape, (-2, -1))[1], count)
     return [
-        union.take(along(output.shape, range(len(batch), output.ndim))[1]) if output.numel() else None
+        union.take(along(output.shape, range(len(batch), output.ndim))[1])
+        if output.numel()
+        else None
         for output in op.outputs
     ]
 
@@ -108,20 +117,22 @@ def _dims(op: OperatorCall, tensor: Tensor) -> list[int]:
 
 LINE_RULES: dict[str, Rule] = {
     **listed(
-        "sum nansum mean amax amin prod logsumexp linalg_vector_norm norm var std var_mean std_mean all any "
-        "count_nonzero argmax argmin median nanmedian mode kthvalue max min aminmax",
+        "sum nansum mean amax amin prod logsumexp linalg_vector_norm norm var std var_mean "
+        "std_mean all any count_nonzero argmax argmin median nanmedian mode kthvalue max min "
+        "aminmax",
         reduction,
     ),
     **listed(
-        "_softmax _log_softmax softmax log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod "
-        "logcumsumexp cummax cummin",
+        "_softmax _log_softmax softmax log_softmax _softmax_backward_data "
+        "_log_softmax_backward_data cumsum cumprod logcumsumexp cummax cummin",
         line,
     ),
     **listed("_fft_c2c _fft_r2c _fft_c2r", transform),
     **listed(
-        "linalg_solve_triangular triangular_solve _linalg_solve_ex linalg_inv_ex linalg_cholesky_ex cholesky_solve "
-        "cholesky_inverse linalg_lu_solve linalg_matrix_exp _linalg_eigh _linalg_svd linalg_qr _linalg_det "
-        "_linalg_slogdet linalg_lu_factor_ex linalg_ldl_solve",
+        "linalg_solve_triangular triangular_solve _linalg_solve_ex linalg_inv_ex "
+        "linalg_cholesky_ex cholesky_solve cholesky_inverse linalg_lu_solve linalg_matrix_exp "
+        "_linalg_eigh _linalg_svd linalg_qr _linalg_det _linalg_slogdet linalg_lu_factor_ex "
+        "linalg_ldl_solve",
         matrices,
     ),
 }
@@ -144,13 +155,18 @@ def moved(op: OperatorCall) -> OutputSets:
         sets = op.sets(value)
         if sets is None:
             data = value.is_floating_point() or value.is_complex()
-            return torch.zeros(value.shape, dtype=torch.float64, device="cpu") if data else value.cpu()
+            return (
+                torch.zeros(value.shape, dtype=torch.float64, device="cpu") if data else value.cpu()
+            )
         numbers = torch.arange(first, first + value.numel(), dtype=torch.float64, device="cpu")
         parts.append(sets)
         first += value.numel()
         return numbers.reshape(value.shape)
 
-    args, kwargs = _tree.tree_map(numbered, list(op.args)), _tree.tree_map(numbered, dict(op.kwargs))
+    args, kwargs = (
+        _tree.tree_map(numbered, list(op.args)),
+        _tree.tree_map(numbered, dict(op.kwargs)),
+    )
     for name in ("dtype", "layout", "device", "pin_memory", "memory_format"):
         kwargs.pop(name, None)
     if op.name == "constant_pad_nd":  # what it pads with is not a number of an entry
@@ -165,11 +181,15 @@ def moved(op: OperatorCall) -> OutputSets:
 
 def _has_variable_index(op: OperatorCall) -> bool:
     """Whether an index follows from the point: at another one it would lead elsewhere."""
-    return any(not (t.is_floating_point() or t.is_complex()) and op.is_variable(t) for t in op.inputs)
+    return any(
+        not (t.is_floating_point() or t.is_complex()) and op.is_variable(t) for t in op.inputs
+    )
 
 
 def along_dim(op: OperatorCall) -> OutputSets:
-    """A gather along one dimension: where its index follows from the point, whichever entry of the line."""
+    """A gather along one dimension: where its index follows from the point,
+    whichever entry of the line.
+    """
     if not _has_variable_index(op):
         return moved(op)
     source, dim = op.argument("self"), op.argument("dim")
@@ -185,7 +205,10 @@ def along_dim(op: OperatorCall) -> OutputSets:
 
 def scattered(op: OperatorCall) -> OutputSets:
     """The sets of `self`, and where something is written or added, those as well."""
-    base, source = op.argument("self"), op.argument("src", op.argument("source", op.argument("values")))
+    base, source = (
+        op.argument("self"),
+        op.argument("src", op.argument("source", op.argument("values"))),
+    )
     if not isinstance(base, Tensor):
         return None
     kept = op.sets(base) or Sets.empty(base.numel(), op.tracer.width)
@@ -199,8 +222,12 @@ def scattered(op: OperatorCall) -> OutputSets:
     return [kept | (union if back is None else union.take(back))]
 
 
-def _targets(op: OperatorCall, base: Tensor, source: Tensor) -> tuple[Sets, Tensor, int, Tensor | None] | None:
-    """The sets written, the group of each, how many groups, and for each entry of `self` its group (None: itself)."""
+def _targets(
+    op: OperatorCall, base: Tensor, source: Tensor
+) -> tuple[Sets, Tensor, int, Tensor | None] | None:
+    """The sets written, the group of each, how many groups,
+    and for each entry of `self` its group (None: itself).
+    """
     sets = op.sets(source)
     places = torch.arange(base.numel(), device="cpu").reshape(base.shape)
     dim, index = op.argument("dim"), op.argument("index")
@@ -214,7 +241,11 @@ def _targets(op: OperatorCall, base: Tensor, source: Tensor) -> tuple[Sets, Tens
         return sets.take(_numbers(source, hit.shape)), hit.reshape(-1), base.numel(), None
     if op.name in ("scatter", "scatter_add"):
         numbers = torch.arange(source.numel(), device="cpu").reshape(source.shape)
-        part = numbers[tuple(slice(0, n) for n in index.shape)] if source.ndim else numbers.expand(index.shape)
+        part = (
+            numbers[tuple(slice(0, n) for n in index.shape)]
+            if source.ndim
+            else numbers.expand(index.shape)
+        )
         sets, part = sets.take(part.reshape(-1)), index.shape
         hit = None if op.is_variable(index) else places.gather(dim, index.cpu())
     else:  # index_add, index_copy
@@ -229,13 +260,17 @@ def _targets(op: OperatorCall, base: Tensor, source: Tensor) -> tuple[Sets, Tens
 
 
 def _numbers(tensor: Tensor, shape: Any) -> Tensor:
-    return torch.arange(tensor.numel(), device="cpu").reshape(tensor.shape).expand(shape).reshape(-1)
+    return (
+        torch.arange(tensor.numel(), device="cpu").reshape(tensor.shape).expand(shape).reshape(-1)
+    )
 
 
 # --- adjoints: run the movement itself on numbers, and send each entry back
 
 
-def adjoint(shape: Callable[[OperatorCall], Any], movement: Callable[[OperatorCall, Tensor], Tensor]) -> Rule:
+def adjoint(
+    shape: Callable[[OperatorCall], Any], movement: Callable[[OperatorCall, Tensor], Tensor]
+) -> Rule:
     """The rule of the adjoint of a movement of a tensor of that shape."""
 
     def rule(op: OperatorCall) -> OutputSets:
@@ -244,7 +279,9 @@ def adjoint(shape: Callable[[OperatorCall], Any], movement: Callable[[OperatorCa
         if sets is None or len(op.live) != 1 or _has_variable_index(op):
             return None
         count = torch.Size(size).numel()
-        numbers = movement(op, torch.arange(1, count + 1, dtype=torch.float64, device="cpu").reshape(tuple(size)))
+        numbers = movement(
+            op, torch.arange(1, count + 1, dtype=torch.float64, device="cpu").reshape(tuple(size))
+        )
         targets = numbers.reshape(-1).long() - 1
         if len(targets) != gradient.numel():
             return None
@@ -256,20 +293,27 @@ def adjoint(shape: Callable[[OperatorCall], Any], movement: Callable[[OperatorCa
 
 RULES: dict[str, Rule] = {
     **listed(
-        "cat stack index _unsafe_index take flip roll rot90 repeat constant_pad_nd reflection_pad1d "
-        "reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d slice_backward "
-        "select_backward diagonal_backward slice_scatter select_scatter diagonal_scatter as_strided_scatter tril triu "
-        "masked_select unfold_copy permute_copy transpose_copy t_copy view_copy expand_copy squeeze_copy "
-        "unsqueeze_copy slice_copy select_copy diagonal_copy as_strided_copy split_copy split_with_sizes_copy "
-        "unbind_copy narrow_copy _reshape_copy _unsafe_view pixel_shuffle pixel_unshuffle channel_shuffle im2col "
-        "diag_embed block_diag masked_scatter upsample_nearest1d upsample_nearest2d upsample_nearest3d",
+        "cat stack index _unsafe_index take flip roll rot90 repeat constant_pad_nd "
+        "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
+        "replication_pad3d slice_backward select_backward diagonal_backward slice_scatter "
+        "select_scatter diagonal_scatter as_strided_scatter tril triu masked_select unfold_copy "
+        "permute_copy transpose_copy t_copy view_copy expand_copy squeeze_copy unsqueeze_copy "
+        "slice_copy select_copy diagonal_copy as_strided_copy split_copy split_with_sizes_copy "
+        "unbind_copy narrow_copy _reshape_copy _unsafe_view pixel_shuffle pixel_unshuffle "
+        "channel_shuffle im2col diag_embed block_diag masked_scatter upsample_nearest1d "
+        "upsample_nearest2d upsample_nearest3d",
         moved,
     ),
     **listed("gather index_select", along_dim),
-    **listed("scatter scatter_add index_put _index_put_impl _unsafe_index_put index_add index_copy", scattered),
+    **listed(
+        "scatter scatter_add index_put _index_put_impl _unsafe_index_put index_add index_copy",
+        scattered,
+    ),
     "masked_scatter_backward": adjoint(
         lambda op: op.outputs[0].shape,
-        lambda op, numbers: numbers.new_zeros(op.inputs[0].shape).masked_scatter(op.argument("mask").cpu(), numbers),
+        lambda op, numbers: numbers.new_zeros(op.inputs[0].shape).masked_scatter(
+            op.argument("mask").cpu(), numbers
+        ),
     ),
     "embedding_dense_backward": adjoint(
         lambda op: (op.argument("num_weights"), op.inputs[0].shape[-1]),
@@ -277,11 +321,13 @@ RULES: dict[str, Rule] = {
     ),
     "col2im": adjoint(
         lambda op: op.outputs[0].shape,
-        lambda op, numbers: F.unfold(numbers, *map(op.argument, ("kernel_size", "dilation", "padding", "stride"))),
+        lambda op, numbers: F.unfold(
+            numbers, *map(op.argument, ("kernel_size", "dilation", "padding", "stride"))
+        ),
     ),
     **listed(
-        "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward "
-        "replication_pad2d_backward replication_pad3d_backward",
+        "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward "
+        "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward",
         adjoint(
             lambda op: op.argument("self").shape,
             lambda op, numbers: getattr(torch.ops.aten, op.name.removesuffix("_backward"))(
@@ -291,6 +337,8 @@ RULES: dict[str, Rule] = {
     ),
     "unfold_backward": adjoint(
         lambda op: op.argument("input_sizes"),
-        lambda op, numbers: numbers.unfold(op.argument("dim"), op.argument("size"), op.argument("step")),
+        lambda op, numbers: numbers.unfold(
+            op.argument("dim"), op.argument("size"), op.argument("step")
+        ),
     ),
 }
