@@ -267,13 +267,14 @@ class Stack:
     def push(self, vector: Tensor) -> Tensor:
         """Each row times a flat vector."""
         own = vector.split([shape.numel() for shape in self._shapes])
-        own = [*map(Tensor.view, own, self._shapes)]
+        return self._of_rows(lambda number, of: of.push(own[number].view(of.shape)))
 
-        def pushed(part: Sequence[Outer]) -> Tensor:
-            each = (of.push(v) for of, v in zip(part, own, strict=True))
-            return reduce(torch.add, each).expand(part[0].sizes)
-
-        return _flat(map(pushed, self._parts))
+    def _of_rows(self, of_one: Callable[[int, Outer], Tensor]) -> Tensor:
+        """A number for each row, the sum of those by the leaves."""
+        return _flat(
+            reduce(torch.add, map(of_one, range(len(part)), part)).expand(part[0].sizes)
+            for part in self._parts
+        )
 
     def pull(self, weights: Tensor) -> Tensor:
         """The sum of all rows, weighed, flat."""
@@ -284,6 +285,10 @@ class Stack:
     def squares(self) -> Tensor:
         """For each entry of the parameters the sum of its squares over all rows, flat."""
         return reduce(torch.add, [_flat(of.squares() for of in part) for part in self._parts])
+
+    def norms(self) -> Tensor:
+        """The squares of the rows' norms."""
+        return self._of_rows(lambda number, of: of.norms())
 
     def gram(self) -> Tensor:
         """The products of all rows with each other; zeros above the blocks of the diagonal."""

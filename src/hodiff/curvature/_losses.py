@@ -157,25 +157,40 @@ class OuterProducts:
 Curvature = OutputCurvature | OuterProducts
 
 
+def units(outputs: Leaves, most: int) -> Leaves | None:
+    """For each number of a sample the unit vectors of all samples, `(R, N, *output)`.
+
+    None where they are more than so many.
+    """
+    sizes, like = [output[0].numel() for output in outputs], outputs[0]
+    numbers = sum(sizes)
+    if numbers > most or numbers**2 * len(like) * like.element_size() > _reverse.CHUNK_BYTES:
+        return None
+    each = torch.eye(numbers, dtype=like.dtype, device=like.device).split(sizes, 1)
+    return [
+        unit.reshape(-1, 1, *output.shape[1:]).expand(-1, *output.shape)
+        for unit, output in zip(each, outputs, strict=True)
+    ]
+
+
+def have_samples(outputs: Leaves) -> bool:
+    """Whether outputs have the same samples."""
+    counts = {len(output) if output.ndim else 0 for output in outputs}
+    return len(counts) == 1 and 0 not in counts
+
+
 def roots(curvature: Curvature, outputs: Leaves, most: int) -> Leaves | None:
     """Vectors `(R, N, *output)`: the matrix is the sum of s s', of each sample's part s of each.
 
     None where there are none: samples meet in the loss, or it is not convex; or more than so many.
     """
-    counts = {len(output) if output.ndim else 0 for output in outputs}
-    if len(counts) > 1 or 0 in counts:
-        return None
     if isinstance(curvature, OuterProducts):
         return curvature.roots()
-    sizes, like = [output[0].numel() for output in outputs], outputs[0]
-    numbers = sum(sizes)
-    if numbers > most or numbers**2 * len(like) * like.element_size() > _reverse.CHUNK_BYTES:
+    columns = units(outputs, most)
+    if columns is None:
         return None
-    units = torch.eye(numbers, dtype=like.dtype, device=like.device).split(sizes, 1)
-    columns = [
-        unit.reshape(-1, 1, *output.shape[1:]).expand(-1, *output.shape)
-        for unit, output in zip(units, outputs, strict=True)
-    ]
+    numbers, like = len(columns[0]), outputs[0]
+    sizes = [output[0].numel() for output in outputs]
     matrices = _lines(curvature.times(columns, numbers), 2).movedim(0, 1)
     some = [generic(output.numel()).to(output).reshape(output.shape) for output in outputs]
     apart = _lines(curvature.times(some, None), 1)

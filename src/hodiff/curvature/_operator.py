@@ -20,6 +20,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _call, _locks, _messages, _settings
 from hodiff._core._arguments import SupportsArray
 from hodiff._core._vectors import Leaves, Space, sum_dtype
+from hodiff.calculus._factors import Stack
 from hodiff.curvature._memory import free_bytes, readable
 from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.curvature._staleness import one_look
@@ -151,6 +152,25 @@ class LinearOperator(_arguments.Unlike):
     def _thin(self) -> Thin | None:
         """As a sum of matrices M'M and a multiple of the identity, if it is one."""
         return None
+
+    def _squared(self) -> Thin | None:
+        """The product of its transpose with it, likewise."""
+        return None
+
+    def _own_rows(self, most: int) -> tuple[Stack, int] | None:
+        """Its own rows, and how many passes they took; None where more than so many."""
+        return None
+
+    def _crossed(self, most: int) -> Stack | None:
+        """The rows of A, of A A'; None where they take more than so many passes."""
+        return None
+
+    def _diagonal_by_rows(self, most: int) -> Tensor | None:
+        """The diagonal by rows, flat; None where it takes more than so many passes."""
+        rows, thin = self._crossed(most), self._thin()
+        if rows is not None:
+            return rows.norms()
+        return None if thin is None else thin.diagonal(most)
 
     def _by_rows(self, most: int) -> ThinMatrix | None:
         """By all rows of M, where these are known and cost less than so many products."""
@@ -546,7 +566,8 @@ class LinearOperator(_arguments.Unlike):
                 is.
 
         Cost:
-            One product for each column (or, where there are fewer, for each row), in chunks.
+            One product for each column (or, where there are fewer, for each row), in chunks; of
+            `J @ J.T`, see `hodiff.JacobianOperator`.
         """
         say_detached("A.dense()", self._live)
         with self._raise_on_all_ranks():
@@ -561,6 +582,10 @@ class LinearOperator(_arguments.Unlike):
                 f"only {readable(free)} are free. Use products (A @ v), hodiff.eigsh, "
                 f"hodiff.trace, hodiff.diagonal, or a block: A.block('...')."
             )
+        stack = self._crossed(rows)
+        if stack is not None:
+            product = stack.gram()
+            return product.tril() + product.tril(-1).mT
         A = self.T if rows < columns else self
         domain, size = A._domain, A._chunk(A._domain.size)
         shape = (domain.size, *domain.batch, A._range.size)
@@ -830,6 +855,19 @@ class ProductOperator(ComposedOperator):
     def _turns(self) -> bool:
         left, right = self._made_of
         return left is right and left._turns
+
+    def _thin(self) -> Thin | None:
+        left, right = self._made_of
+        thin = right._squared() if left._transpose_of is right else None
+        return None if thin is None else thin._replace(made=(self,))
+
+    def _crossed(self, most: int) -> Stack | None:
+        left, right = self._made_of
+        known = left._own_rows(most) if right._transpose_of is left else None
+        if known is None:
+            return None
+        self._count(known[1])
+        return known[0]
 
     def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
         left, right = self._made_of
