@@ -113,8 +113,6 @@ class Outer:
     def norms(self) -> Tensor:
         """The squares of the rows' norms, `(N, K)`."""
         positions, width = self.left.shape[2:]
-        if positions == 1:
-            return self.left.square().sum((2, 3)) * self._alike().squeeze(-1).squeeze(-1)
         if positions * (width + self.width) <= width * self.width:
             return (self.left @ self.left.mT * self._alike()).sum((2, 3))
         return sum((part.square().sum((2, 3)) for part in self._parts()), self.left.new_zeros(()))
@@ -524,7 +522,6 @@ class Factors:
     Attributes:
         of: For each leaf that is not missing, by its number, its rows.
         missing: The numbers of the others: what uses them was not read, or samples mix there.
-        shape: N and K.
     """
 
     def __init__(
@@ -540,20 +537,13 @@ class Factors:
         """
         self.of: dict[int, Outer] = {}
         with _settings.grad_mode(False), _settings.autocast(outputs[0].device.type):
-            self._seeds = _units(outputs[0]) if seeds is None else seeds
-            numbers, count = self._seeds[0].shape[:2]
-            precise = self._seeds[0].element_size() >= 4  # else rounding would hide what is mixed
+            seeds = _units(outputs[0]) if seeds is None else seeds
+            numbers, count = seeds[0].shape[:2]
+            precise = seeds[0].element_size() >= 4  # else rounding would hide what is mixed
             precise = precise and not tangents()  # what a node has saved carries none
             if precise and count and numbers and all(x.grad_fn is not None for x in outputs):
-                self.of = _Reading(graph, outputs, self._seeds, largest).read()
+                self.of = _Reading(graph, outputs, seeds, largest).read()
         self.missing = {*range(len(graph.leaves))} - self.of.keys()
-        self.shape = Size((count, numbers))
-
-    def gram(self) -> Tensor:
-        """J J', `(N, K, N, K)`."""
-        zero = self._seeds[0].new_zeros(self.shape * 2)
-        with _settings.grad_mode(False):
-            return reduce(torch.add, (of.gram() for of in self.of.values()), zero)
 
 
 class _Reading:
@@ -593,8 +583,11 @@ class _Reading:
             try:
                 rows = self._rows_of(ends).shortest()
             except Unread:
-                continue
-            if self._is_right(rows, expected):  # a hook of the node, say, changes what passes
+                rows = None
+            # a hook of the node, say, changes what passes
+            if rows is None or not self._is_right(rows, expected):
+                rows = self._alone(ends[0])
+            if rows is not None:
                 of[number] = rows
         return of
 
@@ -689,15 +682,6 @@ class _Reading:
     # --- rows
 
     def _rows_of(self, ends: list[End]) -> Outer:
-        """The rows of a leaf; of one sample alone those of the pass, where it is not read."""
-        try:
-            return self._by_uses(ends)
-        except Unread:
-            if self._count > 1:
-                raise
-        return self._pulled_to(self._outputs, self._seeds, ends[0])
-
-    def _by_uses(self, ends: list[End]) -> Outer:
         """The rows of a leaf: by its own uses, and by way of what is made of it alone."""
         parts = [self._through(end, ends[0]) for end in ends[1:] if self._uses[end.node]]
         parts += [self._own(ends[0])] if self._uses[ends[0].node] else []
@@ -722,21 +706,21 @@ class _Reading:
 
     def _through(self, end: End, leaf: End) -> Outer:
         """The rows of a leaf by way of what is made of it alone."""
-        self._check_fits(end)
-        rows = self._own(end).rows()
-        self._summands.clear()
-        return self._pulled_to([end.edge], [rows.flatten(0, 1)], leaf)
-
-    def _pulled_to(self, outputs: Sequence[object], seeds: Sequence[Tensor], leaf: End) -> Outer:
-        """The rows of a leaf by a pass for each."""
-        self._check_fits(leaf)
-        [parts] = self._pulled(outputs, seeds, [leaf.edge], [leaf.shape])
-        return Outer.of(parts.reshape(self._count, self._numbers, *leaf.shape), leaf.shape)
-
-    def _check_fits(self, end: End) -> None:
-        entries = self._count * self._numbers * end.shape.numel()
+        entries = self._count * self._numbers * (end.shape.numel() + leaf.shape.numel())
         if entries * self._seeds[0].element_size() > _reverse.CHUNK_BYTES:
             raise Unread
+        rows = self._own(end).rows()
+        self._summands.clear()
+        [parts] = self._pulled([end.edge], [rows.flatten(0, 1)], [leaf.edge], [leaf.shape])
+        return Outer.of(parts.reshape(*rows.shape[:2], *leaf.shape), leaf.shape)
+
+    def _alone(self, leaf: End) -> Outer | None:
+        """The rows of a single sample, which are those of the passes; None of several samples."""
+        size = self._numbers * leaf.shape.numel() * self._seeds[0].element_size()
+        if self._count > 1 or size > _reverse.CHUNK_BYTES:
+            return None
+        [rows] = self._pulled(self._outputs, self._seeds, [leaf.edge], [leaf.shape])
+        return Outer.of(rows.unsqueeze(0), leaf.shape)
 
     def _is_right(self, rows: Outer, expected: Tensor) -> bool:
         """Whether the weighed sum of the rows is what the pass gives.

@@ -38,7 +38,6 @@ from hodiff.curvature._losses import (
     LossAtOutputs,
     OuterProducts,
     check_loss,
-    have_samples,
     is_of_torch,
     likelihood_names,
     loss_at_outputs,
@@ -119,7 +118,8 @@ class RowsOperator(DataOperator[L]):
         """Of which sums of a sample's outputs the rows are, `(R, N, *output)`."""
 
     def _sums(self, graph: L, most: int) -> Leaves | None:
-        return self._seeds(graph, most) if have_samples(graph.outputs) else None
+        counts = {len(output) if output.ndim else 0 for output in graph.outputs}
+        return None if len(counts) > 1 or 0 in counts else self._seeds(graph, most)
 
     def _batches(self, take: Callable[[L], int]) -> tuple[float, int]:
         """Show each batch; what sums are divided by, and the most passes, 0 where one took none."""
@@ -132,7 +132,7 @@ class RowsOperator(DataOperator[L]):
         return weight, max(passes, default=1) if all(passes) else 0
 
     def _squares(self, most: int) -> tuple[Tensor, int] | None:
-        """The diagonal, and how many passes it took; None where more than so many."""
+        """The diagonal, and how many passes it took."""
         with self._raise_on_all_ranks():
             total = self._space.zeros_flat(self.shape[1]).to(sum_dtype(self.dtype))
             add = partial(self._add_squares, total, most, self._inner_chunk())
@@ -147,11 +147,6 @@ class RowsOperator(DataOperator[L]):
             return total / weight, max(known)
 
     def _factored(self, limit: Callable[[int], int]) -> tuple[list[list[Outer]], float, int] | None:
-        """Of each batch the rows, leaf by leaf; what M'M is divided by; and how many passes.
-
-        None where they are more than `limit` says of so many samples, or not all in factors; nor
-        do the rows of several processes meet.
-        """
         batches = list[list[Outer]]()
 
         def keep(graph: L) -> int:

@@ -14,14 +14,12 @@ from hodiff._core._arguments import Allowed
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff._core._where import Where
-from hodiff.calculus._factors import Stack
 from hodiff.curvature._data import check_predict
 from hodiff.curvature._data_operator import ChunkSize
 from hodiff.curvature._gauss_newton import Linearized, RowsOperator, linearize, predicted
 from hodiff.curvature._graph_cache import Builder, GraphCache, accumulate
 from hodiff.curvature._losses import units
 from hodiff.curvature._operator import LinearOperator, TransposedOperator, TwoSpaces, say_detached
-from hodiff.curvature._thin import NUMBERS, Thin
 from hodiff.errors import InputError
 
 
@@ -190,15 +188,6 @@ class JacobianOperator(RowsOperator[Linearized], TwoSpaces):
 
     def _seeds(self, graph: Linearized, most: int) -> Leaves | None:
         return None if self._domain.batch else units(graph.outputs, most)
-
-    def _squared(self) -> Thin:
-        return Thin(((1.0, self),))
-
-    def _own_rows(self, most: int) -> tuple[Stack, int] | None:
-        if len(self._range.names) > 1:  # those of one are one after the other
-            return None
-        known = self._factored(lambda samples: min(most, NUMBERS))
-        return None if known is None else (Stack(known[0]), known[2])
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         raise InputError(

@@ -173,16 +173,11 @@ def units(outputs: Leaves, most: int) -> Leaves | None:
     ]
 
 
-def have_samples(outputs: Leaves) -> bool:
-    """Whether outputs have the same samples."""
-    counts = {len(output) if output.ndim else 0 for output in outputs}
-    return len(counts) == 1 and 0 not in counts
-
-
 def roots(curvature: Curvature, outputs: Leaves, most: int) -> Leaves | None:
     """Vectors `(R, N, *output)`: the matrix is the sum of s s', of each sample's part s of each.
 
-    None where there are none: samples meet in the loss, or it is not convex; or more than so many.
+    None where there are none, as samples meet in the loss, or it is not convex; or more than so
+    many.
     """
     if isinstance(curvature, OuterProducts):
         return curvature.roots()

@@ -20,11 +20,11 @@ from torch import Tensor
 from hodiff._core import _arguments, _call, _locks, _messages, _settings
 from hodiff._core._arguments import SupportsArray
 from hodiff._core._vectors import Leaves, Space, sum_dtype
-from hodiff.calculus._factors import Stack
+from hodiff.calculus._factors import Outer, Stack
 from hodiff.curvature._memory import free_bytes, readable
 from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.curvature._staleness import one_look
-from hodiff.curvature._thin import Thin, ThinMatrix
+from hodiff.curvature._thin import NUMBERS, Thin, ThinMatrix
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
 # --- `LinearOperator` -----------------------------------------------------------------------------
@@ -153,12 +153,16 @@ class LinearOperator(_arguments.Unlike):
         """As a sum of matrices M'M and a multiple of the identity, if it is one."""
         return None
 
-    def _squared(self) -> Thin | None:
-        """The product of its transpose with it, likewise."""
+    def _squares(self, most: int) -> tuple[Tensor, int] | None:
+        """The squares of the rows, added up, and how many passes; None where more than so many."""
         return None
 
-    def _own_rows(self, most: int) -> tuple[Stack, int] | None:
-        """Its own rows, and how many passes they took; None where more than so many."""
+    def _factored(self, limit: Callable[[int], int]) -> tuple[list[list[Outer]], float, int] | None:
+        """The rows of each batch, leaf by leaf; what A'A is divided by; and how many passes.
+
+        None where they are more than `limit` says of so many samples, or not all in factors; nor
+        do the rows of several processes meet.
+        """
         return None
 
     def _crossed(self, most: int) -> Stack | None:
@@ -858,16 +862,18 @@ class ProductOperator(ComposedOperator):
 
     def _thin(self) -> Thin | None:
         left, right = self._made_of
-        thin = right._squared() if left._transpose_of is right else None
-        return None if thin is None else thin._replace(made=(self,))
+        return Thin(((1.0, right),), made=(self,)) if left._transpose_of is right else None
 
     def _crossed(self, most: int) -> Stack | None:
         left, right = self._made_of
-        known = left._own_rows(most) if right._transpose_of is left else None
+        alone = len(left._range.names) == 1  # rows of several outputs are in another order
+        limit = min(most, NUMBERS)
+        turned = alone and right._transpose_of is left
+        known = left._factored(lambda samples: limit) if turned else None
         if known is None:
             return None
-        self._count(known[1])
-        return known[0]
+        self._count(known[2])
+        return Stack(known[0])
 
     def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
         left, right = self._made_of

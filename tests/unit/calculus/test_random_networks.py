@@ -71,7 +71,7 @@ def of_each_position(h: Tensor, w: Weight) -> Tensor:
 def attention(h: Tensor, w: Weight) -> Tensor:
     width = h.shape[-1]
     q, k, v = F.linear(h, w(3 * width, width), w(3 * width)).chunk(3, -1)
-    return (q @ k.mT / width**0.5).sin().softmax(-1) @ v
+    return h + (q @ k.mT / width**0.5).sin().softmax(-1) @ v
 
 
 def heads_of_one(h: Tensor, w: Weight) -> Tensor:
