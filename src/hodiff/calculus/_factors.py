@@ -537,7 +537,7 @@ class Factors:
         """
         self.of: dict[int, Outer] = {}
         with _settings.grad_mode(False), _settings.autocast(outputs[0].device.type):
-            seeds = _units(outputs[0]) if seeds is None else seeds
+            seeds = units(outputs) if seeds is None else seeds
             numbers, count = seeds[0].shape[:2]
             precise = seeds[0].element_size() >= 4  # else rounding would hide what is mixed
             precise = precise and not tangents()  # what a node has saved carries none
@@ -738,12 +738,14 @@ class _Reading:
         return _close(result, expected, torch.full_like(expected, size), SAMPLES)
 
 
-def _units(output: Tensor) -> list[Tensor]:
-    """Seeds of each number of the samples, `(N,)` or `(N, K)`: unit vectors."""
-    if output.ndim == 1:
-        return [torch.ones_like(output)[None]]
-    units = torch.eye(output.shape[1], dtype=output.dtype, device=output.device)
-    return [units.unsqueeze(1).expand(-1, *output.shape)]
+def units(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """For each number of a sample the unit vectors of all samples, `(K, N, ...)` of each output."""
+    sizes, like = [output.shape[1:].numel() for output in outputs], outputs[0]
+    each = torch.eye(sum(sizes), dtype=like.dtype, device=like.device).split(sizes, 1)
+    return [
+        unit.reshape(-1, 1, *output.shape[1:]).expand(-1, *output.shape)
+        for unit, output in zip(each, outputs, strict=True)
+    ]
 
 
 def _place_of(g: Tensor, weighed: Tensor, weights: Tensor) -> SamplesAxis | None:

@@ -14,11 +14,11 @@ from hodiff._core._arguments import Allowed
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff._core._where import Where
+from hodiff.calculus._factors import units
 from hodiff.curvature._data import check_predict
 from hodiff.curvature._data_operator import ChunkSize
 from hodiff.curvature._gauss_newton import Linearized, RowsOperator, linearize, predicted
 from hodiff.curvature._graph_cache import Builder, GraphCache, accumulate
-from hodiff.curvature._losses import units
 from hodiff.curvature._operator import LinearOperator, TransposedOperator, TwoSpaces, say_detached
 from hodiff.errors import InputError
 
@@ -187,7 +187,8 @@ class JacobianOperator(RowsOperator[Linearized], TwoSpaces):
         return [torch.cat(column, 1) for column in columns]
 
     def _seeds(self, graph: Linearized, most: int) -> Leaves | None:
-        return None if self._domain.batch else units(graph.outputs, most)
+        numbers = sum(output[0].numel() for output in graph.outputs)
+        return None if self._domain.batch or numbers > most else units(graph.outputs)
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         raise InputError(

@@ -169,13 +169,6 @@ class LinearOperator(_arguments.Unlike):
         """The rows of A, of A A'; None where they take more than so many passes."""
         return None
 
-    def _diagonal_by_rows(self, most: int) -> Tensor | None:
-        """The diagonal by rows, flat; None where it takes more than so many passes."""
-        rows, thin = self._crossed(most), self._thin()
-        if rows is not None:
-            return rows.norms()
-        return None if thin is None else thin.diagonal(most)
-
     def _by_rows(self, most: int) -> ThinMatrix | None:
         """By all rows of M, where these are known and cost less than so many products."""
         thin = self._thin()

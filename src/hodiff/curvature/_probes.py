@@ -309,7 +309,8 @@ def exact_diagonal(operator: LinearOperator, most: int) -> tuple[Tensor | None, 
     None where both take more than so many products.
     """
     size, domain = operator.shape[-1], operator._domain
-    entries = operator._diagonal_by_rows(most)
+    rows, thin = operator._crossed(most), operator._thin()
+    entries = rows.norms() if rows is not None else thin and thin.diagonal(most)
     if entries is not None:
         return entries, "rows"
     if most < size:
