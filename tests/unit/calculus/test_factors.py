@@ -402,6 +402,34 @@ def test_nested_tensors_are_missing(layout: torch.layout) -> None:
         assert Factors(graph, [graph.outputs]).missing == {0, 1}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, D])
+def test_a_bias_that_changes_nothing(dtype: torch.dtype) -> None:
+    """Of attention's keys: its derivatives at the positions of a sample cancel, but for rounding."""
+    torch.manual_seed(0)
+    x = draw(N, 5, 4).to(dtype)
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).to(dtype)
+
+    def attention(layers: Any) -> Tensor:
+        q, k, v = (layer(x) for layer in layers)
+        return ((q @ k.mT).softmax(-1) @ v).sin().sum((1, 2))
+
+    factors, _, rows = factors_of(attention, layers)
+    assert not factors.missing
+    scale = max(float(row.abs().max()) for row in rows)
+    for number, of in factors.of.items():
+        assert float((of.rows() - rows[number]).abs().max()) <= 100 * torch.finfo(dtype).eps * scale
+
+
+def test_of_a_single_sample_all_is_read() -> None:
+    """Its rows are those of the passes, whatever uses a weight."""
+    x = draw(1, 5, 4)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(5), nn.PReLU(), parametrizations.weight_norm(nn.Linear(3, 2)))
+    factors, _, rows = factors_of(lambda m: m(x).sin().flatten(1)[:, :3], model.double())
+    assert not factors.missing
+    for number, of in factors.of.items():
+        compare(of, rows[number])
+
+
 def test_images_that_are_one() -> None:
     """Samples may be the channels of one image."""
     x = draw(1, N, 5, 5)
