@@ -27,7 +27,6 @@ _SHARES = {
     "benchmarks/": 0.1,
     "changelog/": 0.1,
     "coming-from": 0.3,
-    "explain/before-the-first-release/": 0.1,
     "explain/benchmarks/": 0.1,
     "explain/correctness/": 0.5,
     "explain/operations/": 0.1,

@@ -1,4 +1,4 @@
-"""What hodiff raises and warns, and how to catch it.
+"""The errors and warnings of hodiff, and how to catch them.
 
 ```text
 HodiffError
@@ -42,7 +42,7 @@ def printable(text: str) -> str:
 
 
 class _Shown(BaseException):
-    """What is shown in printable signs, whatever names it says."""
+    """A message in printable signs, whatever names it says."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -76,7 +76,7 @@ Kind = Literal["", "freed", "changed", "released"]
 
 
 class Facts(NamedTuple):
-    """What an error about a graph is about, for `hodiff.graph` to find the place: data, which no
+    """The subject of an error about a graph, for `hodiff.graph` to find the place: data, which no
     sentence is asked for.
 
     Attributes:

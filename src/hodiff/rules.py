@@ -192,7 +192,7 @@ def taken(
 
 
 def _spread(value: Any, tree: _tree.Tree, name: str) -> list[Any]:
-    """What a container like the parameters holds for each leaf, in their order."""
+    """The values that a container like the parameters holds for each leaf, in their order."""
     different = _tree.difference(tree, _tree.flatten(value)[2], name)
     if different:
         raise InputError(

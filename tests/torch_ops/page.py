@@ -1,5 +1,6 @@
 """`docs/explain/operations.md`, written from the stored results alone."""
 
+import json
 from collections import defaultdict
 from typing import Any
 
@@ -9,16 +10,34 @@ from tests.torch_ops.results import kind
 from tests.torch_ops.routes import ROUTES
 
 PAGE = ROOT / "docs" / "explain" / "operations.md"
-SIGNS = {
-    "right": "✓",
-    "refused": "R",
-    "told": "t",
-    "unsure": "·",
-    "defined": "d",
+DATA = ROOT / "docs" / "assets" / "operations.js"
+WORDS = {
+    "right": "right",
+    "refused": "refused",
+    "told": "not finite, and said so",
+    "unsure": "unsure",
+    "defined": "PyTorch's gradient by definition",
     "none": "",
-    "raises": "e",
-    "wrong": "**W**",
+    "raises": "an error of PyTorch's",
+    "wrong": "WRONG",
 }
+DATA_HEAD = """\
+// Written by `python -m tests.torch_ops --publish` from the stored results.
+((rows) => {
+  const box = document.getElementById("operation");
+  const list = document.getElementById("operations");
+  const item = (kind, text) => Object.assign(document.createElement(kind), {textContent: text});
+  box.addEventListener("input", () => {
+    const sought = box.value.trim().toLowerCase();
+    const found = sought ? rows.filter(([name]) => name.toLowerCase().includes(sought)) : [];
+    list.replaceChildren(...found.slice(0, 10).flatMap(([name, verdicts]) => [
+      item("dt", name),
+      ...verdicts.map(([verdict, routes]) => item("dd", `${verdict}: ${routes}`)),
+    ]));
+    if (found.length > 10) list.append(item("dt", `and ${found.length - 10} more`));
+  });
+})([
+"""
 
 HEAD = """\
 # Every operation, every order
@@ -44,15 +63,6 @@ python -m tests.torch_ops build/2.13.0.jsonl --publish
 The test suite runs a fixed share and compares it with this page.
 
 """
-
-
-def write() -> None:
-    PAGE.write_text(text(), encoding="utf-8")
-
-
-def text() -> str:
-    runs = {release: results.read(release) for release in results.releases()}
-    return HEAD + _counts(runs) + COMMANDS + _refused(runs) + _stock(runs) + _table(runs)
 
 
 def _counts(runs: dict[str, Any]) -> str:
@@ -149,29 +159,49 @@ def _stock(runs: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n\n"
 
 
-def _table(runs: dict[str, Any]) -> str:
-    lines = [
-        "## All of them\n",
-        "✓ right; R refused; t not finite, and said so; e raises an error of PyTorch's; **W** wrong; · unsure; d a "
-        "gradient by PyTorch's definition; empty: not tried (a whole Hessian is made up to 24 entries). Where releases "
-        "differ, "
-        f"{' / '.join(runs)}. A sign stands for the worst of the samples.\n",
-        "| operation | samples | " + " | ".join(route.name for route in ROUTES) + " |",
-        "|---|---|" + "---|" * len(ROUTES),
-    ]
-    names = sorted({name for run in runs.values() for name in run["operations"]})
-    for name in names:
-        each = [run["operations"][name] for run in runs.values() if name in run["operations"]]
-        if all(found["samples"] == "0" for found in each):
-            continue
-        cells = [_both([found["samples"] for found in each])]
-        cells += [_both([SIGNS[kind(found.get(route.name, "right"))] for found in each]) for route in ROUTES]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+SEARCH = """\
+## One operation
+
+Its verdicts by each route, the worst of its samples; those that are not named were not tried (a whole Hessian is made
+up to 24 entries).
+
+<p><input id="operation" type="search" placeholder="logsumexp" aria-label="Name of an operation"></p>
+<dl id="operations"></dl>
+<script src="../../assets/operations.js"></script>
+"""
 
 
-def _both(signs: list[str]) -> str:
-    return signs[0] if len(set(signs)) == 1 else " / ".join(sign or "-" for sign in signs)
+def write() -> None:
+    PAGE.write_text(text(), encoding="utf-8")
+    DATA.write_text(data(), encoding="utf-8")
+
+
+def text() -> str:
+    runs = {release: results.read(release) for release in results.releases()}
+    return HEAD + _counts(runs) + COMMANDS + SEARCH + _refused(runs) + _stock(runs)
+
+
+def data() -> str:
+    """The verdicts on all operations, for the box that looks for one."""
+    runs = {release: results.read(release) for release in results.releases()}
+    lines = []
+    for name in sorted({name for run in runs.values() for name in run["operations"]}):
+        each = {release: run["operations"][name] for release, run in runs.items() if name in run["operations"]}
+        routes: dict[str, list[str]] = defaultdict(list)
+        for route in ROUTES:
+            verdicts: dict[str, list[str]] = defaultdict(list)
+            for release, found in each.items():
+                verdicts[WORDS[kind(found.get(route.name, "right"))]].append(release)
+            said = "; ".join(
+                verdict if len(verdicts) == 1 else f"{verdict} ({', '.join(releases)})"
+                for verdict, releases in verdicts.items()
+                if verdict
+            )
+            if said:
+                routes[said].append(route.name.replace("`", ""))
+        if routes and any(found["samples"] != "0" for found in each.values()):
+            lines.append(json.dumps([name, [[said, ", ".join(names)] for said, names in routes.items()]]))
+    return DATA_HEAD + ",\n".join(lines) + "\n]);\n"
 
 
 def _error(verdict: str) -> str:

@@ -113,7 +113,8 @@ def test_published_results_hold_no_wrong_number_of_ours() -> None:
 
 
 def test_the_page_is_that_of_the_results() -> None:
-    assert page.PAGE.read_text("utf-8") == page.text(), "stale: python -m tests.torch_ops RESULTS --publish"
+    for path, text in ((page.PAGE, page.text()), (page.DATA, page.data())):
+        assert path.read_text("utf-8") == text, f"{path.name} is stale: python -m tests.torch_ops RESULTS --publish"
 
 
 def test_the_tables_are_written_as_they_are_read() -> None:

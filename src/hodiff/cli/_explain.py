@@ -128,7 +128,7 @@ def _no_place(picture: str) -> str:
 
 
 def flush() -> None:
-    """What the program has printed comes first, unless it closed its output, or has none,
+    """Write the program's output first, unless it closed its output, or has none,
     or nobody takes it.
     """
     if sys.stdout is not None and not sys.stdout.closed:
@@ -137,7 +137,7 @@ def flush() -> None:
 
 
 def _tell(growth: _growth.Growth, *, ended: bool) -> None:
-    """At the end, on stderr: which graphs grew, what holds them;
+    """Say at the end, on stderr: which graphs grew, their holders;
     parameters that were never trained.
     """
     said = _growth.report(growth, ended=ended)
@@ -153,7 +153,7 @@ _as_main = runpy._run_module_as_main  # type: ignore[attr-defined]  # what `pyth
 
 
 def run_program(name: str, arguments: Sequence[str], *, is_module: bool) -> None:
-    """What `python NAME ARGUMENTS` does, or `python -m NAME ARGUMENTS`.
+    """Run a program as `python NAME ARGUMENTS` does, or `python -m NAME ARGUMENTS`.
 
     `__main__` stays when the program has ended, as it does in Python: handlers of its end still run
     in it.
@@ -203,7 +203,7 @@ _HANDED_ON = handle_torch_function.__code__
 
 
 def seen(codes: Sequence[CodeType]) -> list[int]:
-    """Which frames of a stack, given outermost first, are there without a watch."""
+    """The frames of a stack, given outermost first, that are there without a watch."""
     kept: list[int] = []
     index = 0
     while index < len(codes):

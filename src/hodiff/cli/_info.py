@@ -58,7 +58,9 @@ def devices() -> list[str]:
 
 
 def extras() -> dict[str, str]:
-    """For each extra of the package, whether it is installed, or what of it is missing."""
+    """The state of each extra of the package: whether it is installed,
+    or the part of it that is missing.
+    """
     try:
         requirements = importlib.metadata.requires("hodiff") or []
     except importlib.metadata.PackageNotFoundError:

@@ -228,7 +228,7 @@ def graphs(screen: Screen, model: nn.Module, loss: Loss) -> None:
 
 
 def whats_more(screen: Screen) -> None:
-    """Where to read on."""
+    """The pages to read on."""
     screen.heading("4  More, in these files of the repository")
     for what, page in PAGES.items():
         screen.say(f"{what:<64}{page}")
@@ -252,12 +252,12 @@ PAGES = {
 
 
 def gradients(model: nn.Module) -> Named:
-    """What `backward()` left in the parameters."""
+    """The gradients that `backward()` left in the parameters."""
     return {name: written(parameter) for name, parameter in model.named_parameters()}
 
 
 def written(leaf: Tensor) -> Tensor:
-    """What `backward()` left in a leaf."""
+    """The gradient that `backward()` left in a leaf."""
     if leaf.grad is None:
         raise RuntimeError("backward() wrote no gradient.")
     return leaf.grad

@@ -164,8 +164,8 @@ def _eigenvectors(weight: Tensor, x: Any, batch_ndim: int) -> Directions:
 
 
 def _pairs(weight: Any, x: Any, batch_ndim: int) -> Directions:
-    r"""For a weight that is differentiated by: eigenvectors have no derivative where eigenvalues
-    meet.
+    r"""Directions and weights for a weight that is differentiated by: eigenvectors have no
+    derivative where eigenvalues meet.
 
     \(C : H = \sum_{i \le j} w_{ij} \, (e_i + e_j)^\top H (e_i + e_j)\) with coefficients linear in
     C. One weight per sample becomes a pair of directions, \(w = ((1 + w)/2)^2 - ((1 - w)/2)^2\)
@@ -346,8 +346,8 @@ def _within_bounds(call: FieldCall, directions: Directions, drift: Any) -> Curve
 
 
 class Rehearsal(NamedTuple):
-    """What `f` does with the whole batch along one direction, against which blocks of samples are
-    held.
+    """The results of `f` for the whole batch along one direction, against which blocks of samples
+    are held.
 
     Attributes:
         mix: The share of each direction in that one.
@@ -394,8 +394,8 @@ def _series_along(call: FieldCall, vector: Tensor) -> tuple[list[Tensor], int]:
 
 
 def _rounding(order: Tensor) -> Tensor:
-    """What blocks of another size may change, for each entry: half its digits,
-    and some of the mean size of all.
+    """The most that blocks of another size may change in each entry: half its digits, and some of
+    the mean size of all.
     """
     size = order.abs()
     return (size + 0.1 * size.nan_to_num(0, 0, 0).mean()) * torch.finfo(order.dtype).eps ** 0.5

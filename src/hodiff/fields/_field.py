@@ -55,7 +55,9 @@ class SecondOrderOptions(FieldOptions, total=False):
 
 
 class FieldCall(NamedTuple):
-    """What every field operator passes on: the function, its point, and how to evaluate."""
+    """The call that every field operator passes on: the function, its point,
+    and how to evaluate.
+    """
 
     name: str
     f: Any

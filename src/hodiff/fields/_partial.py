@@ -221,7 +221,7 @@ def partials(
 
 
 def _derivatives(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
-    """By the route that is faster: reverse for low orders of few outputs,
+    """Derivatives by the faster route: reverse for low orders of few outputs,
     which it takes one by one.
     """
     batched = _call.inside_vmap()  # reverse passes have no leaves of their own there
@@ -236,7 +236,9 @@ def _derivatives(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
 
 
 def _expansions(wanted: Sequence[Index]) -> int:
-    """How many nested expansions mixed derivatives take: one for each that no other contains."""
+    """The number of nested expansions that mixed derivatives take:
+    one for each that no other contains.
+    """
     mixed = {each: Counter(each) for each in wanted if len(set(each)) > 1}
     return sum(not any(powers < other for other in mixed.values()) for powers in mixed.values())
 
@@ -604,7 +606,7 @@ def derivatives_of(u: Tensor, x: Tensor, *, batch_ndim: int = 1) -> Derivatives:
 
 
 class Derivatives:
-    """What `derivatives_of` returns: `d[0, 1]` is a derivative of the tensor,
+    """The result of `derivatives_of`: `d[0, 1]` is a derivative of the tensor,
     computed at the first look.
     """
 

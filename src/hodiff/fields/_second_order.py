@@ -227,7 +227,7 @@ def mean_over(each: Any, remaining: float, vectors: Any) -> Estimate | Tensor:
 
 
 class ValueGradLaplacianOptions(SecondOrderOptions, total=False):
-    """What `value_grad_and_laplacian` takes beside; for overloads alone."""
+    """The further options of `value_grad_and_laplacian`; for overloads alone."""
 
     weight: Tensor | None
 

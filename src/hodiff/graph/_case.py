@@ -1,4 +1,4 @@
-"""What a failing pass is, what is known of it, what an explanation consists of."""
+"""A failing pass, the facts known of it, and the parts of an explanation."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ class Explanation:
 
     @property
     def reason(self) -> str:
-        """What a failure of this class is."""
+        """Why passes of this class fail."""
         return CLASSES[self.cause].what
 
     @property
     def helps(self) -> tuple[str, ...]:
-        """What helps with failures of this class."""
+        """Advice for failures of this class."""
         return (*self.more, *CLASSES[self.cause].helps)
 
     def line(self, *kinds: str) -> Line | None:
@@ -144,7 +144,7 @@ class Explanation:
         return f"{TITLE} {self.call} failed{likely}\n\n{self.body}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """In IPython and Jupyter: what print() shows."""
+        """The text of print(), for IPython and Jupyter."""
         printer.text(str(self))
 
     @property
@@ -164,7 +164,7 @@ class Explanation:
 
 
 def body(facts: Iterable[object], reason: str = "", advice: Iterable[tuple[str, str]] = ()) -> str:
-    """What is said of a failure, as lines: facts, the reason, advice with its labels."""
+    """The lines of an explanation: facts, the reason, advice with its labels."""
     last: list[str] = []
     for label, text in [("=>", reason), *advice] if reason else advice:
         before = f"    {label} " if label == "=>" else f"    {label}: "
@@ -194,7 +194,7 @@ def labeled(label: str, what: object) -> str:
 
 
 def callers(path: Path, known: Sequence[Line | None]) -> list[Fact]:
-    """How the user's program came to a line: the nearest caller and the outermost,
+    """The calls that led to a line: the nearest caller and the outermost,
     but for those that are known.
     """
     lines = [line for line in lines_of(path)[1:] if line not in known]
@@ -209,7 +209,7 @@ def fact_of_pass(kind: str, call: Pass) -> Fact:
 
 @dataclass
 class FailedPass:
-    """What is known about a failing pass; the modules that tell its facts read it."""
+    """The facts about a failing pass; the modules that tell them read it."""
 
     error: BaseException
     name: str
@@ -243,7 +243,9 @@ class FailedPass:
 
     @cached_property
     def troubles(self) -> dict[Node, str]:
-        """Of each node of the graph that could fail, why: see `_inspect.trouble`."""
+        """The reason why a node of the graph could fail, for each that could:
+        see `_inspect.trouble`.
+        """
         return {node: trouble for node in self.graph if (trouble := _inspect.trouble(node))}
 
     def having(self, nodes: Iterable[Node], reason: str) -> list[Node]:
@@ -252,7 +254,7 @@ class FailedPass:
 
     @property
     def record(self) -> Record:
-        """What was recorded; an empty record where nothing was."""
+        """The record of the program; an empty one where nothing was recorded."""
         return self.recorded or NOTHING
 
     @property

@@ -124,7 +124,7 @@ def _without(case: FailedPass, tensor: Tensor, variable: str, facts: list[Fact])
 
 
 def _concerned(case: FailedPass, tensor: Tensor) -> list[Cut]:
-    """Where a tensor lost its graph.
+    """The place where a tensor lost its graph.
 
     What is frozen, as networks are that give features, counts if it is all.
     """
@@ -313,7 +313,7 @@ def not_used(case: FailedPass) -> Explanation | None:
 
 
 def _loss(case: FailedPass) -> Fact | None:
-    """Where what is differentiated was made."""
+    """The place where the differentiated tensor was made."""
     line = case.record.made(case.roots[0]) if case.roots else None
     return Fact("made", case.loss, line, "what is differentiated") if line is not None else None
 
@@ -437,7 +437,7 @@ def _of_compiled(case: FailedPass, node: Node) -> Line | None:
 
 
 def _assigned(case: FailedPass, node: Node) -> Line | None:
-    """Where the variable that holds a node's output is assigned, if that is one place."""
+    """The place where the variable that holds a node's output is assigned, if there is only one."""
     variable = case.names.nodes.get(node, "")
     return next(
         filter(None, (_source.only_assignment(variable, line_of(frame)) for frame in case.frames)),

@@ -110,7 +110,7 @@ def note(error: BaseException, explanation: Callable[[], Explanation | None]) ->
 
 
 def recorded(error: BaseException) -> Explanation | None:
-    """What a watch has said of an error."""
+    """The explanation of an error by the record of a watch."""
     notes = getattr(error, "__notes__", ())
     return next((each.explanation for each in notes if isinstance(each, Note)), None)
 
@@ -308,7 +308,7 @@ def _users(steps: list[TracebackType]) -> list[Any]:
 
 
 def _entries(steps: list[TracebackType]) -> list[int]:
-    """Where in a traceback passes were asked for, the outermost first."""
+    """The places in a traceback where passes were asked for, the outermost first."""
     return [index for index, step in enumerate(steps) if step.tb_frame.f_code in _ENTRIES]
 
 

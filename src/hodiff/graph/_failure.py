@@ -1,5 +1,5 @@
-"""What the errors of hodiff's calculus say beyond their first sentence: the line, the variable, and
-what to do.
+"""The errors of hodiff's calculus beyond their first sentence: the line, the variable, and what to
+do.
 
 In the function form `f` is called once more, under a watch, with the same argument and the same
 random numbers; what it did on the way is then recorded, and certain. In the tensor form the forward
@@ -119,7 +119,7 @@ def _of_function(
 
 
 def _helps(cut: Cut) -> list[tuple[str, str]]:
-    """What to do about a cut; a detach() that only serves NumPy is not the cause."""
+    """Advice about a cut; a detach() that only serves NumPy is not the cause."""
     leaves_torch = cut.kind == "detached" and any(
         word in cut.line.text for word in (".numpy(", ".item(", ".tolist(")
     )
@@ -138,7 +138,7 @@ def _lost(
     record: WatchMode,
     clues: _Clues,
 ) -> str:
-    """Where `f` cut its argument off; or that it never used it,
+    """The place where `f` cut its argument off; or that it never used it,
     and what the result was computed from.
     """
     last = {(cut.kind, cut.line) for output in outputs for cut in record.cuts.places(output)[:1]}
@@ -194,7 +194,7 @@ def _of_tensors(failure: Failure, frames: list[FrameType]) -> str:
 
 
 def _untracked(case: FailedPass) -> str:
-    """Where a tensor lost its graph; nothing if that cannot be told."""
+    """The place where a tensor lost its graph; nothing if that cannot be told."""
     explanation = _cut.no_graph(case)
     told = explanation is not None and explanation.line("cut", "frozen") is not None
     return _body(explanation) if told else ""

@@ -54,7 +54,7 @@ _serial = itertools.count()
 
 
 class _Token:
-    """What a pass leaves on nodes, or a look: it lives as long as one of them."""
+    """A mark that a pass or a look leaves on nodes: it lives as long as one of them."""
 
     __slots__ = ("__weakref__", "used")
 
@@ -214,8 +214,8 @@ class Growth(Listener):
             self.untrained.step(optimizer)
 
     def growing(self, *, ended: bool = True) -> list[Grown]:
-        """What grew, each holder once; `ended`: the program came to its end,
-        and would have used it.
+        """The holders that grew, each once; `ended`: the program came to its end,
+        and would have used them.
         """
         rising = [path for path in self._grown if self._lines[path].idle <= RISES]
         grew = [_lasting(self._grown[path], self._lines[path].peak) for path in rising]
@@ -464,7 +464,7 @@ def _groups(names: TensorNames) -> dict[str, list[Tensor]]:
 def holder(
     names: TensorNames, tag: Callable[[Node], Any], wanted: Collection[Any], path: Path = ()
 ) -> tuple[str, int, list[Tensor]] | None:
-    """What leads to most of the tags in `wanted`, to how many, and its tensors.
+    """The variable that leads to most of the tags in `wanted`, their number, and its tensors.
 
     Of several what a loop around `path` hands to its next round, and then the least.
     """
@@ -588,7 +588,9 @@ class Grown:
 
 
 def _lasting(looks: list[Grown], peak: int) -> Grown:
-    """What most looks have found, with what it came to hold until a look found something else."""
+    """The holders that most looks have found,
+    with what each held until a look found something else.
+    """
     names = [each.variable for each in looks]
     last = max(range(len(looks)), key=lambda index: (names.count(names[index]), index))
     said = looks[last]
@@ -605,7 +607,7 @@ def grown(
     tensors: list[Tensor],
     call: Pass | None = None,
 ) -> Grown:
-    """What is said of a variable that holds the graphs of `count` iterations."""
+    """The sentences about a variable that holds the graphs of `count` iterations."""
     size = _inspect.saved_bytes(_nodes.walk([tensor.grad_fn for tensor in tensors]))
     return Grown(kind, variable, count, size, _line(names, record, variable, tensors), call)
 
@@ -649,7 +651,9 @@ KINDS = {
 
 
 def report(growth: Growth, *, ended: bool = True) -> str:
-    """What grew, and what was never trained; empty if there is neither."""
+    """The holders that grew, and the parameters that were never trained;
+    empty if there is neither.
+    """
     grown = growth.growing(ended=ended)
     parts = ["\n\n".join([TITLE, *map(str, grown)])] if grown else []
     parts += filter(None, [str(growth.untrained) if ended else ""])

@@ -71,9 +71,7 @@ def _moved(case: FailedPass) -> list[Tensor]:
 
 
 def _unnamed(case: FailedPass) -> Explanation | None:
-    """What is known where PyTorch does not tell the tensor: the node that had saved it,
-    its line.
-    """
+    """The facts where PyTorch does not tell the tensor: the node that had saved it, its line."""
     for node in case.nodes:
         for slot in _saved.slots(node):
             if slot.state == _saved.STALE:
@@ -98,7 +96,7 @@ def _find(case: FailedPass) -> _Stale | None:
 
 
 def _stale_slots(case: FailedPass) -> Iterator[tuple[Node, str, Tensor]]:
-    """What the pass needs and was changed: the node that saved it, what that calls it, and the
+    """The changed values that the pass needs: the node that saved each, its name for it, and the
     value as it is.
     """
     for node in case.nodes:
@@ -143,7 +141,9 @@ def explain_refused(case: FailedPass, cause: str, arguments: Any, path: Path) ->
 
 
 def _maker(case: FailedPass, tensor: Tensor | None) -> list[Fact]:
-    """What made the tensor that a refusal is about, and what had switched gradients off then."""
+    """The operation that made the tensor of a refusal,
+    and the switch that had gradients off then.
+    """
     if tensor is None:
         return []
     line, origin = case.record.maker(tensor), case.record.cuts.origin(tensor)
@@ -159,7 +159,7 @@ def _maker(case: FailedPass, tensor: Tensor | None) -> list[Fact]:
 
 
 def _changed(case: FailedPass, line: Line) -> str:
-    """What a line was to change."""
+    """The tensor that a line was to change."""
     names = _source.changed_at(line, case.name)
     return names[0] if names else _source.receiver(line, case.name)
 

@@ -355,7 +355,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Prediction(_messages.Reported):
-    """What a backward pass would do.
+    """The outcome of a backward pass, foretold.
 
     Attributes:
         verdict: `"ok"`, `"fail"` or `"maybe"`.
@@ -523,7 +523,7 @@ def _about_tensors(
     inputs: Sequence[Tensor] | None,
     names: TensorNames,
 ) -> list[Finding]:
-    """What is wrong before any node is looked at."""
+    """Faults of the tensors themselves, before any node is looked at."""
     findings: list[Finding] = []
 
     def note(tensor: Tensor, reason: str, text: str) -> None:
@@ -561,7 +561,7 @@ def _about_tensors(
 
 @dataclass(frozen=True, repr=False)
 class Shared(_messages.Reported):
-    """What several losses have in common.
+    """The parts that several losses have in common.
 
     Attributes:
         nodes: How many nodes at least two of the losses reach.

@@ -38,7 +38,7 @@ COLORS = {"freed": "#3a7", "held": "#e90"}
 
 
 def _legend() -> list[str]:
-    """What the colors say."""
+    """The meaning of the colors."""
     parts = []
     for x, (state, text) in zip(
         (MARGIN, 150), {"freed": "freed by a pass", "held": "kept by it"}.items(), strict=True
@@ -53,7 +53,7 @@ _UNKNOWN = Line("(not recorded)", 0)
 
 
 class Span(NamedTuple):
-    """What one line saved, from when it was made until a pass freed it.
+    """The values that one line saved, from when they were made until a pass freed them.
 
     Attributes:
         line: The user's line.
@@ -80,7 +80,7 @@ class _Spans(Listener):
         self._sizes: dict[Node, int] = {}
 
     def before(self, call: Pass, nodes: Sequence[Node]) -> None:
-        """What the nodes hold now, before the pass frees it."""
+        """Note the nodes' values now, before the pass frees them."""
         states = {node: {slot.state for slot in _saved.slots(node)} for node in nodes}
         gone = {_saved.FREED, _saved.RELEASED}
         self._sizes = {
@@ -90,8 +90,8 @@ class _Spans(Listener):
         }
 
     def after(self, record: Record, call: Pass, failed: bool) -> None:
-        """What the pass freed or kept; where it failed, what it freed on its way,
-        and what it found missing.
+        """Note the values that the pass freed or kept; where it failed,
+        those freed on its way and those missing.
         """
         sizes, self._sizes = self._sizes, {}  # nodes are not kept beyond the pass
         if not failed:
@@ -198,8 +198,8 @@ class Lifetime(Watch):
         return "\n".join([*parts, "</svg>"])
 
     def _axis(self) -> dict[tuple[int, int], float]:
-        """Where each event is drawn, in their order and equally far apart: `(place, pass)`, or
-        `(place, MADE)`.
+        """The place of each event in the drawing, in their order and equally far apart:
+        `(place, pass)`, or `(place, MADE)`.
 
         To the scale of the places a picture would begin with whatever the program did before, and
         passes that follow each other with nothing made between them would be one.
@@ -211,7 +211,9 @@ class Lifetime(Watch):
         return {event: MARGIN + step * number for number, event in enumerate(sorted(events), 1)}
 
     def _bars(self, line: Line, at: Mapping[tuple[int, int], float], y: int) -> Iterator[str]:
-        """What one line saved: each bar begins where the last pass that kept the same left it."""
+        """The bars of one line's values: each begins where the last pass that
+        kept the same left it.
+        """
         kept: dict[int, tuple[int, int]] = {}
         for span in [span for span in self.spans if span.line == line]:
             stop = self.passes[span.stop].place, span.stop
@@ -277,7 +279,7 @@ def lifetime() -> Lifetime:
 
 
 class Released(NamedTuple):
-    """What was released: how many nodes, and the bytes of what they had saved that could be seen.
+    """The number of nodes released, and the bytes of their saved values that could be seen.
 
     A storage that something else holds as well is not returned by it.
     """

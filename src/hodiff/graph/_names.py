@@ -1,5 +1,5 @@
-"""Which variables of the user hold which tensors, by identity, graph node or memory;
-which lines called.
+"""The user's variables that hold a tensor, by identity, graph node or memory;
+the lines that called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUDGET = 5_000
 
 
 def _folders() -> tuple[str, ...]:
-    """Where the standard library and installed packages lie: what is there is a tool's,
+    """The folders of the standard library and of installed packages: their code is a tool's,
     not the user's.
     """
     folders = {
@@ -258,8 +258,8 @@ _OF_THE_SHELL = re.compile(r"_+|_i*|_i?\d+|_[iod]h|In|Out|exit|quit|get_ipython"
 
 
 def _inside(value: Any, *, leaves: bool = True) -> Iterator[tuple[str, Any]]:
-    """What a container, a module or an object holds, each with its step of the path; with `leaves`,
-    parameters too.
+    """The values inside a container, a module or an object, each with its step of the path;
+    with `leaves`, parameters too.
     """
     module = type(value).__module__
     is_tool = module.partition(".")[0] in _HOLDERS or module.startswith("hodiff.graph")
@@ -292,8 +292,8 @@ def _inside(value: Any, *, leaves: bool = True) -> Iterator[tuple[str, Any]]:
 
 
 def _of_modules(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What modules hold beside parameters and modules: buffers, the attributes of their classes and
-    their own.
+    """The values that modules hold beside parameters and modules: buffers, the attributes of their
+    classes and their own.
 
     Each pass under a watch looks at all modules in sight, and at most of them in vain.
     """
@@ -324,8 +324,8 @@ def _of_modules(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _of_hooks(name: str, hooks: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
-    """What hooks hold: the objects of their methods, what their closures hold,
-    and what they were given.
+    """The values that hooks hold: the objects of their methods, their closures' values,
+    their arguments.
     """
     for number, hook in list(hooks.items()):
         path = f".{name}[{number}]"

@@ -104,7 +104,7 @@ class NoGradient(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """What switched gradients off: the line, in words how,
+    """The switch that had gradients off: its line, in words how,
     and the line that called a decorated function.
     """
 
@@ -115,7 +115,7 @@ class Switch(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Cut:
-    """How one tensor came to have no graph; each call that cuts is one of its own.
+    """The way in which one tensor came to have no graph; each call that cuts is one of its own.
 
     Attributes:
         kind: A class of `_classes.CLASSES`.
@@ -235,7 +235,7 @@ NEAR = 150
 
 
 class _Tag(NamedTuple):
-    """What a pass leaves on a node: its number; on a leaf also the version of the leaf."""
+    """The mark of a pass on a node: its number; on a leaf also the version of the leaf."""
 
     number: int
     version: int = -1
@@ -345,12 +345,14 @@ class Cuts:
     # --- asked when a pass fails ------------------------------------------------------------------
 
     def origin(self, tensor: Tensor) -> Origin | None:
-        """What made a tensor without a graph, if that was seen."""
+        """The call that made a tensor without a graph, if it was seen."""
         entry = self.known.get(id(tensor))
         return entry if entry and entry.ref() is tensor else None
 
     def places(self, tensor: Tensor) -> tuple[Cut, ...]:
-        """Where the sources of a tensor without a graph lost theirs; what is frozen comes last."""
+        """The places where the sources of a tensor without a graph lost theirs;
+        frozen tensors come last.
+        """
         entry = self.origin(tensor)
         return entry.cuts if entry is not None else ()
 
@@ -387,8 +389,8 @@ class Cuts:
     def _after(
         self, on: bool, step: str, context: Any, frame: FrameType | None, now: Switch | None
     ) -> Switch | None:
-        """What has gradients switched off, after a step of a context;
-        what was before is kept for its end.
+        """The switch that has gradients off after a step of a context;
+        the one before is kept for its end.
         """
         # a set_grad_enabled that decorates undoes what it did when it was made
         if step in ("__exit__", "__call__"):
@@ -462,7 +464,7 @@ class Cuts:
         self._tell(cut, arguments)
 
     def _inherit(self, name: str, sources: list[Tensor], result: Any, place: int) -> None:
-        """Nothing that went in has a graph: what comes out lost it where those did that had one."""
+        """Note a result of inputs without a graph: it lost its own where those did that had one."""
         cuts = [cut for tensor in sources for cut in self.places(tensor)]
         frozen = [tensor for tensor in sources if isinstance(tensor, nn.Parameter)]
         if frozen:
@@ -527,7 +529,9 @@ class Cuts:
     def remember(
         self, result: Any, cuts: tuple[Cut, ...], place: int, call: str, off: Switch | None = None
     ) -> None:
-        """What made a tensor without a graph, or several, and where it was cut off."""
+        """Note the call that made a tensor without a graph, or several,
+        and where it was cut off.
+        """
         known = self.known
         for tensor in tensors_in(result):
             key = id(tensor)
@@ -548,8 +552,8 @@ _SWITCHING = os.path.join(os.path.dirname(torch.__file__), "autograd", "grad_mod
 
 
 def _switch(frame: FrameType | None, context: Any) -> Switch:
-    """What switched gradients off: a context, a statement, or the decorator of a function, whose
-    first line it is.
+    """The cause of gradients being off: a context, a statement, or the decorator of a function,
+    whose first line it is.
     """
     user = next(user_frames(frame), None)
     line = None if user is None else line_of(user)
@@ -570,8 +574,8 @@ def _switch(frame: FrameType | None, context: Any) -> Switch:
 
 
 class Listener:
-    """What is told of each operation and each backward pass under a watch;
-    what it has no use for goes by.
+    """The receiver of each operation and each backward pass under a watch; it ignores those that it
+    has no use for.
     """
 
     def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
@@ -595,9 +599,7 @@ CHANGES = 8
 
 
 class Record:
-    """What was noted of a program: its backward passes, the tags that they left,
-    where graphs ended.
-    """
+    """The notes on a program: its backward passes, the tags that they left, where graphs ended."""
 
     def __init__(self, *listeners: Listener) -> None:
         super().__init__()
@@ -621,7 +623,7 @@ class Record:
         self._entered: Mark = (None, 0)
 
     def place(self, frame: FrameType) -> int:
-        """By which of the user's lines the code of a frame runs: the number of the path."""
+        """The number of the path of the user's lines by which the code of a frame runs."""
         return self._paths.number(frame, self._entered)
 
     def _path_of(self, frame: FrameType) -> Path:
@@ -667,7 +669,7 @@ class Record:
         return self._switched.get(_saved.memory(leaf), ())
 
     def changes(self, tensor: Tensor, since: int = -1) -> list[Change]:
-        """What changed a tensor's memory in place, after the node of a place was made."""
+        """The changes in place of a tensor's memory, after the node of a place was made."""
         return [
             change
             for change in self._changed.get(_saved.memory(tensor), ())
@@ -675,7 +677,7 @@ class Record:
         ]
 
     def changed(self, tensor: Tensor) -> Change | None:
-        """What last changed a tensor's memory in place."""
+        """The last change in place of a tensor's memory."""
         return next(reversed(self.changes(tensor)), None)
 
     def _note_functions(self, nodes: Sequence[Node], line: Line) -> None:
@@ -732,7 +734,7 @@ OPERATION, INPLACE, CUT, GRADIENT, PLAIN, PASS, SWITCH, MODE = range(8)
 
 
 def kind_of(func: Callable[..., Any]) -> int:
-    """What a function is to the recorder."""
+    """The kind of a function, as the recorder distinguishes them."""
     if func in PASSES:
         return PASS
     name = getattr(func, "__name__", "")
@@ -794,7 +796,7 @@ def _node(item: Any) -> Node | None:
 
 
 def as_list(value: Any) -> list[Any] | None:
-    """What a pass was given, as a list; None stays."""
+    """The tensors that a pass was given, as a list; None stays."""
     if value is None:
         return None
     return [value] if isinstance(value, Tensor) or hasattr(value, "node") else list(value)
@@ -814,8 +816,8 @@ _HOLDING = (Tensor, tuple, list, dict)
 
 
 def surroundings(frame: FrameType | None) -> tuple[str, FrameType | None]:
-    """What of PyTorch runs code with gradients switched off, `checkpoint` or `inside a Function`,
-    and its frame.
+    """The part of PyTorch that runs code with gradients switched off, `checkpoint` or
+    `inside a Function`, and its frame.
     """
     forwards = _forwards()
     while frame is not None:

@@ -1,4 +1,4 @@
-"""What nodes tell under PyTorch's private names, as far as this PyTorch answers as expected.
+"""The facts of nodes under PyTorch's private names, as far as this PyTorch answers as expected.
 
 Every state is then *unknown*, and none becomes wrong.
 """
@@ -166,7 +166,7 @@ class SavedTensor(NamedTuple):
 
 
 class NodeLayout(NamedTuple):
-    """How to read the nodes of one class."""
+    """The way to read the nodes of one class."""
 
     names: tuple[tuple[str, str, str], ...] = ()  # (x, _raw_saved_x, _saved_x)
     function: bool = False
@@ -175,9 +175,7 @@ class NodeLayout(NamedTuple):
 
 
 class _Layouts(dict[type, NodeLayout]):
-    """How to read the nodes of a class; one of Python Functions, which may be made anew,
-    is not kept.
-    """
+    """The layouts by class; that of a Python Function, which may be made anew, is not kept."""
 
     def __missing__(self, kind: type) -> NodeLayout:
         if issubclass(kind, BackwardCFunction):
@@ -379,7 +377,7 @@ def _normal(undo: Undo) -> None:
 
 
 def modes() -> int:
-    """How many modes see this thread's calls now."""
+    """The number of modes that see this thread's calls now."""
     return torch._C._len_torch_function_stack()
 
 
@@ -395,7 +393,7 @@ def hooks_before_steps() -> dict[int, Any]:
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What runs around the steps of an optimizer: its own hooks, and those of all optimizers."""
+    """The hooks around the steps of an optimizer: its own, and those of all optimizers."""
     hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     hooks += [_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks]
     return [hook for hooks in hooks for hook in hooks.values()]
@@ -458,7 +456,7 @@ def hooks_of(tensor: Tensor) -> dict[int, Any]:
 
 
 def version(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; -1 where that is not counted."""
+    """The number of the tensor's changes in place; -1 where they are not counted."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -498,7 +496,7 @@ def measure(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
 
 
 class Answers(NamedTuple):
-    """What was found.
+    """The answers of this PyTorch, asked once.
 
     Attributes:
         states: Whether the states of saved tensors are told as they are.

@@ -200,8 +200,8 @@ def _freed_below(part: SharedPart) -> str:
 
 
 def _states(case: FailedPass) -> Explanation | None:
-    """Nothing was recorded of the pass that freed it: where the freed part begins,
-    by its nodes and variables.
+    """The beginning of the freed part, by its nodes and variables,
+    where the pass that freed it was not recorded.
     """
     freed = case.having(case.graph, "freed")
     if not freed or case.line is None:
@@ -405,8 +405,8 @@ HANDED_ON, MEMBER, OTHER = range(3)
 
 
 def _unlikely(held: NamedVariable, call: Pass | None) -> tuple[int, int, int]:
-    """How unlikely it is that a variable hands its value to the next step: one that is read first,
-    or is a member.
+    """A rank of a variable as the one that hands its value to the next step: high for one that is
+    read first, or a member.
     """
     member = held.path != _names.root(held.path)
     if member:

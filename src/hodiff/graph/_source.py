@@ -114,7 +114,7 @@ def statement(line: Line) -> ast.stmt | None:
 
 
 def targets(node: ast.AST) -> list[str]:
-    """What a statement assigns, as written: `y`, `self.h`."""
+    """The names that a statement assigns, as written: `y`, `self.h`."""
     if isinstance(node, ast.Assign):
         expressions: list[ast.expr] = list(node.targets)
     elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor)):
@@ -155,14 +155,16 @@ def calls(line: Line, name: str) -> bool:
 
 
 def assigned_by(line: Line) -> list[str]:
-    """What the statements at a line assign."""
+    """The names that the statements at a line assign."""
     return [
         target for node in statements(line) if within(node, line.number) for target in targets(node)
     ]
 
 
 def given_by(line: Line) -> list[str]:
-    """What the assignment at a line gives its whole value to: nothing, for one that unpacks."""
+    """The names to which the assignment at a line gives its whole value: none,
+    for one that unpacks.
+    """
     node = statement(line)
     if isinstance(node, ast.Assign) and any(
         isinstance(target, (ast.Tuple, ast.List)) for target in node.targets
@@ -246,7 +248,7 @@ def changed_at(line: Line, call: str = "") -> list[str]:
 
 
 def receiver(line: Line, method: str) -> str:
-    """What the statement at a line calls a method of: `hx[i]` in
+    """The object whose method the statement at a line calls: `hx[i]` in
     `[hx[i].squeeze_(0) for i in ...]`.
     """
     for each in nodes_at(line):
@@ -263,8 +265,8 @@ def receiver(line: Line, method: str) -> str:
 
 
 def target_of(line: Line) -> str:
-    """What the pass at a line differentiates, as written: of `x.backward(...)`, `grad(x, ...)`,
-    `backward(x)`.
+    """The expression that the pass at a line differentiates, as written: of `x.backward(...)`,
+    `grad(x, ...)`, `backward(x)`.
     """
     for call in nodes_at(line):
         if isinstance(call, ast.Call):
@@ -407,12 +409,12 @@ def base(path: str) -> str:
 
 
 def steps(path: str) -> int:
-    """How many attributes and subscripts a path goes through."""
+    """The number of attributes and subscripts in a path."""
     return path.count(".") + path.count("[")
 
 
 def forms(path: str) -> tuple[str, str]:
-    """As a variable is written, and as it is within its class:
+    """The two spellings of a variable, as written and as within its class:
     `trainer.total` is `self.total` there.
     """
     return path, re.sub(r"^.*\.", "self.", path)

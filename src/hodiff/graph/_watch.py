@@ -50,8 +50,8 @@ from hodiff.graph._record import (
 
 
 class _Away(NamedTuple):
-    """While the mode is off the stack: how many others are on it, the leaves with their versions,
-    and the place.
+    """A time in which the mode is off the stack: the number of others on it,
+    the leaves with their versions, the place.
     """
 
     depth: int
@@ -163,7 +163,7 @@ def recording() -> WatchMode | None:
 
 @final
 class WatchMode(Record, TorchFunctionMode):
-    """What PyTorch holds of a watch.
+    """The part of a watch that PyTorch holds.
 
     It does not hold the watch, which ends with its last holder.
     """
@@ -188,7 +188,7 @@ class WatchMode(Record, TorchFunctionMode):
         self._steps.enter()
 
     def explain(self, error: BaseException | None) -> None:
-        """What an error that leaves the block is told."""
+        """Add the explanation to an error that leaves the block."""
         self._steps.settle()
         if isinstance(error, Exception):
             _explain.note(error, partial(_explain.left, error, self))

@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 
 
 class SolutionOptions(TypedDict, total=False):
-    """What overloads pass on; at run time signatures are spelled out."""
+    """The options that overloads pass on; at run time signatures are spelled out."""
 
     order: int | None
     batch_ndim: int
@@ -528,7 +528,7 @@ class Problem:
         ]
 
     def _like_x(self, graph: OutputGraph) -> Leaves:
-        """What `f` returned, in the order of the point's leaves."""
+        """The result of `f`, in the order of the point's leaves."""
         tree, name = graph.call.where.tree, "F(x)" if self.kind == "root" else "g(x)"
         graph.tensors()
         different = _tree.difference(tree, _tree.flatten(graph.outputs)[2], name)
@@ -670,7 +670,7 @@ class Transposed(LinearOperator):
             return _reverse.products(self._graph, self._residual, parts, count, chunk_size=None)
 
     def _times(self, flat: Tensor) -> Tensor:
-        """As for any operator; but what it gives is read alone,
+        """A product with the transpose; its result is read alone,
         and need not be memory of its own.
         """
         self._count(1)

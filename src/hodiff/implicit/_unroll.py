@@ -48,7 +48,7 @@ Segments = int | Literal["auto"] | None
 
 
 class UnrollOptions(TypedDict, total=False):
-    """What overloads pass on; at run time signatures are spelled out."""
+    """The options that overloads pass on; at run time signatures are spelled out."""
 
     segments: Segments
     last: int | None
@@ -229,7 +229,7 @@ def unroll(
 
 
 def _batches(steps: Any) -> list[Any]:
-    """What each step is given beside the parameters: nothing, or a batch."""
+    """The argument of each step beside the parameters: nothing, or a batch."""
     if isinstance(steps, int):
         return [()] * _arguments.check_integer(steps, "steps", least=1)
     if isinstance(steps, Tensor) or not isinstance(steps, Iterable):
@@ -345,7 +345,7 @@ def _others(where: Where) -> list[Tensor]:
 
 
 class Replay:
-    """How a segment is taken once more.
+    """The recipe for taking a segment once more.
 
     Attributes:
         number: How many of the Function's tensors are the start: parameters, then the rule's state.
@@ -363,7 +363,9 @@ class Replay:
         self.ends: list[tuple[Tensor, int]] = []
 
     def vjp(self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor | None]:
-        """What the cotangents of the end are, at the start and at everything that the steps met."""
+        """The cotangents of the start and of everything that the steps met,
+        from those of the end.
+        """
         aliases = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
         start, count = aliases[: self.number], len(self._steps.where.tensors)
         mode = SubstituteInputs(self.thetas, aliases[self.number :])
@@ -468,7 +470,7 @@ Update = Callable[[list[Tensor], list[Tensor | None], Any, int], tuple[list[Tens
 
 
 class Progress(NamedTuple):
-    """Where an optimization stands: the parameters, the rule's state, the steps taken."""
+    """The state of an optimization: the parameters, the rule's state, the steps taken."""
 
     params: list[Tensor]
     state: Any
@@ -612,7 +614,7 @@ def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..
 
 
 class CaptureInputs(TorchFunctionMode):
-    """Inside it, tensors that require grad and come from outside are noted.
+    """A context that notes tensors that require grad and come from outside.
 
     Attributes:
         tensors: What has been noted, by identity.
@@ -669,7 +671,7 @@ class CaptureInputs(TorchFunctionMode):
 
 
 class SubstituteInputs(TorchFunctionMode):
-    """Inside it, operations get stand-ins for some tensors."""
+    """A context in which operations get stand-ins for some tensors."""
 
     def __init__(self, tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> None:
         super().__init__()

@@ -199,7 +199,7 @@ def _with_shares(result: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _memory(value: Any) -> int:
-    """Where the value of a jet, or a tensor, lies; below a `vmap` around the call."""
+    """The address of the value of a jet, or of a tensor; below a `vmap` around the call."""
     value = value_of(value)
     return memory_of(_versions.unwrapped(value) if _versions.is_wrapped(value) else value)
 
@@ -207,7 +207,7 @@ def _memory(value: Any) -> int:
 def _applied(
     rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any
 ) -> Any:
-    """What the rule gives.
+    """The rule's result.
 
     Where it fails, either the operation does, in the shapes that f knows, or it has no rule.
     """
@@ -222,7 +222,7 @@ def _applied(
 
 
 def wrapped(result: Any, expansion: Expansion, name: str) -> Any:
-    """What a rule returned, with series as jets."""
+    """A rule's result, with series as jets."""
     if isinstance(result, list):
         dtype = result[0].dtype
         if dtype.is_complex:

@@ -57,8 +57,8 @@ class NoDerivative(ByNoRoute):
 
 
 class NoConstants(TorchFunctionMode):
-    """Inside it those operations raise, as in Taylor mode: for evaluations by a route that was
-    chosen in its place.
+    """A context in which those operations raise, as in Taylor mode: for evaluations by a route that
+    was chosen in its place.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,7 +73,7 @@ class NoConstants(TorchFunctionMode):
 
 
 class JetRule(NamedTuple):
-    """How one operation acts on jets: `apply(expansion, func, args, kwargs)`
+    """The action of one operation on jets: `apply(expansion, func, args, kwargs)`
     gives a series (or several).
     """
 
@@ -145,7 +145,7 @@ COMPLEX = frozenset(
 
 
 class JetRules:
-    """What Taylor mode does with operations: the rules by name, and those who apply them.
+    """The rules of Taylor mode by name, and those who apply them.
 
     Attributes:
         known: The rules, by the name of the operation; the files of `jets.rules` register theirs.
@@ -327,7 +327,7 @@ class Zeros(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As of a plain tensor, but for what adds."""
+        """Apply an operation as to a plain tensor, unless it adds."""
         given, named = settled(args), settled(kwargs or {})
         name = operation(func)
         zeros = next((each for each in args if isinstance(each, Zeros)), None)

@@ -192,7 +192,7 @@ def coefficients(output: Any, expansion: Expansion, batch: Sequence[int] = ()) -
 
 
 def factorials(order: int, dtype: torch.dtype) -> list[float]:
-    """What makes derivatives of coefficients: 0!, 1!, ...
+    """The factors between coefficients and derivatives: 0!, 1!, ...
 
     up to the order, as far as the dtype can hold both.
     """
@@ -242,7 +242,7 @@ class Operation:
 
 @dataclass(frozen=True, repr=False)
 class Report(_messages.Reported):
-    """How Taylor mode computed a function; `str` of it is a table.
+    """The way in which Taylor mode computed a function; `str` of it is a table.
 
     Attributes:
         order: The order of the expansion.
@@ -286,7 +286,7 @@ class RuleCounter:
         entry[1] += seconds
 
     def operations(self) -> tuple[Operation, ...]:
-        """What was counted, the dearest first."""
+        """The operations counted, the dearest first."""
         operations = [
             Operation(name, kind, int(n), seconds)
             for (name, kind), (n, seconds) in self._counts.items()
@@ -303,8 +303,8 @@ def report(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Report:
-    """How Taylor mode computes each operation of `f`, by a rule or by nested reverse mode, and the
-    times.
+    """The way in which Taylor mode computes each operation of `f`, by a rule or by nested reverse
+    mode, and the times.
 
     Args:
         f: A function of *x* that returns one or several numbers for each sample, from that sample

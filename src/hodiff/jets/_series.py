@@ -47,7 +47,7 @@ class CoefficientTooLarge(Exception):
 
 
 class _Inside(threading.local):
-    """What this thread is in: expansions, rules (a disabled grad mode is ours there), bodies."""
+    """The state of this thread: expansions, rules (a disabled grad mode is ours there), bodies."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -232,7 +232,7 @@ class Expansion:
         return total
 
     def _step(self, a: Any, b: Any) -> int | None:
-        """How many directions of a product to make at once: as many as stay in the cache;
+        """The number of directions of a product to make at once: as many as stay in the cache;
         None for all.
         """
         if self.record or self.groups != 1 or self.weights is not None:
@@ -362,7 +362,9 @@ Adder = Callable[[Any, Any, Any], Any]
 
 
 def _adder(expansion: Expansion, k: int, multiply: Callable[[Any, Any], Any] = torch.mul) -> Adder:
-    """How `found + a b` is formed at order k: at the top, the product is summed over directions."""
+    """The function that adds a b to `found` at order k: at the top,
+    the product is summed over directions.
+    """
     if k == expansion.top:
         multiply = partial(expansion.collapsed, multiply=multiply)
     elif multiply is torch.mul:

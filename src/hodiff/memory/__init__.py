@@ -134,9 +134,7 @@ def _meet(met: dict[Any, Any], thread: int, module: Any, args: Any) -> None:
 
 
 def _gradients(model: Any) -> list[Any]:
-    """What parameters have in `.grad`, in which version:
-    in place it is the local shards that change.
-    """
+    """The parameters' `.grad`, each with its version: changes in place go to the local shards."""
     grads = [p.grad for p in model.parameters()]
     return [(id(g), getattr(g, "to_local", partial(torch.empty, 0))()._version, g) for g in grads]
 

@@ -48,7 +48,8 @@ _softmax: Any = vars(torch)["_safe_softmax"]
 @final
 @dataclass(frozen=True, eq=False)
 class AttentionForm:
-    """What attention is beside its tensors: q `(B, H, N, d)`, k and v `(B, J, M, ...)`, a mask.
+    """The settings of attention beside its tensors: q `(B, H, N, d)`, k and v `(B, J, M, ...)`, a
+    mask.
 
     Attributes:
         scale: What the products of queries and keys are multiplied with.
@@ -112,7 +113,7 @@ class Piece:
             yield cls(form, *places, seen, _wide(q.dtype))
 
     def place(self, x: Tensor, shared: int) -> Tensor:
-        """Where the piece's queries are in a tensor that is like q: `(b, h, group, rows, d)`."""
+        """The place of the piece's queries in a tensor that is like q: `(b, h, group, rows, d)`."""
         return x.unflatten(1, (shared, -1))[self.batch, self.head, :, self.row]
 
     def queries(self, x: Tensor, shared: int) -> Tensor:
@@ -157,7 +158,7 @@ def _summed(
     v: Tensor,
     mask: Tensor | None,
 ) -> Tensors:
-    """What the pieces give, by q, k, v, mask and cotangent, added up in the precision of sums.
+    """The pieces' results, by q, k, v, mask and cotangent, added up in the precision of sums.
 
     Keys and values have a part in many pieces, and so may a mask; a query and what it gets are in
     one.
@@ -198,7 +199,7 @@ def _first(piece: Piece, *given: Any) -> Tensors:
 
 
 class _Moved(NamedTuple):
-    """What the second derivative of a piece and its tangent have in common, in the names above."""
+    """The terms common to the second derivative of a piece and its tangent, in the names above."""
 
     Q: Tensor
     K: Tensor
@@ -265,7 +266,9 @@ def _additive(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _laid_out(*tensors: Tensor) -> list[Tensor]:
-    """As PyTorch's kernel reads them, unchecked: the entries of a row side by side."""
+    """The tensor as PyTorch's kernel reads it, unchecked:
+    with the entries of a row side by side.
+    """
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
@@ -275,7 +278,7 @@ class Attention(Chunked):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: AttentionForm) -> Any:
-        """By the kernel, or piece by piece."""
+        """The output, by the kernel or piece by piece."""
         if form.fused:
             return _chunked.fused_attention(
                 *_laid_out(q, k, v),
@@ -323,7 +326,7 @@ class Attention(Chunked):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Its derivative along tangents, which is differentiable itself."""
+        """The derivative along tangents, which is differentiable itself."""
         *arguments, _ = ctx.saved_tensors
         q, k, v, mask, out = arguments
         return AttentionTangent.apply(q, k, v, mask, out.detach(), *tangents[:4], ctx.form), None
@@ -335,7 +338,9 @@ class AttentionGradient(Chunked):
 
     @staticmethod
     def forward(*given: Any) -> Any:
-        """By the kernel; in pieces where that has few digits (`_versions.rounds_rows`) or none."""
+        """The gradient, by the kernel; in pieces where that has few digits
+        (`_versions.rounds_rows`) or none.
+        """
         q, k, v, mask, g, out, rows, form = given
         if form.fused and not form.mask_varies and not bool((rows.abs() > _versions.LARGEST).any()):
             bias = _additive(mask, q, k)
@@ -360,7 +365,9 @@ class AttentionGradient(Chunked):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """By the arguments the second derivative, which is symmetric; linear in the cotangent."""
+        """The tangent: along the arguments the second derivative, which is symmetric;
+        linear in the cotangent.
+        """
         q, k, v, mask, g, out, rows = ctx.saved_tensors
         made = AttentionCurvature.apply(q, k, v, mask, g, out, *tangents[:4], ctx.form)[:4]
         if tangents[4] is not None:
@@ -381,13 +388,13 @@ class AttentionCurvature(Chunked):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        """By plain operations, so that every further derivative is right."""
+        """The gradient by plain operations, so that every further derivative is right."""
         with _settings.autocast(ctx.saved_tensors[0].device.type):
             return (*_chunked.pulled_back(_whole(ctx.form), ctx.saved_tensors, cotangents), None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """By plain operations, too."""
+        """The tangent by plain operations, too."""
         with _settings.autocast(ctx.saved_tensors[0].device.type):
             return _chunked.pushed(_whole(ctx.form), ctx.saved_tensors, tangents)
 
@@ -415,7 +422,9 @@ class AttentionTangent(Chunked):
 
     @staticmethod
     def forward(q: Any, k: Any, v: Any, mask: Any, out: Any, *rest: Any) -> Any:
-        """What the second derivative is by the cotangent, which does not depend on that."""
+        """The tangent of the output: the part of the second derivative that does
+        not depend on the cotangent.
+        """
         *tangents, form = rest
 
         def along(piece: Piece) -> Tensors:
@@ -425,7 +434,7 @@ class AttentionTangent(Chunked):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        """By the arguments the second derivative again; linear in the tangents."""
+        """The gradient: by the arguments the second derivative again; linear in the tangents."""
         q, k, v, mask, out, *tangents = ctx.saved_tensors
         if cotangents[0] is None:
             return (None,) * 10

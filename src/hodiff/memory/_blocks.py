@@ -84,7 +84,7 @@ class BlockForm:
         return [*leaves, *tensors[self.arguments :]], self.run(*leaves)
 
     def values(self, tensors: Tensors) -> Values:
-        """What the first run gave."""
+        """The results of the first run."""
         return self.first.pop()
 
 
@@ -155,7 +155,7 @@ def _dense(gradient: Tensor | None, like: Tensor) -> Tensor | None:
 
 @final
 class BlockFunction(Chunked):
-    """What a form computes. Its gradient is a block."""
+    """A function that computes a form, whose gradient is a block."""
 
     @staticmethod
     def forward(*given: Any) -> Any:
@@ -227,7 +227,8 @@ class BlockRun:
         self._looked = False
 
     def first(self) -> tuple[Any, list[Tensor], list[Tensor], str]:
-        """What it returns, its arguments, what stood for them, and why it cannot run again.
+        """The results of the first run, its arguments, their stand-ins, and why it cannot run
+        again.
 
         It is given views: what it reads of the same tensors past its arguments is another path.
         """
@@ -253,7 +254,7 @@ class BlockRun:
         return value
 
     def again(self, *arguments: Tensor) -> list[Tensor]:
-        """Its results once more."""
+        """The results of another run."""
         if self._changed():
             raise GraphError(
                 "a block that runs again (checkpoint=) was given a tensor that has been changed in "
@@ -295,7 +296,9 @@ class BlockRun:
     def reads(
         self, outputs: Tensors, arguments: Tensors, views: Tensors
     ) -> tuple[_nodes.Survey, list[Tensor], str]:
-        """Its graph; what it reads beside its arguments; why it cannot run again."""
+        """The run's graph; the tensors that it reads beside its arguments;
+        why it cannot run again.
+        """
         known = [x for context in _call.state.running for x in context.stand_ins()]
         known = [*views, *arguments, *known, *_captured(self._function)]
         graph, begins = _nodes.made_since(self._begun, outputs, known)
@@ -314,8 +317,8 @@ class BlockRun:
 
 
 def _print(x: Tensor) -> Tensor:
-    """By what a tensor is known again: a sum of its entries by weights of their places, and how far
-    that may be off.
+    """A fingerprint of a tensor: a sum of its entries by weights of their places, and how far it
+    may be off.
 
     No two places have one weight, so that entries, or rows, that have changed places are seen.
     """
@@ -440,7 +443,7 @@ class Blocks:
         self.checkpoint, self.named = checkpoint, named
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns."""
+        """The result of the function, block by block."""
         self.met = 0
         with Scope(self._enter):
             result = self.__wrapped__(*args, **kwargs)
@@ -477,7 +480,9 @@ class Blocks:
         return self.run(module._call_impl, args, kwargs, self.named[module])
 
     def run(self, function: Any, args: Any, kwargs: Any, name: str = "") -> Any:
-        """What a block returns, in a graph that keeps what enters it; in its own, where it must."""
+        """The results of a block, in a graph that keeps what enters it; in its own,
+        where it must.
+        """
         self.met += 1
         run = BlockRun(function, args, kwargs)
         again = _kernels.repeatable(_call.state.running[-1].repeatable(run.again))
@@ -550,7 +555,9 @@ def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
 
 
 class _NoTangents(TorchFunctionMode):
-    """Without grad mode forward mode goes on in PyTorch, where f means a constant; not here."""
+    """A context without forward mode: without grad mode PyTorch goes on with it,
+    where f means a constant.
+    """
 
     def __torch_function__(
         self,

@@ -1,4 +1,4 @@
-"""What kernels of ours have in common: Functions whose results are made chunk by chunk,
+"""The common part of our kernels: Functions whose results are made chunk by chunk,
 of tensors that they serve.
 """
 
@@ -56,7 +56,7 @@ class Chunked(Function):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Nothing of it is traced: below a compiled caller's passes it runs as it is."""
+        """Keep tracers out: below a compiled caller's passes the Function runs as it is."""
         super().__init_subclass__(**kwargs)
         for name in ("backward", "jvp"):
             setattr(cls, name, staticmethod(_by_sample(getattr(cls, name))))
@@ -164,7 +164,7 @@ def pulled_back(function: Plain, arguments: Sequence[Any], cotangents: Sequence[
 
 
 def size(x: Tensor) -> int:
-    """How many elements a temporary of a chunk has at most."""
+    """The most elements of a chunk's temporary."""
     return SIZE if x.device.type == "cpu" else BIG
 
 

@@ -26,7 +26,7 @@ LEAST = 2**17
 @final
 @dataclass(frozen=True, eq=False)
 class CrossEntropyForm:
-    """What cross-entropy is beside its tensors.
+    """The settings of cross-entropy beside its tensors.
 
     Attributes:
         smoothing: The part of a target's weight that all classes share.
@@ -51,7 +51,7 @@ class Targets(NamedTuple):
         return self.given.is_floating_point()
 
     def live(self) -> Tensor:
-        """Which rows count, with a dimension for the classes."""
+        """The rows that count, with a dimension for the classes."""
         return (self.given != self.form.ignored).unsqueeze(1)
 
     def indices(self) -> Tensor:
@@ -187,7 +187,7 @@ class CrossEntropy(Chunked):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Its derivative along a tangent, which is differentiable itself."""
+        """The derivative along a tangent, which is differentiable itself."""
         return CrossEntropyTangent.apply(*ctx.saved_tensors, tangents[0], ctx.form), None
 
 
@@ -197,7 +197,9 @@ class CrossEntropyTangent(Chunked):
 
     @staticmethod
     def forward(*given: Any) -> Tensor:
-        """What the second derivative is by the cotangent, which does not depend on that."""
+        """The tangent of the loss: the part of the second derivative that does
+        not depend on the cotangent.
+        """
         *arguments, along, form = given
         result = arguments[0].new_empty(arguments[3][:, :1].shape)
         for piece in _pieces(arguments[0]):
@@ -209,7 +211,7 @@ class CrossEntropyTangent(Chunked):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        """By the logits the second derivative; linear in the tangent."""
+        """The gradient: by the logits the second derivative; linear in the tangent."""
         if cotangents[0] is None:
             return (None,) * 6
         *arguments, along = ctx.saved_tensors
@@ -250,7 +252,9 @@ class CrossEntropyGradient(Chunked):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """By the logits the second derivative, which is symmetric; linear in the cotangent."""
+        """The tangent: along the logits the second derivative, which is symmetric;
+        linear in the cotangent.
+        """
         *arguments, g = ctx.saved_tensors
         made: Any = None
         if tangents[0] is not None:
@@ -282,12 +286,12 @@ class CrossEntropyCurvature(Chunked):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        """By plain operations, so that every further derivative is right."""
+        """The gradient by plain operations, so that every further derivative is right."""
         return (*_chunked.pulled_back(_whole(ctx.form), ctx.saved_tensors, cotangents), None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """By plain operations, too."""
+        """The tangent by plain operations, too."""
         return _chunked.pushed(_whole(ctx.form), ctx.saved_tensors, tangents)
 
 
@@ -332,7 +336,7 @@ class AtLogits(NamedTuple):
 
     @classmethod
     def of(cls, z: Tensor, target: Tensor, weight: Any, form: CrossEntropyForm) -> AtLogits:
-        """At detached logits of any dimensions."""
+        """The function at detached logits of any dimensions."""
         whole, targets = _three(z, target)
         loss, sums = CrossEntropy.forward(whole, targets, weight, form)
         arguments = whole, targets, weight, sums, torch.ones_like(loss)

@@ -1,5 +1,5 @@
-"""What penalties share: a critic as one number per sample, points, norms that are right at zero,
-reduction.
+"""The parts that penalties share: a critic as one number per sample, points,
+norms that are right at zero, reduction.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ SecondMethod = Literal["exact", "differences"]
 
 
 class LossOptions(CallOptions, total=False):
-    """What losses over samples share; for overloads alone."""
+    """The options of losses over samples; for overloads alone."""
 
     batch_ndim: int
     check_independence: bool
 
 
 class VectorOptions(LossOptions, total=False):
-    """What losses along random vectors share; for overloads alone."""
+    """The options of losses along random vectors; for overloads alone."""
 
     vectors: Any
     generator: torch.Generator | None
@@ -403,7 +403,7 @@ def inner(a: Sequence[Tensor], b: Sequence[Tensor], batch_ndim: int) -> Tensor:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In float32 where the dtype is a shorter one."""
+    """The tensor in float32 where its dtype is a shorter one."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 

@@ -16,7 +16,7 @@ from hodiff.penalties._gradient import Function, Recipe, gradient_penalty
 
 
 class Between(Recipe, total=False):
-    """What `wgan_gp_penalty` and `dragan_penalty` take beside; for overloads alone."""
+    """The further options of `wgan_gp_penalty` and `dragan_penalty`; for overloads alone."""
 
     weight: float
     target: float
@@ -25,13 +25,13 @@ class Between(Recipe, total=False):
 
 
 class OneSided(Between, total=False):
-    """What `wgan_gp_penalty` alone takes."""
+    """The options of `wgan_gp_penalty` alone."""
 
     one_sided: bool
 
 
 class Around(Between, total=False):
-    """What `dragan_penalty` alone takes."""
+    """The options of `dragan_penalty` alone."""
 
     std: float
 
@@ -299,7 +299,7 @@ def dragan_penalty(
 
 
 class Regularization(Recipe, total=False):
-    """What `r1_penalty` and `r2_penalty` take."""
+    """The options of `r1_penalty` and `r2_penalty`."""
 
     gamma: float
     detach: bool | None

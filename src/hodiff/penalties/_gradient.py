@@ -22,7 +22,7 @@ What = Function | Tensor
 
 
 class Recipe(_critic.LossOptions, total=False):
-    """What the penalties on samples share."""
+    """The options that the penalties on samples share."""
 
     reduction: Reduction
     patch_reduction: PatchReduction
@@ -30,7 +30,7 @@ class Recipe(_critic.LossOptions, total=False):
 
 
 class Wanted(Recipe, total=False):
-    """What `gradient_penalty` takes beside."""
+    """The further options of `gradient_penalty`."""
 
     weight: float
     target: float | Tensor
@@ -220,7 +220,7 @@ def outputs_and_gradient(
     args: Any,
     kwargs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
-    """What the critic returns, and the gradient's leaves."""
+    """The critic's outputs, and the gradient's leaves."""
     tensor = isinstance(critic.f, Tensor)
     where = x if isinstance(x, Where) else Where(x)
     if tensor:
@@ -272,14 +272,14 @@ class PenaltyOptions(CallOptions, total=False):
 
 
 class EikonalOptions(PenaltyOptions, total=False):
-    """What `eikonal_penalty` takes beside."""
+    """The further options of `eikonal_penalty`."""
 
     reduction: Reduction
     check_independence: bool
 
 
 class GradientNormOptions(PenaltyOptions, total=False):
-    """What `gradient_norm_penalty` takes beside."""
+    """The further options of `gradient_norm_penalty`."""
 
     strict: bool | None
 

@@ -23,7 +23,7 @@ from hodiff.penalties._gradient import Function, outputs_and_gradient
 
 
 class OfHessian(_critic.VectorOptions, total=False):
-    """What `hessian_penalty` takes; for overloads alone."""
+    """The options of `hessian_penalty`; for overloads alone."""
 
     weight: float
     samples: int

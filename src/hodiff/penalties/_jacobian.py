@@ -19,7 +19,7 @@ from hodiff.penalties._gradient import Function, What
 
 
 class JacobianPenaltyOptions(_critic.VectorOptions, total=False):
-    """What `jacobian_penalty` takes; for overloads alone."""
+    """The options of `jacobian_penalty`; for overloads alone."""
 
     weight: float
     samples: int | None
@@ -150,7 +150,7 @@ def jacobian_penalty(
 
 
 class ScoreMatchingOptions(_critic.VectorOptions, total=False):
-    """What `sliced_score_matching_loss` takes; for overloads alone."""
+    """The options of `sliced_score_matching_loss`; for overloads alone."""
 
     log_density: bool
     variance_reduced: bool

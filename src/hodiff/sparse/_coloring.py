@@ -118,14 +118,14 @@ def _count(colors: Tensor) -> int:
 
 
 def _sequence(degrees: Tensor, order: Order) -> list[int]:
-    """In which order vertices are colored."""
+    """The order in which vertices are colored."""
     if order == "natural":
         return list(range(len(degrees)))
     return degrees.argsort(descending=True, stable=True).tolist()
 
 
 def _crowded(degrees: Tensor) -> Tensor:
-    """Which vertices have far more neighbors than most."""
+    """The vertices with far more neighbors than most."""
     if not len(degrees):
         return degrees.bool()
     return degrees > max(64, 20 * int(degrees.median()))
@@ -260,7 +260,7 @@ _STAR = [
 
 
 def symmetric(pattern: Pattern, colors: Tensor) -> Tensor:
-    """For each entry its place in the flat products `B[color, row]` of a symmetric matrix.
+    """The place of each entry in the flat products `B[color, row]` of a symmetric matrix.
 
     Entry (i, j) is B[c(j), i] where c(j) occurs once among the columns of row i, else B[c(i), j].
     """
@@ -274,14 +274,14 @@ def symmetric(pattern: Pattern, colors: Tensor) -> Tensor:
 
 
 def by_columns(pattern: Pattern, colors: Tensor) -> Tensor:
-    """For each entry its place in the flat products `B[color, row]` with sums of columns."""
+    """The place of each entry in the flat products `B[color, row]` with sums of columns."""
     here = colors[pattern.columns] * pattern.shape[0] + pattern.rows
     _check(_alone(here), pattern)
     return here
 
 
 def by_rows(pattern: Pattern, colors: Tensor) -> Tensor:
-    """For each entry its place in the flat products `B[color, column]` with sums of rows."""
+    """The place of each entry in the flat products `B[color, column]` with sums of rows."""
     here = colors[pattern.rows] * pattern.shape[1] + pattern.columns
     _check(_alone(here), pattern)
     return here
@@ -295,7 +295,7 @@ def seeds(colors: Tensor, count: int, like: Tensor) -> Tensor:
 
 
 def _alone(places: Tensor) -> Tensor:
-    """Which places occur once."""
+    """The places that occur once."""
     return torch.bincount(places)[places] == 1 if len(places) else places.bool()
 
 

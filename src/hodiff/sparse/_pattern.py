@@ -63,7 +63,7 @@ class Pattern:
 
     @property
     def nnz(self) -> int:
-        """How many places there are."""
+        """The number of places."""
         return len(self.rows)
 
     @property
@@ -72,7 +72,7 @@ class Pattern:
         return self.rows * self.shape[1] + self.columns
 
     def starts(self) -> Tensor:
-        """Where each row begins among the places, and where the last one ends."""
+        """The beginning of each row among the places, and the end of the last one."""
         counts = torch.bincount(self.rows, minlength=self.shape[0])
         return torch.cat([self.rows.new_zeros(1), counts.cumsum(0)])
 

@@ -276,7 +276,7 @@ class Plan(_arguments.Unlike):
             )
 
     def _read(self) -> str:
-        """What Python read, in a message."""
+        """The values that Python read, in a message."""
         if not self.pattern.values_read:
             return ""
         return (
@@ -443,7 +443,7 @@ def _matrix(
 
 
 class SparseMatrixOptions(TypedDict, total=False):
-    """For overloads alone: what both take, besides the form of the result."""
+    """The options that both take, besides the form of the result; for overloads alone."""
 
     pattern: Any
     check: bool
@@ -772,7 +772,7 @@ def _at_once(
 
 
 def _outputs(request: Call, noted: list[Any]) -> int:
-    """How many numbers `f` returns; in what structure is added to `noted`."""
+    """The number of values that `f` returns; their structure is added to `noted`."""
     with OutputGraph(request) as graph:
         noted.append(_tree.flatten(graph.outputs)[2])
         return sum(output.numel() for output in graph.tensors())

@@ -58,7 +58,7 @@ class Sets:
 
     @classmethod
     def empty(cls, count: int, width: int) -> Sets:
-        """As many empty sets."""
+        """The empty sets, so many."""
         return cls(_zeros(count), _zeros(2), _zeros(0), width)
 
     @classmethod
@@ -81,7 +81,7 @@ class Sets:
         return Sets(torch.where(elements < 0, 0, rows), self.start, self.items, self.width)
 
     def put(self, elements: Tensor, sets: Sets) -> Sets:
-        """These, with the sets of some elements replaced."""
+        """The sets, with those of some elements replaced."""
         whole = Sets.joined([self, sets])
         rows = whole.rows[: len(self)].clone()
         rows[elements] = whole.rows[len(self) :]
@@ -184,7 +184,7 @@ class Sets:
         ]
 
     def _compact(self) -> Sets:
-        """Without the rows that no element has, where they are many."""
+        """The sets without the rows that no element has, where those are many."""
         if len(self.start) <= 2 * len(self) + 16:
             return self
         used, rows = torch.unique(self.rows, return_inverse=True)
@@ -287,7 +287,9 @@ class OperatorCall:
 
     @property
     def name(self) -> str:
-        """Without the overload, and without the underscore of a write in place."""
+        """The operator's name without the overload,
+        and without the underscore of a write in place.
+        """
         return str(self.function._schema.name).removeprefix("aten::").rstrip("_")
 
     def argument(self, name: str, default: Any = None) -> Any:
@@ -584,7 +586,7 @@ class Tracer(DispatchMode):
     # --- sets of memory
 
     def memory(self, tensor: Tensor) -> Memory | None:
-        """What is known of a tensor's storage, if that is live."""
+        """The sets of a tensor's storage, if that is live."""
         if not _has_memory(tensor):
             return None
         memory = self._memory.get(tensor.untyped_storage()._cdata)
@@ -657,8 +659,7 @@ class Tracer(DispatchMode):
 
 
 def exits(tracer: Tracer) -> Scope[None]:
-    """While this context is open, values that leave PyTorch by a way that is not an operation are
-    noticed.
+    """A context that notices values that leave PyTorch by a way that is not an operation.
 
     By replacing methods of `Tensor`: a `TorchFunctionMode` is not asked inside of a backward pass,
     where it matters.
@@ -780,7 +781,7 @@ def _is_whole(tensor: Tensor, units: int) -> bool:
 
 
 def _places(tensor: Tensor) -> Tensor:
-    """Where in memory each element of a tensor lies, counted in elements."""
+    """The place in memory of each element of a tensor, counted in elements."""
     offset = int(tensor.storage_offset())
     if tensor.is_contiguous():
         return torch.arange(offset, offset + tensor.numel(), device="cpu")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class StepReport:
-    """What became of a step, as it stands when it is read.
+    """The state of a step when it is read: how it runs, and why.
 
     Attributes:
         calls: How often the step was called with grad mode on.
@@ -64,8 +64,8 @@ _ELSEWHERE = "another thread was in a call of hodiff's, which keeps PyTorch from
 
 
 class Different(Exception):
-    """What a call has that no graph was traced with, in words that end a sentence; without words,
-    its guards say so.
+    """The part of a call that no graph was traced with, in words that end a sentence; without
+    words, its guards say so.
     """
 
 
@@ -73,8 +73,8 @@ _AS_TENSOR = "pass torch.tensor(number), which one graph takes with all its valu
 
 
 class _Call(threading.local):
-    """What a thread's call leaves behind: the graph that ran, what it got and gave,
-    how it was before.
+    """The traces of a thread's call: the graph that ran, its inputs and results,
+    the state before.
     """
 
     graph: StepGraph | None = None
@@ -91,7 +91,7 @@ class _Call(threading.local):
 
 
 def _traceable(loss: Callable[..., Any], where: Any, has_aux: bool) -> Callable[..., Any]:
-    """What Dynamo follows: the loss, for all that it reads."""
+    """The function that Dynamo follows: the loss, for all that it reads."""
     mine = type("Mine", (), {})  # goes with the step, and guards go with a class that they name
 
     def traceable(state: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ def _called(loss: Callable[..., Any], where: Any, has_aux: bool, *args: Any, **k
 
 
 def _watched() -> str:
-    """What of the caller's wants to see the operations of the eager loss, or changes them."""
+    """The caller's modes or hooks that see the operations of the eager loss, or change them."""
     if tangents():
         return "forward mode is on"
     if _versions.count_below():
@@ -353,7 +353,7 @@ class CompiledStep(Unlike):
         return varying, self._call.graph is not None and bool(dynamo.unheld(compiled, args, kwargs))
 
     def _result(self) -> Any:
-        """What the graph gave, as the loss returns it."""
+        """The graph's results, as the loss returns them."""
         graph, results = self._call.graph, self._call.outputs
         if graph is None:
             return None

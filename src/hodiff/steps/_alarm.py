@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Before:
-    """What a call of a graph is going to change: the tensors that it writes into,
+    """The state that a call of a graph is going to change: the tensors that it writes into,
     and the random state.
     """
 
@@ -133,7 +133,7 @@ class EagerCheck:
         return torch.autograd.grad(self.leaves, self.leaves, gradients, retain_graph=True)
 
     def _eager(self) -> list[Any]:
-        """What the loss gives from the same state, and all of it that is compared: loss, gradients,
+        """The eager results from the same state, as far as they are compared: loss, gradients,
         buffers.
         """
         self.before.restore()
@@ -194,8 +194,8 @@ rounding.
 
 
 def _apart(mine: Any, other: Any) -> float:
-    """How far numbers beside the loss are apart, of what each is part of;
-    infinite where they are no like numbers.
+    """The distance of numbers beside the loss, each relative to what it is part of; infinite where
+    they are no like numbers.
     """
     (ours, tree), (theirs, other_tree) = trees.tree_flatten(mine), trees.tree_flatten(other)
     if tree != other_tree:
@@ -222,7 +222,7 @@ def _far_beside(mine: Any, other: Any) -> float:
 
 
 def _replaced(aux: Any, outputs: Sequence[Any], results: Sequence[Any]) -> Any:
-    """What it would be by other results of the graph."""
+    """A structure like this one, with other results of the graph."""
     places = {id(x): index for index, x in enumerate(outputs) if isinstance(x, Tensor)}
     return trees.tree_map(lambda x: results[places[id(x)]] if id(x) in places else x, aux)
 
@@ -233,7 +233,7 @@ def has_graph(inputs: Sequence[Tensor]) -> bool:
 
 
 def _far(mine: Tensor, other: Tensor | None) -> float:
-    """How far two tensors are apart; infinite and missing numbers are the same as themselves."""
+    """The distance of two tensors; infinite and missing numbers are the same as themselves."""
     mine, other = (
         (torch.view_as_real(x) if x.is_complex() else x).detach().double()
         for x in (mine, torch.zeros_like(mine) if other is None else other)

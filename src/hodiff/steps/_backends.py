@@ -1,4 +1,4 @@
-"""What runs the list of operations of a step: Python, or a compiler of PyTorch's."""
+"""The ways to run the list of operations of a step: Python, or a compiler of PyTorch's."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ with the same arguments.
 
 
 def _called(node: fx.Node) -> Any:
-    """What calls the operation of a node in the least time."""
+    """The callable that runs the operation of a node in the least time."""
     name = f"{node.target}".removeprefix("aten.").removesuffix(".default")
     if name in _PLAIN:
         plain = name.partition(".")[0]
@@ -197,7 +197,10 @@ _MANY = 4096
 
 
 def _set_inductor(wrapper: bool, undo: Undo) -> None:
-    """Its settings. MKL takes a third of the time of inductor's loops for tanh of many float32."""
+    """Choose inductor's settings.
+
+    MKL takes a third of the time of inductor's loops for tanh of many float32.
+    """
     import torch._inductor.config as settings
     from torch._inductor import lowering
 

@@ -92,7 +92,9 @@ _LOGGERS = (
 
 
 def state() -> tuple[torch.dtype, torch.dtype]:
-    """What Dynamo does not guard of itself and a loss may read, to be guarded as an argument is."""
+    """Global state that a loss may read and Dynamo does not guard,
+    to be guarded as an argument is.
+    """
     return torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
 
 
@@ -110,7 +112,7 @@ def run(function: Any, args: Any, kwargs: Any) -> None:
 
 
 def unheld(compiled: Any, args: Any, kwargs: Any) -> str:
-    """Which guards do not hold, in PyTorch's words; empty where those of a graph do.
+    """The guards that do not hold, in PyTorch's words; empty where those of a graph do.
 
     Nothing runs.
     """
@@ -183,7 +185,7 @@ class SizesVary(Exception):
 
 
 class Followed:
-    """What Dynamo has seen of a loss.
+    """The code and values of a loss that Dynamo has seen.
 
     Attributes:
         context: Its context of tracing.
@@ -310,12 +312,12 @@ _REASONS = {
 
 
 def inner(error: BaseException) -> BaseException | None:
-    """What Dynamo made its own exception of."""
+    """The exception behind Dynamo's own."""
     return getattr(error, "inner_exception", None) or error.__cause__
 
 
 def reason(error: BaseException) -> str:
-    """What kept a step from being compiled, and the line of the loss, in a line."""
+    """The reason why a step was not compiled, and the line of the loss, in a line."""
     frames = [
         each
         for each in getattr(error, "real_stack", None) or ()

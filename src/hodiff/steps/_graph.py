@@ -167,7 +167,7 @@ class StepGraph:
         return trees.tree_unflatten(values, self.aux[1])
 
     def changed(self, inputs: Sequence[Any]) -> str:
-        """What has changed that Dynamo does not guard, in words; empty where nothing has."""
+        """The first change that Dynamo does not guard, in words; empty where there is none."""
         leaves = [inputs[i] for i in self.wanted]
         if hooks_for_all():
             return "there are hooks for all modules, or another thread is in a call of hodiff's"
@@ -293,15 +293,15 @@ def _inputs_apart(
 
 
 def memories(inputs: Sequence[Any]) -> list[int]:
-    """Which inputs share memory: for each the first that has its own."""
+    """The first input with the same memory, for each input."""
     first: dict[int, int] = {}
     places = [x.untyped_storage()._cdata if isinstance(x, Tensor) else -1 for x in inputs]
     return [first.setdefault(each, index) for index, each in enumerate(places)]
 
 
 def _memory(node: Any) -> Any:
-    """What tells whether two nodes share memory: inputs that do have one number, and a view has
-    that of its base.
+    """A key of a node's memory: inputs that share it have one number,
+    and a view has that of its base.
     """
     while (base := _base(node)) is not None:
         node = base
@@ -336,7 +336,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _statistics(node: fx.Node) -> list[fx.Node]:
-    """What a batch norm in training writes into, which its schema does not say."""
+    """The tensors that a batch norm in training writes into, which its schema does not say."""
     training = node.target in _BATCH_NORMS and node.args[5]
     return [x for x in node.args[3:5] if isinstance(x, fx.Node)] if training else []
 
@@ -374,7 +374,7 @@ def _targets(node: fx.Node) -> list[fx.Node]:
 
 
 def _written(graph: fx.Graph) -> list[int]:
-    """Which inputs the graph writes into, be it by a view."""
+    """The inputs that the graph writes into, be it by a view."""
     memories = {
         _memory(target)
         for node in graph.nodes

@@ -1,5 +1,5 @@
-"""What Dynamo follows in place of the functions of hodiff in a step's loss: enough to see all that
-the loss reads.
+"""Stand-ins for the functions of hodiff in a step's loss, which Dynamo follows to see all that the
+loss reads.
 
 The numbers of a step come from another trace, of the functions themselves (`_graph`). These forms
 call `f` as they do, and give results of the same structure, shapes and dtypes that depend on all

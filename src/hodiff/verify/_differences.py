@@ -271,7 +271,7 @@ def cause(kind: Kind, line: Line | None, reason: str, fix: str) -> Cause:
 
 @dataclass(frozen=True, repr=False)
 class DerivativeReport(Reported):
-    """What `check_derivatives` found; `print` it for a table.
+    """The findings of `check_derivatives`; `print` it for a table.
 
     Attributes:
         dtype: The precision in which the comparison ran.

@@ -1,4 +1,4 @@
-"""What `f` does, call by call: where values leave the graph, and what follows when such a value is
+"""The calls of `f`, one by one: where values leave the graph, and what follows when such a value is
 held.
 
 A value that left the graph (by `detach`, `.data`, `no_grad`, `item`, ...) is a constant to
@@ -51,9 +51,7 @@ _COPIES = (
 
 
 class Place(NamedTuple):
-    """Where something was called: the user's lines, innermost first,
-    and every frame on the way there.
-    """
+    """The place of a call: the user's lines, innermost first, and every frame on the way there."""
 
     lines: tuple[Line, ...]
     frames: tuple[tuple[str, int, str], ...]
@@ -99,7 +97,7 @@ class Called(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The name of the function."""
         return getattr(self.func, "__name__", str(self.func))
 
 
@@ -119,7 +117,7 @@ class _Counting(TorchFunctionMode):
         return self.see(func, args, kwargs or {}, kind, frame)
 
     def see(self, func: Function, args: Any, kwargs: Any, kind: int, frame: FrameType) -> Any:
-        """What a call gives, or is to give."""
+        """The result of a call, or the one that it is to give."""
         raise NotImplementedError
 
     def _concerns(self, func: Function, kind: int, frame: FrameType) -> bool:
@@ -144,7 +142,7 @@ class _Counting(TorchFunctionMode):
         return (*key, number)
 
     def place(self, frame: FrameType) -> Place:
-        """Where a call was made."""
+        """The place of a call."""
         lines = lines_of(path_of(frame, marked(self._entered)))
         frames, each = [], frame
         while each is not None and each is not self._entered:
@@ -228,7 +226,7 @@ class Recorder(_Counting):
 
 
 def _cut_of(kind: int, name: str, result: Any, frame: FrameType) -> str:
-    """How a call lost the graph of its arguments; empty if it did not."""
+    """The way in which a call lost the graph of its arguments; empty if it did not."""
     if kind in (GRADIENT, PASS):
         return "gradient" if tensors_in(result) and not _differentiable(result) else ""
     if kind == CUT and name not in _record.LEAVING:
@@ -270,7 +268,7 @@ class HeldValues(_Counting):
 
 
 def _changed(name: str, args: Sequence[Any], result: Any) -> Any:
-    """What a call gives, or what it has changed: of `h[i] = x`, h."""
+    """The tensor that a call gives, or has changed: of `h[i] = x`, h."""
     return args[0] if name in ("__setitem__", "__set__") else result
 
 
@@ -307,7 +305,7 @@ def _differentiable(result: Any) -> bool:
 
 
 def _decided(result: Any) -> Any:
-    """What a result decides: a truth value, an index; None of real numbers."""
+    """The decision that a result carries: a truth value, an index; None for real numbers."""
     if isinstance(result, bool):
         return result
     values = [
@@ -319,7 +317,7 @@ def _decided(result: Any) -> Any:
 
 
 def _sides(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """On which side of its kinks each argument of a piecewise function lies."""
+    """The side of its kinks on which each argument of a piecewise function lies."""
     about = KINKS.get(name)
     given = [tensor.detach() for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
     return tuple(about(given, args, kwargs)) if about is not None and given else None
@@ -418,7 +416,7 @@ KINKS: dict[str, Sides] = {
 
 
 class Attributes:
-    """What the attributes of the modules that `f` called were before it ran first,
+    """The attributes of the modules that `f` called, as they were before its first run,
     to be put back.
     """
 
@@ -484,7 +482,7 @@ class ScalarEvaluation:
         )
 
     def run(self, leaves: Point) -> Any:
-        """What the function returns: with a graph, for leaves that require grad."""
+        """The function's result: with a graph, for leaves that require grad."""
         if not any(leaf.requires_grad for leaf in leaves):  # f sees such leaves always
             value = self.run(tuple(leaf.detach().clone().requires_grad_() for leaf in leaves))
             return value.detach() if isinstance(value, Tensor) else value
@@ -505,11 +503,11 @@ class ScalarEvaluation:
             self.allowed = [site for site in self.recorded().sites if site.place.is_named(places)]
 
     def scalar(self, leaves: Point) -> Tensor:
-        """What the function returns, as a number."""
+        """The function's result, as a number."""
         return (self.run(leaves) * self._weights).sum()
 
     def recorded(self, leaves: Point | None = None, **what: bool) -> Recorder:
-        """What happens in an evaluation, at the point or elsewhere."""
+        """The calls of an evaluation, at the point or elsewhere."""
         leaves = tuple(leaf.detach().clone().requires_grad_() for leaf in leaves or self.point)
         self.context.random.restore()
         self.attributes.restore()
@@ -522,7 +520,7 @@ class ScalarEvaluation:
     def altered(
         self, held: Mapping[Key, Any] | None = None, *, hooks: bool = True
     ) -> Iterator[None]:
-        """Inside it, these values are what they were at the point,
+        """A context in which these values are as at the point,
         or hooks on tensors are taken off.
         """
         self._held, self._hooks = dict(held or {}), hooks
@@ -551,7 +549,7 @@ class Surroundings:
 
 
 def _variables(f: Callable[..., Any]) -> dict[str, Any]:
-    """For each variable that a function reads, what would show a change."""
+    """The mark that shows a change, for each variable that a function reads."""
     return {
         name: _state(value)
         for name, (_, _, value) in variables(f, assigned=True).items()
@@ -585,7 +583,7 @@ def remarks(evaluation: ScalarEvaluation, surroundings: Surroundings) -> list[Ca
 
 
 def _kept(evaluation: ScalarEvaluation, surroundings: Surroundings) -> list[Cause]:
-    """What `f` leaves behind for its next call."""
+    """The state that `f` leaves behind for its next call."""
     names = [f"the variable {name}" for name in surroundings.changed()]
     names += evaluation.attributes.changed()
     again = evaluation.run(evaluation.point)

@@ -155,7 +155,7 @@ def linear_along(input: Any, weight: Any, bias: Any = None) -> Any:
 
 @first_order("matmul", "mm", "bmm")
 def matmul_along(a: Any, b: Any) -> Any:
-    """Without a dimension for directions, which would make copies of a stack."""
+    """A matrix product without a dimension for directions, which would make copies of a stack."""
     (x, t), (y, u) = value_and_tangent(a), value_and_tangent(b)
     given = [pair for pair in ((t, y), (x, u)) if pair[0] is not None and pair[1] is not None]
     return torch.matmul(x, y), sum(starmap(torch.matmul, given[1:]), torch.matmul(*given[0]))
@@ -168,7 +168,9 @@ def _turned(coefficient: Any, shape: Any) -> Any:
 
 @rule("bilinear", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)))
 def convolution(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """Of constant weights the directions join the batch; those of weights are taken one by one."""
+    """A convolution: of constant weights the directions join the batch;
+    those of weights are taken one by one.
+    """
     names = ("input", "weight", "bias", "stride", "padding")
     given = dict(zip(names, args, strict=False)) | kwargs
     behind = _BEHIND[len(args) > 5 and "transpose" in operation(func)]
@@ -177,7 +179,9 @@ def convolution(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     spatial, shape = w[0].ndim - 2, x[0].shape
 
     def convolve(a: Any, b: Any) -> Any:
-        """Of values, or of coefficients, which have a dimension for directions in front."""
+        """A convolution of values, or of coefficients,
+        which have a dimension for directions in front.
+        """
         if b.ndim == w[0].ndim:
             if a.ndim == len(shape):
                 return func(a, b, None, **given)

@@ -127,7 +127,7 @@ def logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
 
 @rule("composite", "batch_norm")
 def batch_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """With the statistics of the batch only where its samples may mix."""
+    """Batch normalization, by the statistics of the batch only where its samples may mix."""
     given = _named(func, args, kwargs, "training")
     if not expansion.mixes and (given.get("training") or given.get("running_mean") is None):
         why, way_out = "it mixes the samples of a batch", "Use model.eval() or another norm."
@@ -164,7 +164,7 @@ class NormForm:
     eps: float
 
     def kernels(self, x: Tensor, moving: Any = (None, None, 0.0)) -> Norm:
-        """By PyTorch's kernels, whose derivatives are wrong at third order."""
+        """The norm by PyTorch's kernels, whose derivatives are wrong at third order."""
         mask = [True, False, False]
         if self.shape is not None:
             normal, mean, scale = _ATEN.native_layer_norm(x, self.shape, None, None, self.eps)
@@ -178,7 +178,7 @@ class NormForm:
         return Norm(scale.reshape(-1, *[1] * (x.ndim - 2)), normal, pulled)
 
     def plain(self, x: Tensor) -> Norm:
-        """By operations that are right at every order."""
+        """The norm by operations that are right at every order."""
         centered = x - self.mean(x)
         scale = torch.rsqrt(self.mean(centered.square()) + self.eps)
         normal = centered * scale
@@ -217,7 +217,7 @@ class Standardized(_chunked.Chunked):
 
     @staticmethod
     def forward(x: Tensor, t: Tensor, given: Any) -> Any:
-        """By the kernels, which move running statistics."""
+        """The norm by the kernels, which move running statistics."""
         form, moving = given
         norm = form.kernels(x, moving)
         return norm.value, norm.times(t)
@@ -251,7 +251,7 @@ class Standardized(_chunked.Chunked):
 
 @rule("fused", "batch_norm")
 def batch_norm_along(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """With the statistics of the batch, of more than one value."""
+    """Batch normalization by the statistics of the batch, of more than one value."""
     given = _named(func, args, kwargs, "training")
     pairs = [value_and_tangent(given.get(name)) for name in ("input", "weight", "bias")]
     x = pairs[0][0]
@@ -356,7 +356,7 @@ def rms_norm_along(
     weight: Any = None,
     eps: float | None = None,
 ) -> Any:
-    """With sums in float32, as PyTorch has them."""
+    """RMS normalization with sums in float32, as PyTorch has them."""
     (x, t), (w, u) = value_and_tangent(input), value_and_tangent(weight)
     if t is None:
         return NotImplemented
@@ -435,7 +435,7 @@ def pdist(input: Any, p: float = 2.0) -> Any:
 
 @rule("composite", "det", "linalg_det")
 def det(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """By multiplying it out, up to three rows; larger ones by PyTorch's derivatives."""
+    """The determinant: multiplied out, up to three rows; larger ones by PyTorch's derivatives."""
     larger = lambda *given, **named: _jet.wrap(fallback(expansion, func, given, named), expansion)  # noqa: E731
     return BY_DEFINITION["det"](larger)(*args, **kwargs)
 
@@ -482,7 +482,7 @@ def attention_along(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """In closed form where that is leaner, as outside of Taylor mode."""
+    """Attention in closed form where that is leaner, as outside of Taylor mode."""
     given = zip(*map(value_and_tangent, (query, key, value, attn_mask)), strict=True)
     from hodiff.memory import _attention
 

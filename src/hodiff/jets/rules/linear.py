@@ -116,7 +116,7 @@ def joined(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def rows_of(parts: Iterable[Series], k: int) -> int:
-    """How many directions the coefficients k of several series have; 0 where all are zero."""
+    """The number of directions of the coefficients k of several series; 0 where all are zero."""
     return next((part[k].shape[0] for part in parts if part[k] is not None), 0)
 
 
@@ -136,7 +136,9 @@ def embedding(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     padding = None if padding is None or (native and padding < 0) else padding % len(x[0])
 
     def rows(c: Any) -> Any:
-        """Of one direction by the kernel; a row of padding has no derivative."""
+        """The rows of a table: of one direction by the kernel;
+        a row of padding has no derivative.
+        """
         chosen = F.embedding(index, c[0]).unsqueeze(0) if len(c) == 1 else c[:, index]
         padded = None if padding is None else (index == padding).unsqueeze(-1)
         return chosen if padded is None else chosen.masked_fill(padded, 0)
@@ -374,7 +376,7 @@ def _each_shifted(shape: Any, args: Any, kwargs: Any) -> list[int]:
 
 
 def _split(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
-    """In parts of the sizes that those of the value have."""
+    """The parts of a series, in the sizes of the value's."""
     dim, _ = _along(shape, args, kwargs, "parts", "dim")
     return c.split([part.shape[dim - 1] for part in kwargs["value"]], dim)
 

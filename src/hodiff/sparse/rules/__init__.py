@@ -1,4 +1,5 @@
-"""What each output of an operator depends on: rules by family, looked up by the operator's name.
+"""The rules that say on which inputs each output of an operator depends, by family, looked up by
+the operator's name.
 
 A rule may give too much, never too little. An operator without one is decomposed into others;
 failing that, all its outputs depend on all its arguments, which is always right.

@@ -70,7 +70,7 @@ def broadcasts(tensor: Tensor, output: Tensor) -> bool:
 
 
 def broadcast(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """For each entry of a broadcast tensor, which entry of the tensor it is."""
+    """The entry of the tensor that each entry of its broadcast form is."""
     places = torch.arange(tensor.numel(), device="cpu")
     return (
         places if tensor.shape == shape else places.reshape(tensor.shape).expand(shape).reshape(-1)
@@ -210,7 +210,7 @@ def _entries(
 
 
 class Windows(NamedTuple):
-    """Which places of the larger grid each place of the smaller one sees: pairs.
+    """The places of the larger grid that each place of the smaller one sees: pairs.
 
     Attributes:
         sizes: How many places the grids have, the smaller and the larger.
@@ -288,7 +288,7 @@ def _convolved(
 
 
 def _channels(images: int, channels: int, places: int) -> Tensor:
-    """For each entry of each channel of images its place, which the channels of an image share."""
+    """The place of each entry of each channel of images, which the channels of an image share."""
     image = torch.arange(images, device="cpu").reshape(-1, 1, 1)
     return (
         (image * places + torch.arange(places, device="cpu"))
@@ -312,7 +312,7 @@ def convolution(op: OperatorCall) -> OutputSets:
 
 
 def convolution_backward(op: OperatorCall) -> OutputSets:
-    """What reaches the input goes back through the windows;
+    """The gradient of a convolution: the input's goes back through the windows;
     each entry of a weight sees everything.
     """
     gradient, input, weight, needed = map(
@@ -362,7 +362,7 @@ def pooled(op: OperatorCall) -> OutputSets:
 
 
 def _dims(name: str) -> int:
-    """How many dimensions an operator pools over, by its name: `avg_pool2d`."""
+    """The number of dimensions an operator pools over, by its name: `avg_pool2d`."""
     return int(next(character for character in name if character in "123"))
 
 

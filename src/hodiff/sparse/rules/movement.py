@@ -60,7 +60,7 @@ def reduction(op: OperatorCall) -> OutputSets:
 
 
 def line(op: OperatorCall) -> OutputSets:
-    """As many numbers as there were, each from all of its line."""
+    """As many numbers as there were, each of which depends on all of its line."""
     of_outputs: list[Sets | None] = []
     for output in op.outputs:
         count, of_entry = along(output.shape, _dims(op, output))
