@@ -30,6 +30,7 @@ from hodiff.curvature._memory import LiveBytes
 CURVLINOPS = "curvlinops-for-pytorch"
 EIGENTHINGS = "hessian-eigenthings"
 MANY = 8
+VECTORS = 20
 
 
 def rows(quick: bool) -> Iterator[Row]:
@@ -45,7 +46,14 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 SMALL = {"product": 0.3, "many": 0.55, "ggn": 0.5}
-MIDDLE = {"product": 0.3, "many": 0.55, "ggn": 0.5, "ggn many": 0.65}
+MIDDLE = {
+    "product": 0.3,
+    "many": 0.55,
+    "ggn": 0.5,
+    "ggn many": 0.65,
+    "trace": 0.95,
+    "diagonal": 0.95,
+}
 LARGE = {"product": 0.55, "many": 0.65, "ggn": 0.5}
 
 
@@ -160,6 +168,13 @@ def against_peers(problem: Problem, bars: dict[str, float], rounds: int) -> Iter
         "ggn many, curvlinops": lambda: theirs["GGNLinearOperator"] @ V,
         "gradient": gradient(problem),
     }
+    hutchinson = theirs["HessianLinearOperator"]
+    contenders |= {
+        "trace": lambda: hodiff.trace(H, samples=VECTORS),
+        "trace, curvlinops": lambda: peer.hutchinson_trace(hutchinson, VECTORS),
+        "diagonal": lambda: hodiff.diagonal(H, samples=VECTORS),
+        "diagonal, curvlinops": lambda: peer.hutchinson_diag(hutchinson, VECTORS),
+    }
     other = eigenthings(problem)
     if other is not None:
         contenders["product, eigenthings"] = lambda: other.matvec(v)
@@ -169,6 +184,8 @@ def against_peers(problem: Problem, bars: dict[str, float], rounds: int) -> Iter
         "many": f"H @ V, K = {MANY}",
         "ggn": "G @ v",
         "ggn many": f"G @ V, K = {MANY}",
+        "trace": f"trace, {VECTORS} vectors",
+        "diagonal": f"diagonal, {VECTORS} vectors",
     }
     for key, label in labels.items():
         yield compared(

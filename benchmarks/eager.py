@@ -150,8 +150,12 @@ def of_modules() -> dict[str, Case]:
     kept = torch.autograd.grad(loss(model), leaves, create_graph=True)
     cached = lambda: torch.autograd.grad(kept, leaves, vectors, retain_graph=True)  # noqa: E731
     gradient = lambda: torch.autograd.grad(loss(model), leaves)  # noqa: E731
+    three, wide = network(32, 32, 32, 1), torch.randn(16, 32)
+    of_three, parameters = lambda m: m(wide).square().mean(), list(three.parameters())
+    deeper = lambda: torch.autograd.grad(of_three(three), parameters)  # noqa: E731
     return {
         "grad, module": Case(lambda: hodiff.grad(loss, model), gradient, 2.0),
+        "grad, module of three layers": Case(lambda: hodiff.grad(of_three, three), deeper, 2.2),
         "hvp, module": Case(lambda: hodiff.hvp(loss, model, v), product, 1.5),
         "H @ v, cached": Case(lambda: H @ v, cached, 1.5),
     }

@@ -15,13 +15,16 @@ from benchmarks.timing import Times
 
 PEERS = (
     "asdex",
+    "backpack-for-pytorch",
     "curvlinops-for-pytorch",
     "hessian-eigenthings",
     "higher",
     "jax",
     "jet-for-pytorch",
     "matfree",
+    "opacus",
     "pyhessian",
+    "torchjd",
     "torchopt",
 )
 

@@ -113,8 +113,6 @@ class Outer:
     def norms(self) -> Tensor:
         """The squares of the rows' norms, `(N, K)`."""
         positions, width = self.left.shape[2:]
-        if positions == 1:
-            return self.left.square().sum((2, 3)) * self._alike().squeeze(-1).squeeze(-1)
         if positions * (width + self.width) <= width * self.width:
             return (self.left @ self.left.mT * self._alike()).sum((2, 3))
         return sum((part.square().sum((2, 3)) for part in self._parts()), self.left.new_zeros(()))
@@ -267,13 +265,14 @@ class Stack:
     def push(self, vector: Tensor) -> Tensor:
         """Each row times a flat vector."""
         own = vector.split([shape.numel() for shape in self._shapes])
-        own = [*map(Tensor.view, own, self._shapes)]
+        return self._of_rows(lambda number, of: of.push(own[number].view(of.shape)))
 
-        def pushed(part: Sequence[Outer]) -> Tensor:
-            each = (of.push(v) for of, v in zip(part, own, strict=True))
-            return reduce(torch.add, each).expand(part[0].sizes)
-
-        return _flat(map(pushed, self._parts))
+    def _of_rows(self, of_one: Callable[[int, Outer], Tensor]) -> Tensor:
+        """A number for each row, the sum of those by the leaves."""
+        return _flat(
+            reduce(torch.add, map(of_one, range(len(part)), part)).expand(part[0].sizes)
+            for part in self._parts
+        )
 
     def pull(self, weights: Tensor) -> Tensor:
         """The sum of all rows, weighed, flat."""
@@ -284,6 +283,10 @@ class Stack:
     def squares(self) -> Tensor:
         """For each entry of the parameters the sum of its squares over all rows, flat."""
         return reduce(torch.add, [_flat(of.squares() for of in part) for part in self._parts])
+
+    def norms(self) -> Tensor:
+        """The squares of the rows' norms."""
+        return self._of_rows(lambda number, of: of.norms())
 
     def gram(self) -> Tensor:
         """The products of all rows with each other; zeros above the blocks of the diagonal."""
@@ -334,13 +337,18 @@ class SamplesAxis(NamedTuple):
 
 
 class Derivative(NamedTuple):
-    """A use of a parameter, and the derivatives by the operation's result."""
+    """A use of a parameter, and the derivatives by the operation's result.
+
+    Attributes:
+        summands: Takes what the reader adds up over the positions of a sample.
+    """
 
     use: _nodes.Use
     turned: bool
     shape: Size
     g: Tensor
     at: SamplesAxis
+    summands: list[Tensor]
 
     def kept(self, name: str) -> Any:
         """What the operation has saved under a name."""
@@ -367,6 +375,7 @@ class Derivative(NamedTuple):
         self.at.check(whole=like[dim] == 1)
         x = x.reshape(len(x), *sizes[:dim], before // left, count, -1, *sizes[dim + 1 :])
         x = x.movedim(dim + 2, 0).flatten(dim + 2, dim + 3)
+        self.summands.append(x)
         return Outer.of(x.sum_to_size(count, len(self.g), *like), self.shape)
 
     def channels(self, factor: Tensor | float = 1.0) -> Outer:
@@ -394,7 +403,7 @@ def reads(*names: str) -> Callable[[Callable[[Derivative], Outer]], Callable[[De
 @reads("Addmm", "Mm")
 def _product(of: Derivative) -> Outer:
     """Rows of z = a W, of z = W a, and of what is added."""
-    use, *_, g, at = of
+    use, *_, g, at, _ = of
     added = use.kind == "Addmm"
     at.check(whole=not added or of.kept("alpha") == of.kept("beta") == 1)
     if added and use.place == 0:
@@ -420,7 +429,7 @@ def _product_with_vector(of: Derivative) -> Outer:
 @reads("Convolution")
 def _convolution(of: Derivative) -> Outer:
     """Rows of a kernel, by the patches that it was laid on, and of a bias."""
-    use, _, shape, g, at = of
+    use, _, shape, g, at, _ = of
     if use.place == 2:
         return of.channels()
     x, groups, transposed = map(of.kept, ("input", "groups", "transposed"))
@@ -447,7 +456,7 @@ def _convolution(of: Derivative) -> Outer:
 
 @reads("Embedding")
 def _embedding(of: Derivative) -> Outer:
-    *_, g, at = of
+    *_, g, at, _ = of
     width, padding = g.shape[-1], of.kept("padding_idx")
     plain = not of.kept("sparse") and not of.kept("scale_grad_by_freq")
     at.check(whole=at.after % width == 0 and plain)
@@ -514,7 +523,6 @@ class Factors:
     Attributes:
         of: For each leaf that is not missing, by its number, its rows.
         missing: The numbers of the others: what uses them was not read, or samples mix there.
-        shape: N and K.
     """
 
     def __init__(
@@ -530,20 +538,13 @@ class Factors:
         """
         self.of: dict[int, Outer] = {}
         with _settings.grad_mode(False), _settings.autocast(outputs[0].device.type):
-            self._seeds = _units(outputs[0]) if seeds is None else seeds
-            numbers, count = self._seeds[0].shape[:2]
-            precise = self._seeds[0].element_size() >= 4  # else rounding would hide what is mixed
+            seeds = units(outputs) if seeds is None else seeds
+            numbers, count = seeds[0].shape[:2]
+            precise = seeds[0].element_size() >= 4  # else rounding would hide what is mixed
             precise = precise and not tangents()  # what a node has saved carries none
             if precise and count and numbers and all(x.grad_fn is not None for x in outputs):
-                self.of = _Reading(graph, outputs, self._seeds, largest).read()
+                self.of = _Reading(graph, outputs, seeds, largest).read()
         self.missing = {*range(len(graph.leaves))} - self.of.keys()
-        self.shape = Size((count, numbers))
-
-    def gram(self) -> Tensor:
-        """J J', `(N, K, N, K)`."""
-        zero = self._seeds[0].new_zeros(self.shape * 2)
-        with _settings.grad_mode(False):
-            return reduce(torch.add, (of.gram() for of in self.of.values()), zero)
 
 
 class _Reading:
@@ -565,6 +566,8 @@ class _Reading:
         self._users = _nodes.survey(outputs).users()
         self._shared: set[_nodes.Node] = set()
         """Operations whose results belong to no single sample, though they could by their shape."""
+        self._summands: list[Tensor] = []
+        """What has been added up over positions for the leaf at hand."""
 
     def read(self) -> dict[int, Outer]:
         """For each leaf that is not missing, its rows."""
@@ -577,14 +580,18 @@ class _Reading:
             if not lost:
                 break
         of: dict[int, Outer] = {}
+        rows: Outer | None = None
         for number, (ends, expected) in enumerate(zip(self._ends, self._sums, strict=True)):
             try:
                 rows = self._rows_of(ends).shortest()
-                if self._is_right(rows, expected):  # a hook of the node may change what passes
-                    of[number] = rows
+                right = self._is_right(rows, expected)  # a hook of the node may change what passes
             except Exception as error:  # a node may keep what its reader does not expect
                 if not isinstance(error, Unread) and not is_fault(error):
                     raise
+                right = False
+            rows = rows if right else self._alone(ends[0])
+            if rows is not None:
+                of[number] = rows
         return of
 
     def _find_uses(self) -> None:
@@ -688,14 +695,15 @@ class _Reading:
 
     def _own(self, end: End) -> Outer:
         """The rows by the operations that use it, each of which has a result for each sample."""
-        parts = []
+        parts, self._summands = [], []
         for use, turned in self._uses[end.node]:
             if use.node not in self._places or use.kind not in READERS:
                 raise Unread
             g = self._derivatives[use.node]
             if (g.dtype, g.device) != (self._seeds[0].dtype, self._seeds[0].device):
                 raise Unread
-            given = Derivative(use, turned, end.shape, g, self._places[use.node])
+            at = self._places[use.node]
+            given = Derivative(use, turned, end.shape, g, at, self._summands)
             parts += [READERS[use.kind](given)]
         return reduce(Outer.join, parts)
 
@@ -705,21 +713,42 @@ class _Reading:
         if entries * self._seeds[0].element_size() > _reverse.CHUNK_BYTES:
             raise Unread
         rows = self._own(end).rows()
+        self._summands.clear()
         [parts] = self._pulled([end.edge], [rows.flatten(0, 1)], [leaf.edge], [leaf.shape])
         return Outer.of(parts.reshape(*rows.shape[:2], *leaf.shape), leaf.shape)
 
+    def _alone(self, leaf: End) -> Outer | None:
+        """The rows of a single sample, which are those of the passes; None of several samples."""
+        size = self._numbers * leaf.shape.numel() * self._seeds[0].element_size()
+        if self._count > 1 or size > _reverse.CHUNK_BYTES:
+            return None
+        [rows] = self._pulled(self._outputs, self._seeds, [leaf.edge], [leaf.shape])
+        return Outer.of(rows.unsqueeze(0), leaf.shape)
+
     def _is_right(self, rows: Outer, expected: Tensor) -> bool:
-        result = rows.pull(self._weights)
-        right = result.dtype == expected.dtype
-        return right and _close(result.flatten(), expected.flatten(), expected, FORMULA)
+        """Whether the weighed sum of the rows is what the pass gives.
+
+        It may be nothing but rounding: a bias of attention's keys changes nothing, and its
+        derivatives at all positions cancel.
+        """
+        result = rows.pull(self._weights).flatten()
+        if result.dtype != expected.dtype:
+            return False
+        expected = expected.flatten()
+        if _close(result, expected, expected, FORMULA):
+            return True
+        size = max((float(x.abs().amax()) for x in self._summands if x.numel()), default=0.0)
+        return _close(result, expected, torch.full_like(expected, size), SAMPLES)
 
 
-def _units(output: Tensor) -> list[Tensor]:
-    """Seeds of each number of the samples, `(N,)` or `(N, K)`: unit vectors."""
-    if output.ndim == 1:
-        return [torch.ones_like(output)[None]]
-    units = torch.eye(output.shape[1], dtype=output.dtype, device=output.device)
-    return [units.unsqueeze(1).expand(-1, *output.shape)]
+def units(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """For each number of a sample the unit vectors of all samples, `(K, N, ...)` of each output."""
+    sizes, like = [output.shape[1:].numel() for output in outputs], outputs[0]
+    each = torch.eye(sum(sizes), dtype=like.dtype, device=like.device).split(sizes, 1)
+    return [
+        unit.reshape(-1, 1, *output.shape[1:]).expand(-1, *output.shape)
+        for unit, output in zip(each, outputs, strict=True)
+    ]
 
 
 def _place_of(g: Tensor, weighed: Tensor, weights: Tensor) -> SamplesAxis | None:

@@ -196,7 +196,10 @@ def gram(
         product, missing = losses.detach().new_zeros(losses.shape * 2), {*range(len(graph.leaves))}
         factors = _factored(graph, losses)
         if factors is not None:
-            product, missing = factors.gram().view(product.shape), factors.missing
+            missing = factors.missing
+            with _settings.grad_mode(False):
+                for of in factors.of.values():
+                    product += of.gram().view(product.shape)
         if missing:
             _reverse.check_fits([losses], graph.leaves, 0, WAY_OUT)
             rows = _rows(graph, samples, losses, chunk)

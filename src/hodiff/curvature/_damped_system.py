@@ -33,14 +33,14 @@ class DampedStep(NamedTuple):
 
     Attributes:
         change: The step, flat.
-        moved: How it changes the residuals, J d; None where J'J alone is known.
+        moved: How it changes the residuals, J d.
         norm: Its length.
         decrease: By how much the model falls.
         residual: How exactly the damped equations are solved, relatively.
     """
 
     change: Tensor
-    moved: Tensor | None
+    moved: Tensor
     norm: float
     decrease: float
     residual: float
@@ -49,9 +49,8 @@ class DampedStep(NamedTuple):
 class DampedSystem:
     """Residuals r and their Jacobian J, in float64, and the steps of the damped linear model.
 
-    J is held where it is small. A large one stays in factors, for each function the rows by each
-    leaf; with more residuals than parameters it is held as well, or summed to J'J, if it does not
-    fit.
+    J is held where it is small, or has more rows than columns and fits. Else it stays in factors,
+    for each function the rows by each leaf.
 
     Attributes:
         r: The residuals.
@@ -81,17 +80,13 @@ class DampedSystem:
             )
         self.in_samples = rows <= columns
         size = 8 * rows * columns
-        self._factored = self.in_samples and size > HELD
-        self._summed = not self.in_samples and size > budget
+        self._factored = size > (HELD if self.in_samples else budget)
         self._parts = list[list[Outer]]()
-        kept = 0 if self._summed or self._factored else rows
+        kept = 0 if self._factored else rows
         tall = columns <= NARROW and not self.in_samples
         self._J = self.r.new_empty(columns, kept).T if tall else self.r.new_empty(kept, columns)
-        self._block_rows = max(1, int(budget / 4) // (8 * columns)) if self._summed else rows
+        self._block_rows = max(1, int(min(budget, size) / 4) // max(1, 8 * columns))
         self._begin = 0
-        self.gradient = self.r.new_zeros(columns)
-        side = columns if self._summed else 0
-        self._matrix = self.r.new_zeros(side, side)
 
     # --- J
 
@@ -100,46 +95,45 @@ class DampedSystem:
         if self._factored:
             self._parts += [[of.double(self.r.device) for of in rows]]
             return
-        samples, numbers = rows[0].sizes
-        step = max(1, self._block_rows // max(1, numbers))
-        for start in range(0, samples, step):
-            self._fill([of[start : start + step].rows() for of in rows])
-
-    def _fill(self, gradients: Sequence[Tensor]) -> None:
-        """Add rows, of gradients `(N, K, ...)`."""
-        begin, columns = self._begin, len(self.gradient)
-        self._begin += gradients[0].shape[:2].numel()
-        rows = slice(begin, self._begin)
-        block = self._J.new_empty(rows.stop - begin, columns) if self._summed else self._J[rows]
-        column = 0
-        for part in gradients:
-            width = part.shape[2:].numel()
+        begin, column = self._begin, 0
+        self._begin += rows[0].sizes.numel()
+        block = self._J[begin : self._begin]
+        for of in rows:
+            width, part = of.shape.numel(), of.rows()
             block[:, column : column + width].view(part.shape).copy_(part)
             column += width
-        self.gradient = torch.addmv(self.gradient, block.T, self.r[rows])
-        if self._summed:
-            self._matrix.addmm_(block.T, block)
 
     def closed(self) -> DampedSystem:
         """The system, once all rows are in."""
         if self._factored:
             self._stack = Stack(self._parts)
-            self.gradient = self._pull(self.r)
+        self.gradient = self._pull(self.r)
         if not bool(self.gradient.isfinite().all()):
             raise InputError(
                 "residuals: the derivative is not finite at the current parameters (a square root "
                 "of 0, a norm of 0?). Nothing was changed."
             )
-        if self._factored:
-            self._matrix, squares = self._stack.gram(), self._stack.squares()
-        elif self.in_samples:
-            self._matrix = _lower_product(self._J)
-            squares = self._J.square().sum(0)
-        else:
-            self._matrix = self._matrix if self._summed else _lower_product(self._J.T)
+        if not self.in_samples:
+            self._matrix = self._normal() if self._factored else _lower_product(self._J.T)
             squares = self._matrix.diagonal()
+        elif self._factored:
+            self._matrix, squares = self._stack.gram(), self._stack.squares()
+        else:
+            self._matrix, squares = _lower_product(self._J), self._J.square().sum(0)
         self.norms, self.scale = squares.sqrt(), float(squares.max()) if len(squares) else 0.0
         return self
+
+    def _normal(self) -> Tensor:
+        """J'J, by some rows at a time."""
+        matrix = self.r.new_zeros(len(self.gradient), len(self.gradient))
+        for rows in self._parts:
+            samples, numbers = rows[0].sizes
+            step = max(1, self._block_rows // numbers)
+            for start in range(0, samples, step):
+                some = [of[start : start + step].rows().flatten(2).flatten(0, 1) for of in rows]
+                block = torch.cat(some, 1)
+                matrix.addmm_(block.T, block)
+        return matrix
 
     def _push(self, change: Tensor) -> Tensor:
         """The change of the residuals by a step in the linear model, J d."""
@@ -152,7 +146,7 @@ class DampedSystem:
     @property
     def jacobian(self) -> Tensor | None:
         """J, where it is held."""
-        return None if self._summed or self.in_samples else self._J
+        return None if self._factored or self.in_samples else self._J
 
     # --- solving
 
@@ -198,16 +192,13 @@ class DampedSystem:
         """The minimum of |J d + r|^2 + damping |d - drift|^2, of weighted entries."""
         self._factor(damping)
         added = damping * self.weights
-        b = self.gradient if self._summed else self.r
         if drift is None:
-            change, moved, residual = self._solved(b, added)
+            change, moved, residual = self._solved(self.r, added)
         else:
-            pushed = self._matrix @ drift if self._summed else self._push(drift)
-            change, moved, residual = self._solved(b + pushed, added)
-            change = change + drift
-            moved = moved if moved is None else moved + pushed
-        square = change @ (self._matrix @ change) if moved is None else moved @ moved
-        decrease = -float(change @ self.gradient + square / 2)
+            pushed = self._push(drift)
+            change, moved, residual = self._solved(self.r + pushed, added)
+            change, moved = change + drift, moved + pushed
+        decrease = -float(change @ self.gradient + moved @ moved / 2)
         return DampedStep(change, moved, self.norm(change), decrease, residual)
 
     def bend(self, second: Tensor) -> Tensor:
@@ -218,12 +209,9 @@ class DampedSystem:
             return -self._pull(self._solve(second))
         return -self._solve(self._pull(second))
 
-    def _solved(self, b: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor | None, float]:
+    def _solved(self, b: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor, float]:
         """The minimum d of |J d + b|^2 + damping |d|^2, J d, and how exactly it is solved, refined
-        once.
-
-        Where J'J alone is known, J'b is given for b. The products with J are what costs, where one
-        side of it is short.
+        once. The products with J are what costs, where one side of it is short.
         """
         if self.in_samples:
             y = self._solve(-b)
@@ -232,24 +220,16 @@ class DampedSystem:
             moved = self._push(change)
             rest = b + moved + damping * y
         else:
-            slope = b
-            if not self._summed:
-                slope = self.gradient if b is self.r else self._pull(b)
+            slope = self.gradient if b is self.r else self._pull(b)
             change = self._solve(-slope)
-            change = change - self._solve(self._pulled(change, b) + damping * change)
-            moved = None if self._summed else self._push(change)
-            rest = (
-                self._pulled(change, b) if moved is None else self._pull(moved + b)
-            ) + damping * change
+            # of J'(J d + b) the sum comes first, for it is small
+            rest = self._pull(self._push(change) + b) + damping * change
+            change = change - self._solve(rest)
+            moved = self._push(change)
+            rest = self._pull(moved + b) + damping * change
             b = slope
         size = float(b.norm())
         return change, moved, float(rest.norm()) / size if size else 0.0
-
-    def _pulled(self, change: Tensor, b: Tensor) -> Tensor:
-        """J'(J d + b), whose sum comes first, for it is small; where J'J alone is known,
-        J'J d + b.
-        """
-        return self._matrix @ change + b if self._summed else self._pull(self._push(change) + b)
 
     def _factor(self, damping: float) -> None:
         """Have what solves the equations that are damped so."""

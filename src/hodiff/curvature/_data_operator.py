@@ -257,6 +257,10 @@ class DataOperator(LinearOperator, Generic[G]):
         one = 3 * (self._domain.numel + self._range.numel) * self._domain.dtype.itemsize
         return max(inner, free // (4 * one))
 
+    def _names(self) -> Sequence[str]:
+        """The leaves that this is a block of."""
+        return self._space.names if len(self._chosen) < len(self._graphs.where.tensors) else ()
+
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         block = copy.copy(self)
         block._transpose_of = None
@@ -373,7 +377,3 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
         return [
             (part * factor).to(given.dtype) for part, given in zip(products, parts, strict=True)
         ]
-
-    def _names(self) -> Sequence[str]:
-        """The leaves that this is a block of."""
-        return self._space.names if len(self._chosen) < len(self._graphs.where.tensors) else ()

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, final, get_args
+from typing import Any, Literal, TypeVar, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from hodiff.curvature._data import (
     Weighted,
     check_predict,
 )
-from hodiff.curvature._data_operator import ChunkSize, SummedOperator
+from hodiff.curvature._data_operator import ChunkSize, DataOperator, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._losses import (
     LIKELIHOODS,
@@ -101,6 +102,95 @@ def linearize(graph: OutputGraph, outputs: Leaves, at: list[Tensor]) -> tuple[Le
     """J' u as a function of u, at a u: `(u, J' u)`. It is linear, so that any u will do."""
     cotangents = [part.detach().requires_grad_() for part in at]
     return cotangents, _reverse.transposed_product(graph, outputs, cotangents)
+
+
+# --- M'M of the rows of J, weighed: what follows from them in factors -----------------------------
+
+
+L = TypeVar("L", bound=Linearized)
+
+
+class RowsOperator(DataOperator[L]):
+    """An operator of outputs whose samples have rows."""
+
+    @abstractmethod
+    def _seeds(self, graph: L, most: int) -> Leaves | None:
+        """Of which sums of a sample's outputs the rows are, `(R, N, *output)`."""
+
+    def _sums(self, graph: L, most: int) -> Leaves | None:
+        counts = {len(output) if output.ndim else 0 for output in graph.outputs}
+        return None if len(counts) > 1 or 0 in counts else self._seeds(graph, most)
+
+    def _batches(self, take: Callable[[L], int]) -> tuple[float, int]:
+        """Show each batch; what sums are divided by, and the most passes, 0 where one took none."""
+        passes = list[int]()
+
+        def add(graph: L, number: int) -> None:
+            passes.append(0 if 0 in passes else take(graph))
+
+        weight = self._graphs.each_graph(add).everywhere.weight
+        return weight, max(passes, default=1) if all(passes) else 0
+
+    def _squares(self, most: int) -> tuple[Tensor, int] | None:
+        """The diagonal, and how many passes it took."""
+        with self._raise_on_all_ranks():
+            total = self._space.zeros_flat(self.shape[1]).to(sum_dtype(self.dtype))
+            add = partial(self._add_squares, total, most, self._inner_chunk())
+            weight, passes = self._batches(add)
+            group_sum, known = self._group_sum, [passes]
+            if group_sum is not None:
+                step, who = "takes a diagonal", self._names()
+                ((total,), known) = group_sum.sum(step, [total], who=who, fact=passes)
+            if not all(known):
+                return None
+            self._count(max(known))
+            return total / weight, max(known)
+
+    def _factored(self, limit: Callable[[int], int]) -> tuple[list[list[Outer]], float, int] | None:
+        batches = list[list[Outer]]()
+
+        def keep(graph: L) -> int:
+            own = graph.outputs[0].shape[:1].numel()
+            most = limit(own + sum(len(parts[0].left) for parts in batches))
+            seeds = self._sums(graph, most + 1)  # of classes there is one less
+            if not seeds or len(seeds[0]) > most:
+                return 0
+            of = Factors(graph.evaluation, graph.outputs, seeds).of
+            batches.append([of[index] for index in self._chosen if index in of])
+            return len(seeds[0]) if len(batches[-1]) == len(self._chosen) else 0
+
+        if self._group_sum is not None:
+            return None
+        weight, passes = self._batches(keep)
+        if not batches or not passes:
+            return None
+        self._count(passes)
+        return batches, weight, passes
+
+    def _add_squares(self, total: Tensor, most: int, size: int, graph: L) -> int:
+        """Add the squares of J's of a batch; in how many passes, 0 where more than so many."""
+        seeds = self._sums(graph, most)
+        if not seeds:
+            return 0
+        numbers, samples = seeds[0].shape[:2]
+        leaves = graph.evaluation.leaves
+        of = Factors(graph.evaluation, graph.outputs, seeds).of
+        missing = [index for index in self._chosen if index not in of]
+        passes = numbers * (samples if missing else 1)
+        if passes > most:
+            return 0
+        squares = {index: total.new_zeros(leaves[index].shape) for index in missing}
+        squares |= {index: of[index].squares() for index in self._chosen if index in of}
+        for start in range(0, passes if missing else 0, size):
+            which = torch.arange(start, min(start + size, passes), device=total.device)
+            of_one = which.unsqueeze(1) % samples == torch.arange(samples, device=total.device)
+            places = [of_one.view(*of_one.shape, *[1] * (seed.ndim - 2)) for seed in seeds]
+            alone = [seed[which // samples] * at for seed, at in zip(seeds, places, strict=True)]
+            rows = graph.vjp(alone, len(which), missing, size)
+            for index, part in zip(missing, rows, strict=True):
+                squares[index] += part.to(total.dtype).square().sum(0)
+        total += torch.cat([squares[index].reshape(-1) for index in self._chosen])
+        return max(1, passes)
 
 
 # --- operators J' B J: a matrix B over the outputs of each batch, pulled back to the parameters ---
@@ -244,7 +334,7 @@ class PullbackBuilder(Builder[CurvedOutputs]):
         return products, at_outputs.weight
 
 
-class PullbackOperator(SummedOperator[CurvedOutputs]):
+class PullbackOperator(SummedOperator[CurvedOutputs], RowsOperator[CurvedOutputs]):
     """J' B J, of each batch's outputs."""
 
     _passes = 2, 1
@@ -273,81 +363,8 @@ class PullbackOperator(SummedOperator[CurvedOutputs]):
         """Where B is a sum of outer products s s', the rows of M are those J's."""
         return Thin(((1.0, self),))
 
-    def _batches(self, take: Callable[[CurvedOutputs], int]) -> tuple[float, int]:
-        """Show each batch; what sums are divided by, and the most passes, 0 where one took none."""
-        passes = list[int]()
-
-        def add(graph: CurvedOutputs, number: int) -> None:
-            passes.append(0 if 0 in passes else take(graph))
-
-        weight = self._graphs.each_graph(add).everywhere.weight
-        return weight, max(passes, default=1) if all(passes) else 0
-
-    def _squares(self, most: int) -> tuple[Tensor, int] | None:
-        """The diagonal, and how many passes it took; None where more than so many."""
-        with self._raise_on_all_ranks():
-            total = self._space.zeros_flat(self.shape[1]).to(sum_dtype(self.dtype))
-            add = partial(self._add_squares, total, most, self._inner_chunk())
-            weight, passes = self._batches(add)
-            group_sum, known = self._group_sum, [passes]
-            if group_sum is not None:
-                step, who = "takes a diagonal", self._names()
-                ((total,), known) = group_sum.sum(step, [total], who=who, fact=passes)
-            if not all(known):
-                return None
-            self._count(max(known))
-            return total / weight, max(known)
-
-    def _factored(self, limit: Callable[[int], int]) -> tuple[list[list[Outer]], float, int] | None:
-        """Of each batch the rows, leaf by leaf; what M'M is divided by; and how many passes.
-
-        None where they are more than `limit` says of so many samples, or not all in factors; nor
-        do the rows of several processes meet.
-        """
-        batches = list[list[Outer]]()
-
-        def keep(graph: CurvedOutputs) -> int:
-            own = graph.outputs[0].shape[:1].numel()
-            most = limit(own + sum(len(parts[0].left) for parts in batches))
-            seeds = roots(graph.curvature, graph.outputs, most + 1)  # of classes there is one less
-            if not seeds or len(seeds[0]) > most:
-                return 0
-            of = Factors(graph.evaluation, graph.outputs, seeds).of
-            batches.append([of[index] for index in self._chosen if index in of])
-            return len(seeds[0]) if len(batches[-1]) == len(self._chosen) else 0
-
-        if self._group_sum is not None:
-            return None
-        weight, passes = self._batches(keep)
-        if not batches or not passes:
-            return None
-        self._count(passes)
-        return batches, weight, passes
-
-    def _add_squares(self, total: Tensor, most: int, size: int, graph: CurvedOutputs) -> int:
-        """Add the squares of J's of a batch; in how many passes, 0 where more than so many."""
-        seeds = roots(graph.curvature, graph.outputs, most)
-        if not seeds:
-            return 0
-        numbers, samples = seeds[0].shape[:2]
-        leaves = graph.evaluation.leaves
-        of = Factors(graph.evaluation, graph.outputs, seeds).of
-        missing = [index for index in self._chosen if index not in of]
-        passes = numbers * (samples if missing else 1)
-        if passes > most:
-            return 0
-        squares = {index: total.new_zeros(leaves[index].shape) for index in missing}
-        squares |= {index: of[index].squares() for index in self._chosen if index in of}
-        for start in range(0, passes if missing else 0, size):
-            which = torch.arange(start, min(start + size, passes), device=total.device)
-            of_one = which.unsqueeze(1) % samples == torch.arange(samples, device=total.device)
-            places = [of_one.view(*of_one.shape, *[1] * (seed.ndim - 2)) for seed in seeds]
-            alone = [seed[which // samples] * at for seed, at in zip(seeds, places, strict=True)]
-            rows = graph.vjp(alone, len(which), missing, size)
-            for index, part in zip(missing, rows, strict=True):
-                squares[index] += part.to(total.dtype).square().sum(0)
-        total += torch.cat([squares[index].reshape(-1) for index in self._chosen])
-        return max(1, passes)
+    def _seeds(self, graph: CurvedOutputs, most: int) -> Leaves | None:
+        return roots(graph.curvature, graph.outputs, most)
 
 
 def check_operands(predict: Any, loss: Any, where: Any, data: Any) -> None:

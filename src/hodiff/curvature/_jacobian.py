@@ -15,16 +15,17 @@ from hodiff._core._call import cut
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff._core._where import Where
+from hodiff.calculus._factors import units
 from hodiff.curvature._data import check_predict
-from hodiff.curvature._data_operator import ChunkSize, DataOperator
-from hodiff.curvature._gauss_newton import Linearized, linearize, predicted
+from hodiff.curvature._data_operator import ChunkSize
+from hodiff.curvature._gauss_newton import Linearized, RowsOperator, linearize, predicted
 from hodiff.curvature._graph_cache import Builder, GraphCache, accumulate
 from hodiff.curvature._operator import LinearOperator, TransposedOperator, TwoSpaces, say_detached
 from hodiff.errors import InputError
 
 
 @final
-class JacobianOperator(DataOperator[Linearized], TwoSpaces):
+class JacobianOperator(RowsOperator[Linearized], TwoSpaces):
     r"""The Jacobian J = ∂f/∂x of a network's outputs as an operator; `J.T` is its transpose.
 
     With several batches, the outputs of all batches are concatenated along their leading dimension.
@@ -59,6 +60,12 @@ class JacobianOperator(DataOperator[Linearized], TwoSpaces):
         The first product, and `J.shape`, evaluate `predict` once per batch and take one pass to
         linearize it (two with a Python `autograd.Function`). A product with `J` or `J.T` takes one
         pass per batch.
+
+        `(J @ J.T).dense()` and `hodiff.diagonal(J @ J.T)` take no products where `predict` returns
+        one tensor with samples in its leading dimension, of layers that `hodiff.gram` names: a pass
+        for each of at most 64 outputs of a sample, and one that proves samples apart. So do
+        `hodiff.diagonal`, `hodiff.trace`, `hodiff.logdet`, `hodiff.solve` and `hodiff.eigsh` of
+        `J.T @ J` and `J.T @ J + 0.1`, as of a `hodiff.GaussNewtonOperator`.
 
     Examples:
         >>> import torch, hodiff
@@ -179,6 +186,10 @@ class JacobianOperator(DataOperator[Linearized], TwoSpaces):
         if transposed:
             return [torch.stack(column).sum(0) for column in columns]
         return [torch.cat(column, 1) for column in columns]
+
+    def _seeds(self, graph: Linearized, most: int) -> Leaves | None:
+        numbers = sum(output[0].numel() for output in graph.outputs)
+        return None if self._domain.batch or numbers > most else units(graph.outputs)
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
         raise InputError(

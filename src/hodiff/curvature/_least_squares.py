@@ -119,8 +119,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         tries: How often a step may be shortened, or solved again with more damping, before it is
             refused.
         memory_budget: What the matrices of a step may take: bytes (an int), or a fraction of the
-            memory that is free. With more residuals than parameters, a \(J\) beyond it is summed
-            to \(J^\top J\), some samples at a time.
+            memory that is free. With more residuals than parameters, a \(J\) beyond it stays
+            in factors, and \(J^\top J\) is summed some samples at a time.
 
     Attributes:
         last: What the last step did, a record: `value` (the loss before), `decrease`, `ratio`,
@@ -437,11 +437,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             polished = self._polished(system, step, trial, at, state) if at.number == 1 else None
             if polished:
                 return polished
-            if (
-                step.moved is not None
-                and -math.inf < trial.gain < GOOD * step.decrease
-                and at.number < self._tries
-            ):
+            if -math.inf < trial.gain < GOOD * step.decrease and at.number < self._tries:
                 bend = system.bend(trial.r - system.r - step.moved)
                 if system.norm(bend) <= BENT * step.norm:
                     trial = max(trial, at(step.change + bend), key=lambda trial: trial.gain)
@@ -476,7 +472,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         length = min(1.0, 4 * state.get("length", 1.0))
         best = at(SHORT * length * step.change)._replace(length=SHORT * length)
         bend = torch.zeros_like(step.change)
-        if step.moved is not None and best.gain > -math.inf:
+        if best.gain > -math.inf:
             second = (best.r - system.r - best.length * step.moved) / best.length**2
             bend = system.bend(second)
         if best.gain <= 0:

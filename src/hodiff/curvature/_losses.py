@@ -23,6 +23,7 @@ from hodiff._core._arguments import Allowed
 from hodiff._core._call import call, cut, in_place_of
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, draw, generic, sum_dtype
+from hodiff.calculus._factors import units
 from hodiff.curvature._data import NONE, Weighted, check_signature, told_what_it_got
 from hodiff.errors import GraphError, InputError
 
@@ -160,23 +161,16 @@ Curvature = OutputCurvature | OuterProducts
 def roots(curvature: Curvature, outputs: Leaves, most: int) -> Leaves | None:
     """Vectors `(R, N, *output)`: the matrix is the sum of s s', of each sample's part s of each.
 
-    None where there are none: samples meet in the loss, or it is not convex; or more than so many.
+    None where there are none, as samples meet in the loss, or it is not convex; or more than so
+    many.
     """
-    counts = {len(output) if output.ndim else 0 for output in outputs}
-    if len(counts) > 1 or 0 in counts:
-        return None
     if isinstance(curvature, OuterProducts):
         return curvature.roots()
     sizes, like = [output[0].numel() for output in outputs], outputs[0]
     numbers = sum(sizes)
     if numbers > most or numbers**2 * len(like) * like.element_size() > _reverse.CHUNK_BYTES:
         return None
-    units = torch.eye(numbers, dtype=like.dtype, device=like.device).split(sizes, 1)
-    columns = [
-        unit.reshape(-1, 1, *output.shape[1:]).expand(-1, *output.shape)
-        for unit, output in zip(units, outputs, strict=True)
-    ]
-    matrices = _lines(curvature.times(columns, numbers), 2).movedim(0, 1)
+    matrices = _lines(curvature.times(units(outputs), numbers), 2).movedim(0, 1)
     some = [generic(output.numel()).to(output).reshape(output.shape) for output in outputs]
     apart = _lines(curvature.times(some, None), 1)
     apart = apart - torch.einsum("nij,nj->ni", matrices, _lines(some, 1))

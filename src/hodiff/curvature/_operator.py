@@ -20,10 +20,11 @@ from torch import Tensor
 from hodiff._core import _arguments, _call, _locks, _messages, _settings
 from hodiff._core._arguments import SupportsArray
 from hodiff._core._vectors import Leaves, Space, sum_dtype
+from hodiff.calculus._factors import Outer, Stack
 from hodiff.curvature._memory import free_bytes, readable
 from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.curvature._staleness import one_look
-from hodiff.curvature._thin import Thin, ThinMatrix
+from hodiff.curvature._thin import NUMBERS, Thin, ThinMatrix
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
 # --- `LinearOperator` -----------------------------------------------------------------------------
@@ -150,6 +151,22 @@ class LinearOperator(_arguments.Unlike):
 
     def _thin(self) -> Thin | None:
         """As a sum of matrices M'M and a multiple of the identity, if it is one."""
+        return None
+
+    def _squares(self, most: int) -> tuple[Tensor, int] | None:
+        """The squares of the rows, added up, and how many passes; None where more than so many."""
+        return None
+
+    def _factored(self, limit: Callable[[int], int]) -> tuple[list[list[Outer]], float, int] | None:
+        """The rows of each batch, leaf by leaf; what A'A is divided by; and how many passes.
+
+        None where they are more than `limit` says of so many samples, or not all in factors; nor
+        do the rows of several processes meet.
+        """
+        return None
+
+    def _crossed(self, most: int) -> Stack | None:
+        """The rows of A, of A A'; None where they take more than so many passes."""
         return None
 
     def _by_rows(self, most: int) -> ThinMatrix | None:
@@ -548,7 +565,8 @@ class LinearOperator(_arguments.Unlike):
                 is.
 
         Cost:
-            One product for each column (or, where there are fewer, for each row), in chunks.
+            One product for each column (or, where there are fewer, for each row), in chunks; of
+            `J @ J.T`, see `hodiff.JacobianOperator`.
         """
         say_detached("A.dense()", self._live)
         with self._raise_on_all_ranks():
@@ -563,6 +581,10 @@ class LinearOperator(_arguments.Unlike):
                 f"only {readable(free)} are free. Use products (A @ v), hodiff.eigsh, "
                 f"hodiff.trace, hodiff.diagonal, or a block: A.block('...')."
             )
+        stack = self._crossed(rows)
+        if stack is not None:
+            product = stack.gram()
+            return product.tril() + product.tril(-1).mT
         A = self.T if rows < columns else self
         domain, size = A._domain, A._chunk(A._domain.size)
         shape = (domain.size, *domain.batch, A._range.size)
@@ -842,6 +864,21 @@ class ProductOperator(ComposedOperator):
     def _turns(self) -> bool:
         left, right = self._made_of
         return left is right and left._turns
+
+    def _thin(self) -> Thin | None:
+        left, right = self._made_of
+        return Thin(((1.0, right),), made=(self,)) if left._transpose_of is right else None
+
+    def _crossed(self, most: int) -> Stack | None:
+        left, right = self._made_of
+        alone = len(left._range.names) == 1  # rows of several outputs are in another order
+        limit = min(most, NUMBERS)
+        turned = alone and right._transpose_of is left
+        known = left._factored(lambda samples: limit) if turned else None
+        if known is None:
+            return None
+        self._count(known[2])
+        return Stack(known[0])
 
     def _composed(self, parts: Leaves, count: int | None, product: ProductOf) -> Leaves:
         left, right = self._made_of

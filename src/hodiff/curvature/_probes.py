@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _call, _refusals, _reverse, _settings, _tree, _vectors
 from hodiff.curvature._operator import WAYS, LinearOperator, say_detached
+from hodiff.curvature._records import Route
 from hodiff.errors import ConvergenceWarning, GraphError, HodiffWarning, InputError
 
 BLOCK = 8
@@ -302,22 +303,24 @@ def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:
     return times(rows.to(operator.dtype)).to(_vectors.sum_dtype(operator.dtype))
 
 
-def exact_diagonal(operator: LinearOperator, most: int) -> Tensor | None:
-    """The diagonal, flat, by its thin side, or by unit vectors.
+def exact_diagonal(operator: LinearOperator, most: int) -> tuple[Tensor | None, Route]:
+    """The diagonal, flat, by rows or by unit vectors, and by which.
 
     None where both take more than so many products.
     """
     size, domain = operator.shape[-1], operator._domain
-    thin = operator._thin()
-    entries = None if thin is None else thin.diagonal(most)
-    if entries is not None or most < size:
-        return entries
+    rows, thin = operator._crossed(most), operator._thin()
+    entries = rows.norms() if rows is not None else thin and thin.diagonal(most)
+    if entries is not None:
+        return entries, "rows"
+    if most < size:
+        return None, "vectors"
     entries = domain.zeros_flat(size).expand(*domain.batch, size).contiguous()
     for start in range(0, size, 64):
         stop = min(start + 64, size)
         images = flat_product(operator, domain.units(start, stop))[..., start:stop]
         entries[..., start:stop] = images.diagonal(dim1=0, dim2=-1)
-    return entries
+    return entries, "columns"
 
 
 def warn_not_converged(text: str) -> None:

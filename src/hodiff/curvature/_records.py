@@ -92,6 +92,8 @@ def flat(value: Any) -> Tensor:
 
 
 V = TypeVar("V")
+Route = Literal["rows", "columns", "vectors"]
+"""How a diagonal was found: by rows M of M'M, by a product for each column, by random vectors."""
 Status = Literal[
     "converged", "negative curvature", "budget", "stagnation", "divergence", "iterations", "running"
 ]
@@ -173,8 +175,13 @@ class DiagonalRecord(_Estimate):
         stderr: The standard error of each entry, likewise (zero where exact); None where a single
             vector says nothing about it.
         converged: Whether the tolerance was reached; None where none was asked for.
-        products: How many products it took.
+        products: How many products it took; by rows, how many passes for each batch, beside the
+            one that proves them.
+        route: `"rows"`, exact by the rows of M, of a matrix M'M; `"columns"`, exact by a product
+            for each; `"vectors"`, estimated from random ones.
     """
+
+    route: Route = "vectors"
 
     _errors = "The standard errors are {} of the diagonal"
 
@@ -182,7 +189,7 @@ class DiagonalRecord(_Estimate):
         error = "no error known"
         if self.stderr is not None and flat(self.stderr).numel():
             error = f"± {number(flat(self.stderr).max())} at most"
-        return {"value": shape(self.value), "error": error, **self._taken()}
+        return {"value": shape(self.value), "error": error, "by": self.route, **self._taken()}
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -26,7 +26,7 @@ from hodiff.curvature._probes import (
     reached,
     warn_not_converged,
 )
-from hodiff.curvature._records import DiagonalRecord, TraceRecord
+from hodiff.curvature._records import DiagonalRecord, Route, TraceRecord
 from hodiff.errors import InputError
 
 TraceMethod = Literal["hutchinson", "hutch++"]
@@ -128,7 +128,7 @@ def trace(
     # two products for one of the sketch
     needed = drawn.number + (drawn.number // 2 if method == "hutch++" else 0)
     with EstimatorProgress("trace", operator, needed, callback, progress) as watch:
-        entries = exact_diagonal(operator, drawn.spare(needed))
+        entries, _ = exact_diagonal(operator, drawn.spare(needed))
         if entries is not None:
             parts = operator._domain.pieces(entries)
             terms = torch.stack([part.sum(-1, dtype=torch.float64) for part in parts])[None]
@@ -275,7 +275,8 @@ def diagonal(
     Args:
         operator: A square operator.
         method: `"estimate"`, the mean of \(z \circ A z\); or `"exact"`, one product for each
-            column, or the passes that `hodiff.GaussNewtonOperator` names.
+            column, or the passes that `hodiff.GaussNewtonOperator` and `hodiff.JacobianOperator`
+            name.
         samples: How many random vectors to draw. If they are at least as many as the products of
             the exact diagonal, it is computed exactly: so by default that of a Gauss-Newton or
             Fisher matrix of at most 100 outputs of a sample.
@@ -296,7 +297,8 @@ def diagonal(
 
     Returns:
         A record: `value` and `stderr`, with the structure and shapes of the point (`stderr` is None
-        where one vector says nothing about it); `converged`, None without `rtol`; `products`.
+        where one vector says nothing about it); `converged`, None without `rtol`; `products`;
+        `route`, how it was found: `"rows"` and `"columns"` are exact.
 
     Raises:
         InputError: The operator is not square, or an unknown method.
@@ -332,19 +334,19 @@ def diagonal(
         return _differentiable_diagonal(operator, drawn, rtol, exact=exact)
 
     def record(
-        value: Tensor, stderr: Tensor | None, rtol_asked: float | None, spent: int
+        value: Tensor, stderr: Tensor | None, rtol_asked: float | None, spent: int, route: Route
     ) -> DiagonalRecord:
         shaped = [
             None if part is None else operator.unflatten(part.to(operator.dtype))
             for part in (value, stderr)
         ]
         met = reached(value, stderr, rtol_asked, len(operator._domain.batch))
-        return DiagonalRecord(shaped[0], shaped[1], met, spent)
+        return DiagonalRecord(shaped[0], shaped[1], met, spent, route)
 
     with EstimatorProgress(
         "diagonal", operator, size if exact else drawn.number, callback, progress
     ) as watch:
-        value = exact_diagonal(operator, size if exact else drawn.spare(drawn.number))
+        value, route = exact_diagonal(operator, size if exact else drawn.spare(drawn.number))
         if value is not None:
             stderr = torch.zeros_like(value)
         else:
@@ -352,9 +354,9 @@ def diagonal(
                 operator,
                 drawn,
                 rtol,
-                lambda mean, error: watch(lambda spent: record(mean, error, None, spent)),
+                lambda mean, error: watch(lambda spent: record(mean, error, None, spent, route)),
             )
-        made = record(value, stderr, rtol, watch.spent)
+        made = record(value, stderr, rtol, watch.spent, route)
         watch.warn_if_not_finite(value)
         if not all_reached(made.converged):
             error = float("nan") if stderr is None else float(stderr.norm() / value.norm())
@@ -382,7 +384,8 @@ def _differentiable_diagonal(
         if error is None and len(known) > 1:
             error = known.std(0) / len(known) ** 0.5
         shaped = [None if part is None else operator.unflatten(part) for part in (value, error)]
-    return DiagonalRecord(shaped[0], shaped[1], None, operator.products - before)
+    route = "columns" if exact else "vectors"
+    return DiagonalRecord(shaped[0], shaped[1], None, operator.products - before, route)
 
 
 def _estimate(
