@@ -120,6 +120,28 @@ def test_what_is_right_is_silent_and_first_derivatives_are_as_before(two: Ranks)
         torch.testing.assert_close(first, expected)
 
 
+def first_with_a_graph(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """First gradients without a graph, which are PyTorch's, and with one, for each of their placements."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    weights, found = distribute_tensor(WEIGHTS.outer(WEIGHTS), mesh(), [Shard(1)]), []
+    for placements in (None, [Replicate()], [Partial()]):
+        z = X.clone().requires_grad_()
+        whole = DTensor.from_local(z, mesh(), [Replicate()], grad_placements=placements)
+        value = (whole @ weights).sin().full_tensor().sum()
+        with hodiff.twice_differentiable():
+            found.append([torch.autograd.grad(value, z, create_graph=graph)[0].detach() for graph in (True, False)])
+    return found
+
+
+@pytest.mark.skipif(_versions.RELEASE < (2, 13), reason="redistribute has no second derivative")
+def test_a_gradient_with_a_graph_is_placed_as_one_without(two: Ranks) -> None:
+    for found in on_each(two, first_with_a_graph):
+        for mine, theirs in found:
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+        assert not torch.equal(found[1][1], found[2][1])
+
+
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()

@@ -82,6 +82,19 @@ def test_without_a_batch_each_parameter_is_measured_by_its_column():
     torch.testing.assert_close(*ways, rtol=1e-8, atol=1e-10)
 
 
+def test_a_column_is_measured_by_its_largest_norm_so_far():
+    A, b, units = graded(30, 4, 1), torch.randn(30, dtype=D, generator=generator(1)), torch.ones(4, dtype=D)
+    x, largest = torch.zeros(4, dtype=D), torch.zeros(4, dtype=D)
+    optimizer = hodiff.LevenbergMarquardt(lambda x: A @ (units * x) - b, x, damping=0.3)
+    for unit in (1.0, 0.01, 3.0):
+        units[:2] = unit
+        J, before = A * units, x.clone()
+        largest = torch.maximum(largest, J.norm(dim=0))
+        optimizer.step()
+        expected = damped(J, J @ before - b, torch.diag(optimizer.last.damping * largest**2))
+        torch.testing.assert_close(x - before, expected, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("shape", [(30, 6), (6, 30)], ids=["parameters", "samples"])
 @pytest.mark.parametrize("radius", [0.05, 0.4, 1e9])
 def test_a_damping_is_that_of_its_radius(shape, radius, held):

@@ -179,7 +179,7 @@ def test_one_collective_for_each_product(three: Ranks) -> None:
         }, outcome
 
 
-def in_half_precision(rank: int) -> tuple[Tensor, Tensor, set[torch.dtype]]:
+def in_half_precision(rank: int) -> tuple[Tensor, Tensor, Tensor, set[torch.dtype]]:
     model = network().to(torch.bfloat16)
     data = [(x.to(torch.bfloat16), y) for x, y in share(LABELS, dist.group.WORLD)]
     H = hodiff.HessianOperator(sum_of_cross_entropy, model, data=data, process_group=dist.group.WORLD)
@@ -189,13 +189,14 @@ def in_half_precision(rank: int) -> tuple[Tensor, Tensor, set[torch.dtype]]:
     v = draw(39).to(torch.bfloat16)
     with Counted() as found:
         got = H @ v
-    return got, whole @ v, {dtype for size, dtype in found if size}
+    return got, whole @ v, H.value, {dtype for size, dtype in found if size}
 
 
 def test_half_precision_is_added_in_single(three: Ranks) -> None:
+    """And rounded in the end, on a rank without data, too."""
     for outcome in three(in_half_precision):
-        got, expected, dtypes = outcome.value
-        assert got.dtype == torch.bfloat16 and dtypes == {torch.float32}
+        got, expected, value, dtypes = outcome.value
+        assert got.dtype == value.dtype == torch.bfloat16 and dtypes == {torch.float32}
         assert float((got - expected).norm()) <= 2e-2 * float(expected.norm())
 
 

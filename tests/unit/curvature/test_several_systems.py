@@ -163,6 +163,20 @@ def test_one_that_fails_is_named_among_those_that_do_not() -> None:
     assert "residual 1" in repr(found) and "negative curvature" in found.message
 
 
+WORST = {"negative curvature": ("cg", "nze"), "stagnation": ("minres", "nze"), "budget": ("minres", "ze")}
+"""How the worst of some right-hand sides ends: one outside the range, one that needs all products, an eigenvector."""
+
+
+@pytest.mark.parametrize("worst", WORST)
+def test_the_status_of_several_is_the_worst(worst: str) -> None:
+    (method, names), unit = WORST[worst], torch.eye(9, dtype=D)
+    sides = {"n": unit[0], "z": 1 - unit[0], "e": unit[1]}
+    A = hodiff.MatrixOperator(torch.arange(9).to(D))
+    with pytest.warns(hodiff.ConvergenceWarning, match=rf"for {len(names) - 1} of {len(names)} systems"):
+        found = hodiff.solve(A, torch.stack([sides[name] for name in names], 1), method=method, products=7)
+    assert found.status == worst and found.converged.tolist() == [name == "e" for name in names]
+
+
 # --- what a record says is so, whatever the problem -------------------------------------------------------------------
 
 

@@ -250,9 +250,23 @@ def test_conjugate_gradients_that_find_no_solution_give_their_best_iterate(lowes
     assert found.residual == pytest.approx(residual(A, found.value, b), rel=1e-6)
 
 
-@pytest.mark.parametrize("scale", [1e-20, 1e20])
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("method", ["cg", "minres"])
+def test_a_run_that_leads_away_is_not_taken(method: Literal["cg", "minres"], seed: int) -> None:
+    """In single precision no step helps here: the record is that of the solution that is returned."""
+    q, _ = torch.linalg.qr(draw(30, 30, seed=seed))
+    A, b = (q @ torch.diag(torch.logspace(0, -7, 30, dtype=D)) @ q.T).float(), draw(30, seed=seed + 100).float()
+    A = (A + A.T) / 2
+    with pytest.warns(hodiff.ConvergenceWarning, match="after"):
+        found = hodiff.solve(hodiff.MatrixOperator(A), b, method=method, rtol=1e-7)
+    true = residual(hodiff.MatrixOperator(A.double()), found.value.double(), b.double())
+    assert found.residual <= 1 and found.residual == pytest.approx(true, rel=1e-2)
+
+
+@pytest.mark.parametrize("scale", [1e-100, 1e-20, 1e20, 1e100])
+@pytest.mark.parametrize("method", ["cg", "minres", "gmres"])
 def test_the_unit_of_a_matrix_does_not_matter(method: str, scale: float) -> None:
+    """Nor where its squares have no place in the dtype; GMRES goes on from the solution by the matrix there."""
     values, b = torch.linspace(1, 100, N, dtype=D), draw(N)
     found = hodiff.solve(hodiff.MatrixOperator(scale * values), b, method=method)
     assert found.converged and found.products == hodiff.solve(hodiff.MatrixOperator(values), b, method=method).products

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 import hodiff
@@ -901,3 +902,44 @@ def test_a_frozen_layer_gives_its_value_and_the_head_is_trained(solve):
     head = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
     assert hodiff.grad((head * solution.sum()) ** 2, head) == 2 * 3 * 9
     assert hodiff.grad(lambda h: h * solve(frozen, x_star).sum(), head) == 3
+
+
+class Exponential(nn.Module):
+    """exp(w) - theta w, whose minimum is the logarithm of theta."""
+
+    def __init__(self, w: Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(w)
+
+
+def by_hooks(m: Exponential, theta: Tensor) -> Tensor:
+    """A checkpoint of somebody's own: what was saved is computed again, of what the module has then."""
+    with saved_tensors_hooks(lambda saved: None, lambda packed: m.w.exp()):
+        value = m.w.exp()
+    return (value - theta * m.w).sum()
+
+
+def test_what_runs_again_for_the_system_is_at_the_solution() -> None:
+    """Whatever has become of the module since."""
+    theta = torch.tensor([0.5, 2.0, 3.0], dtype=D, requires_grad=True)
+    model = Exponential(theta.detach().log())
+    x = argmin(by_hooks, model, args=(theta,))["w"]
+    with torch.no_grad():
+        model.w.fill_(5.0)
+    assert relative_error(torch.autograd.grad(x.sum(), theta)[0], 1 / theta.detach()) < 1e-9
+
+
+@pytest.mark.parametrize("solution", [argmin, root, fixed_point])
+def test_rounding_is_no_distance_from_a_solution_that_is_zero(solution: Any) -> None:
+    """Whose product with the Jacobian is no size to compare with."""
+    theta = torch.full((2, 3), 1e-12, dtype=D, requires_grad=True)
+    f = {
+        argmin: lambda x: (x - theta).square().sum(-1) / 2,
+        root: lambda x: x - theta,
+        fixed_point: lambda x: x / 2 + theta / 2,
+    }[solution]
+    for zeros in (slice(None), slice(1)):
+        start = torch.ones(2, 3, dtype=D) * 1e-12
+        start[zeros] = 0
+        x = solution(f, start, batch_ndim=1)
+        assert relative_error(torch.autograd.grad(x.sum(), theta)[0], torch.ones(2, 3, dtype=D)) < 1e-9

@@ -297,6 +297,17 @@ def test_segments_draw_the_same_random_numbers() -> None:
     close(*found)
 
 
+def test_segments_keep_the_precision_of_their_steps() -> None:
+    """The backward pass runs outside of autocast."""
+    model, lr = network().float(), torch.tensor(0.1, requires_grad=True)
+    found = []
+    for segments in (None, 2):
+        with torch.autocast("cpu", torch.bfloat16):
+            final = hodiff.unroll(lambda m: m(X.float()).square().mean(), model, rules.SGD(lr=lr), 4, segments=segments)
+        found.append([torch.autograd.grad(sum(p.sum() for p in final.values()), lr)[0]])
+    close(*found, within=1e-6)
+
+
 def test_segments_with_a_call_inside_f() -> None:
     """What it computes of the parameters is not a matter from outside, which would be kept with its graph."""
     theta, seen = torch.tensor([0.3, -0.2], dtype=D, requires_grad=True), []

@@ -191,9 +191,12 @@ SERVED: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: attention(x, x, x, dropout_p=0.4),
     "nothing to attend to": lambda x: attention(x, x[..., :0, :], x[..., :0, :]) + x,
     "no rows": lambda x: attention(x[..., :0, :], x, x).sum() + x,
+    "causal, a head in pieces": lambda x: attention(*[torch.cat([x, x.cos()], 2)] * 3, is_causal=True),
+    "causal, a negative scale": lambda x: attention(x, x.sin(), x.cos(), is_causal=True, scale=-0.3),
 }
 
 
+@pytest.mark.table(plain=5)
 @pytest.mark.parametrize("name", SERVED)
 def test_by_another_route(name: str) -> None:
     def run(context: Any) -> tuple[Tensor, Tensor]:

@@ -146,6 +146,20 @@ def test_kernels_see_the_numbers_of_a_lazy_view(kind: str) -> None:
         assert off([value, gradient], [exact, theirs]) <= 1e-12
 
 
+def test_a_backend_is_given_the_numbers_of_a_lazy_view(monkeypatch) -> None:
+    """As the test above has it, without a compiler."""
+    from torch._dynamo.backends import registry
+
+    from hodiff.steps import _backends
+
+    monkeypatch.setattr(registry, "lookup_backend", lambda name: lambda traced, stand_ins: lambda *given: given)
+    for kind, made in LAZY.items():
+        plain, lazy = torch.ones(4), made()
+        first, second = _backends.compiled(mock.Mock(), [], [plain, lazy, 3], "other")(plain, lazy, 3)[:2]
+        assert first is plain and torch.equal(second, lazy + 0), kind
+        assert not (second.is_neg() or second.is_conj() or second._is_zerotensor()), kind
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bernoulli_by_inductor_draws_as_eager_does(dtype: torch.dtype) -> None:

@@ -1,5 +1,7 @@
 """What Dynamo follows in place of a function has its result's structure, shapes, dtypes, and whether it has a graph."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -171,3 +173,33 @@ def test_a_shadow_is_like_the_function_by_the_catalogue_of_calls(caller, monkeyp
     met = shadowed(monkeypatch)
     found = told(caller.run(f, X, args if caller.name != "jet" else ()))
     assert found == expected or not met
+
+
+COUNTED = {
+    "nth_derivative of order 0": 0, "inside the f of another": 2, "partials of several orders": 3,
+    "jet of several arguments": 1, "derivatives_of": 3, "interpolate": 0, "sample_norm": 0,
+}  # fmt: skip
+"""The orders of forms that the catalogue of calls does not have; what is read one after another counts as nested."""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_shadow_counts_its_order(monkeypatch) -> None:
+    """From order 3 on norm layers are written out, and `report.order` tells it."""
+    from hodiff.steps import _shadows
+
+    monkeypatch.setattr("tests.support.callers.generator", lambda: None)
+    met, seen, wrong = shadowed(monkeypatch), set[str](), {}
+    g = lambda z, *rest: SCALE * z.sin() * z
+    calls = {name: (FORMS[name], order) for name, order in COUNTED.items()}
+    for each in (each for each in CALLERS if named(each.name) in _shadows.SHADOWS):
+        of_log_density = each.name == "sliced_score_matching_loss"  # then it takes one more
+        run = partial(each.run, each.shaped(g), X, ())
+        calls[f"{each.name}, of the catalogue"] = run, each.order + of_log_density
+    for name, (call, order) in calls.items():
+        monkeypatch.setattr(_shadows.inside, "order", 0)
+        met.clear()
+        call()
+        seen |= met
+        if _shadows.inside.order != order:
+            wrong[name] = _shadows.inside.order, order
+    assert wrong == {} and seen == _shadows.SHADOWS.keys()

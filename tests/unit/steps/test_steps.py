@@ -267,14 +267,22 @@ def test_aux_is_held_against_the_eager_one(other: str, off_by: float, monkeypatc
     (torch.bfloat16, 0.05, False), (torch.bfloat16, 0.2, True),
 ])  # fmt: skip
 def test_no_more_than_one_percent_is_taken_for_rounding(dtype, off_by: float, wrong: bool, monkeypatch) -> None:
-    """Also where moved inputs move the result as far; but of numbers of two digits six percent."""
-    net, x = NETS["tanh"]().to(dtype), torch.randn(4, 3, dtype=dtype)
+    """Also where moved inputs move the result as far; but of numbers of two digits six percent.
+
+    Buffers and random numbers are behind the check as behind one call.
+    """
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), NETS["tanh"]()).to(dtype)
+    twin, x = copy.deepcopy(net), torch.randn(4, 3, dtype=dtype)
     step = hodiff.compile_step(plain, net, backend="replay")
     monkeypatch.setattr(_alarm.EagerCheck, "_distance", lambda *_: off_by)
-    told = "more than is taken for rounding"
-    with pytest.warns(hodiff.HodiffWarning, match=told) if wrong else contextlib.nullcontext():
-        step(x)
-    assert step.report.eager == wrong
+    told, drawn = "more than is taken for rounding", []
+    for each, expected in ((partial(plain, twin), False), (step, wrong)):
+        torch.manual_seed(0)
+        with pytest.warns(hodiff.HodiffWarning, match=told) if expected else contextlib.nullcontext():
+            each(x)
+        drawn.append(torch.rand(()))
+    assert step.report.eager == wrong and drawn[0] == drawn[1]
+    assert off([*net.buffers()], [*twin.buffers()]) <= 4 * torch.finfo(dtype).eps
 
 
 # --- what changes between calls ---------------------------------------------------------------------------------------
@@ -439,6 +447,48 @@ def test_an_argument_may_be_computed_from_where(way: str, calls: str) -> None:
             assert off(gradients(net), exact) <= 1e-14
         else:
             assert off([*step.value_and_grad(x, of(x).tanh())[1].values()], exact) <= 1e-14
+
+
+@pytest.mark.wide
+def test_a_graph_behind_an_argument_that_was_a_leaf_is_seen() -> None:
+    """The loss differentiates through it, at a call that is not checked."""
+
+    def loss(w: Tensor, y: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad((w * y).sin().sum(), w, create_graph=True)
+        return slope.square().sum()
+
+    w, leaf = (torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    step = hodiff.compile_step(loss, w, backend="replay")
+    for _ in range(2):
+        step(leaf)
+    with pytest.warns(hodiff.HodiffWarning, match="has a different graph than when it was traced"):
+        value, gradient = step.value_and_grad(w.exp())
+    exact = loss(w, w.exp())
+    assert step.report.graphs == 1 and off([value, gradient], [exact, *torch.autograd.grad(exact, w)]) <= 1e-14
+
+
+ALIKE = {
+    "alpha": lambda w, x: (w.add(x, alpha=2), w.add(x, alpha=3)),
+    "rounding": lambda w, x: (w * x.div(0.3, rounding_mode="floor"), w * x.div(0.3, rounding_mode="trunc")),
+    "dtype": lambda w, x: (w * x.to(torch.bfloat16), w * x.to(torch.float32)),
+    "kind of a number": lambda w, x: (w * (x > 0).mul(1).div(3), w * (x > 0).mul(True).logical_not()),
+    "dimension": lambda w, x: (w * x.sum(0), w * x.sum(1)),
+}
+"""Operations that differ in an option alone."""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ALIKE)
+def test_operations_that_are_alike_are_not_one(kind: str) -> None:
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        a, b = ALIKE[kind](w, x)
+        return (a - b).square().sum()
+
+    w, x = torch.rand(3, dtype=torch.float64, requires_grad=True), torch.randn(3, 3, dtype=torch.float64)
+    step = hodiff.compile_step(loss, w, backend="replay", fallback="raise")
+    exact = loss(w, x)
+    value, gradient = step.value_and_grad(x)
+    assert off([value, gradient], [exact, *torch.autograd.grad(exact, w)]) <= 1e-14 and exact > 1e-6
 
 
 @pytest.mark.nightly
