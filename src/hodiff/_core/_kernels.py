@@ -30,7 +30,7 @@ __all__ = ["OURS", "include", "plain_attention", "repeatable", "without"]
 OURS: dict[str, Callable[..., Tensor]] = {}
 """The operations of `aten` that we have a kernel for, and the kernel.
 
-`hodiff.memory` puts them here.
+`hodiff` puts those of `memory` here.
 """
 
 registered: list[Any] = []  # held here, for what a library registers goes with it

@@ -19,7 +19,6 @@ from hodiff._core import (
     _messages,
     _near_zero,
     _nodes,
-    _python_functions,
     _versions,
 )
 from hodiff._core._arguments import outside
@@ -116,9 +115,11 @@ def judge(
                 functions[function] = _nodes.varying(graph.of(kind)) | graph.names()
         else:
             unremarkable.add(kind)
-    if unheld is None:
+    if unheld is None and functions:
+        from hodiff._core import _python_functions
+
         _python_functions.warn_of(functions)
-    else:
+    elif unheld is not None:
         unheld.update(
             {each: way | unheld.get(each, frozenset()) for each, way in functions.items()}
         )
@@ -155,7 +156,8 @@ def _is_unknown(
     whether that of another may be wrong.
     """
     mended = function.__module__.startswith(_arguments.LOADED_BY) and _versions.mend_from_local()
-    if mended or _python_functions.is_allowed(function, allow) or not _nodes.reaches(nodes, leaves):
+    allowed = function in allow or function.__name__ in allow
+    if mended or allowed or not _nodes.reaches(nodes, leaves):
         return False
     if function.__name__ in _WITHOUT_SECOND or "CompiledFunction" in function.__name__:
         raise _messages.missing([function.__name__])

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from hodiff import memory
 from hodiff._core import _arguments, _independence, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Checkpoint, ChunkSize, is_set
 from hodiff._core._call import call, cut
@@ -124,7 +123,7 @@ def hvp(
             f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux
         )
     if checkpoint is not False:
-        f = memory.in_blocks(f, where, checkpoint)
+        f = _in_blocks(f, where, checkpoint)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
@@ -339,7 +338,7 @@ def cross_hvp(
             f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True
         )
     if checkpoint is not False:
-        f = memory.in_blocks(f, where, checkpoint)
+        f = _in_blocks(f, where, checkpoint)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)
     ) as graph:
@@ -789,6 +788,12 @@ def cross_hessian(
             for i in range(len(xs))
         ]
     return first.result([second.result(row) for row in table])
+
+
+def _in_blocks(f: What, where: Where, checkpoint: Checkpoint) -> Any:
+    from hodiff import memory
+
+    return memory.in_blocks(f, where, checkpoint)
 
 
 def _transposed(block: Tensor, row: Tensor, batch_ndim: int) -> Tensor:

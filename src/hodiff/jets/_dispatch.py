@@ -121,6 +121,8 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     expansion.meet((*args, *kwargs.values()) if kwargs else args)
     if not torch.is_grad_enabled() and not inside.rules:
         return _constant(name, func, args, kwargs)
+    if name not in RULES.known and RULES.read is not None:
+        RULES.read(name)
     given = kwargs
     if kwargs:
         if name in RULES.known:  # segment_reduce, of which none is, has an `axis` by no other name

@@ -150,6 +150,7 @@ class JetRules:
     Attributes:
         known: The rules, by the name of the operation; the files of `jets.rules` register theirs.
         first: Those of some operations for first order in one direction, by one formula.
+        read: Reads more of them, for an operation of that name; None once all are known.
         fallback: The rule for operations without one.
         dispatch: What an operation on jets is handed to; jets know it by this, and it knows the
             jets.
@@ -158,6 +159,8 @@ class JetRules:
     def __init__(self) -> None:
         self.known: dict[str, JetRule] = {}
         self.first: dict[str, JetRule] = {}
+        self.read: Callable[[str], None] | None = _none
+        self._new: list[tuple[dict[str, JetRule], dict[str, JetRule]]] = []
         self.fallback: Callable[..., Any] = _none
         self.dispatch: Callable[[Any, Any, Any], Any] = _none
 
@@ -168,10 +171,16 @@ class JetRules:
 
         def register(apply: Callable[..., Any]) -> Callable[..., Any]:
             table = self.first if kind == "fused" else self.known
-            table.update(dict.fromkeys(names, JetRule(kind, apply)))
+            self._new += [(table, dict.fromkeys(names, JetRule(kind, apply)))]
             return apply
 
         return register
+
+    def publish(self) -> None:
+        """Let the rules of a file be found, now that all that they call is there: also by other threads."""
+        for table, rules in self._new:
+            table.update(rules)
+        self._new.clear()
 
 
 def _none(*args: Any) -> Any:

@@ -98,21 +98,6 @@ def in_blocks(f: Any, where: Any, checkpoint: Any) -> Any:
     return _blocks.in_blocks(f, where, checkpoint)
 
 
-def _attend(*args: Any, **kwargs: Any) -> Any:
-    from hodiff.memory import _attention
-
-    return _attention.attention(*args, **kwargs)
-
-
-def _score(*args: Any, **kwargs: Any) -> Any:
-    from hodiff.memory import _cross_entropy
-
-    return _cross_entropy.cross_entropy(*args, **kwargs)
-
-
-_kernels.OURS.update(scaled_dot_product_attention=_attend, cross_entropy_loss=_score)
-
-
 @uncompiled  # until 2.11 the tracer follows what is entered behind a break
 def _enter(undo: Undo) -> None:
     _versions.mend_from_local()

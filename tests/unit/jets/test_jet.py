@@ -8,10 +8,13 @@ from torch import nn
 import hodiff
 from hodiff._core._settings import undo_all
 from hodiff.errors import InputError
-from hodiff.jets import _pushforward, _series
+from hodiff.jets import _dispatch, _jet, _pushforward, _series, rules
 from hodiff.jets._jet import RULES
 from tests.support.limits import in_threads
 from tests.support.properties import agree
+
+FILES = [*rules.files()]
+rules.read("")  # all of them
 
 D = torch.float64
 
@@ -452,3 +455,53 @@ def test_a_number_stays_one_through_arithmetic_with_numbers(f, third):
     value = hodiff.nth_derivative(f, torch.tensor(2.0, dtype=D), 3)
     assert value.shape == ()
     assert value.item() == pytest.approx(third, rel=1e-14)
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Taylor mode as if nothing had been read of its rules; and the names of the files that are read."""
+    table, read = _jet.JetRules(), []
+    table.dispatch, table.fallback, table.read = RULES.dispatch, RULES.fallback, rules.read
+    for place in (rules, _dispatch, _jet):
+        monkeypatch.setattr(place, "RULES", table)
+    known = {file: {n: r for n, r in RULES.known.items() if r.apply.__module__ == file.__name__} for file in FILES}
+
+    def files():
+        for file in FILES:
+            read.append(file.__name__.rpartition(".")[2])
+            table._new += [(table.known, known[file])]
+            yield file
+
+    monkeypatch.setattr(rules, "files", files)
+    return table, read
+
+
+def test_rules_are_read_when_an_operation_asks_for_them(unread, x):
+    table, read = unread
+    result = hodiff.laplacian(lambda x: x.sin().exp().log(), x, batch_ndim=2)
+    torch.testing.assert_close(result, -x.sin())
+    assert read == ["elementwise"] and table.read is not None
+    with pytest.raises(hodiff.GraphError, match="no rule for polar"):
+        hodiff.laplacian(lambda x: torch.polar(x, x).real, x, batch_ndim=2, method="jets")
+    assert read[1:] == ["elementwise", "linear", "bilinear", "composite", "special"]
+
+
+def test_a_file_of_rules_is_there_as_a_whole_or_not_at_all(unread, monkeypatch):
+    """Another thread finds no rule whose file is still being read; an interrupt leaves it to the next operation."""
+    table, read = unread
+    whole = rules.files
+
+    def interrupted():
+        next(whole())
+        raise KeyboardInterrupt("in the file")
+        yield
+
+    monkeypatch.setattr(rules, "files", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="in the file"):
+        rules.read("sin")
+    assert not table.known and table.read is not None
+    monkeypatch.setattr(rules, "files", whole)
+    rules.read("sin")
+    assert table.known["sin"] is RULES.known["sin"] and read == ["elementwise", "elementwise"]
+    rules.read("nothing of that name")
+    assert table.known.keys() == RULES.known.keys() and table.read is None
