@@ -31,6 +31,7 @@ DISCIPLINE = {
     "steps._dynamo._names": ONE_STEP,
     "steps._shadows.inside": OWN,
     "_core._kernels.OURS": IMPORT,
+    "_core._kernels.available": CACHE,
     "_core._kernels.registered": LOCKED,
     "_core._kernels.plain_attention": LOCKED,
     "_core._hooks._frames": LOCKED,

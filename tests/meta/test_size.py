@@ -43,13 +43,10 @@ ROOMS_OF_THEIR_OWN = ("steps", "memory", "curvature", "graph")
 LONGEST_BODY = 45
 IMPORTED_ONCE = 8  # 7 before rows in factors, which know nothing of losses or batches
 PRIVATE_NAMES = {
-    "_core._hooks": 6,
-    "_core._needed": 2,
-    "_core._versions": 69,
-    "graph._saved": 9,
-    "jets._series": 10,
+    "_core._versions": 64,
+    "graph._saved": 5,
+    "jets._series": 5,
     "memory._chunked": 6,
-    "sparse._tracer": 1,
     "steps._backends": 14,
     "steps._dynamo": 8,
 }

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import stateless as _stateless
 from torch.utils import checkpoint as _checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -89,7 +88,9 @@ def _node(output: Any) -> Any:
 
 Hook = Callable[..., Any]
 checkpoint: Any = _checkpoint
-stateless: Any = _stateless
+(autograd, PASSES), (stateless, SWAPS) = _versions.PASSES, _versions.SWAPS
+(checkpoints, FRAMES), (_, REPEATS) = _versions.FRAMES, _versions.REPEATS
+modules, WRAPPED = _versions.WRAPPED
 
 
 class Hooks:
@@ -125,10 +126,6 @@ WATCH = "hodiff"
 """What the hook of modules is called, and the holder of the stance."""
 
 
-autograd: Any = torch.autograd
-modules: Any = nn.modules.module
-
-
 @functools.lru_cache(1)
 def _watchers(theirs: Hook, swap: Hook) -> tuple[Hook, Hook, Callable[[], None]]:
     """What stands for PyTorch's entry of passes and for its swap of parameters,
@@ -148,16 +145,16 @@ def _watchers(theirs: Hook, swap: Hook) -> tuple[Hook, Hook, Callable[[], None]]
         return swap(module, *args, **kwargs)
 
     def restore() -> None:
-        modules._global_forward_pre_hooks.pop(WATCH, None)
-        if autograd._engine_run_backward is passes:
-            autograd._engine_run_backward = theirs
+        _versions.before_modules.pop(WATCH, None)
+        if autograd[PASSES] is passes:
+            autograd[PASSES] = theirs
         # To ask whether the other is `on` is a call.
-        if checkpoint._CheckpointFrame is _frame and not watch_checkpoints._restore:
-            checkpoint._CheckpointFrame = _frames[0]
-        if checkpoint._recomputation_hook is _again:
-            checkpoint._recomputation_hook = _repeats[0]
-        if stateless._reparametrize_module is swapped:
-            stateless._reparametrize_module = swap
+        if checkpoints[FRAMES] is _frame and not watch_checkpoints._restore:
+            checkpoints[FRAMES] = _frames[0]
+        if checkpoints[REPEATS] is _again:
+            checkpoints[REPEATS] = _repeats[0]
+        if stateless[SWAPS] is swapped:
+            stateless[SWAPS] = swap
         for place, name, ours, before in WHILE_CALLS:
             if name in place and place[name] is ours:
                 if before is None:
@@ -178,21 +175,19 @@ def _watch_modules(undo: Undo) -> None:
     engine up under a name of `torch.autograd`; passes of ours enter the engine past it, and pay
     nothing.
     """
-    passes, swapped, restore = _watchers(
-        autograd._engine_run_backward, stateless._reparametrize_module
-    )
+    passes, swapped, restore = _watchers(autograd[PASSES], stateless[SWAPS])
     # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its
     # subclasses forgets what it had looked up, and slows what comes after.
     undo += [restore]
     if met.threads is not None:
         met.threads[_locks.here.thread] = None
-    modules._global_forward_pre_hooks[WATCH] = lend_module
-    autograd._engine_run_backward = passes
-    if checkpoint._CheckpointFrame is not _frame:
-        _frames[0], checkpoint._CheckpointFrame = checkpoint._CheckpointFrame, _frame
-    if checkpoint._recomputation_hook is not _again:
-        _repeats[0], checkpoint._recomputation_hook = checkpoint._recomputation_hook, _again
-    stateless._reparametrize_module = swapped
+    _versions.before_modules[WATCH] = lend_module
+    autograd[PASSES] = passes
+    if checkpoints[FRAMES] is not _frame:
+        _frames[0], checkpoints[FRAMES] = checkpoints[FRAMES], _frame
+    if checkpoints[REPEATS] is not _again:
+        _repeats[0], checkpoints[REPEATS] = checkpoints[REPEATS], _again
+    stateless[SWAPS] = swapped
     for place, name, ours, _ in WHILE_CALLS:
         place[name] = ours
     if not _settings.eager.needs:
@@ -220,7 +215,7 @@ theirs (or a class's).
 """
 
 
-_frames = [checkpoint._CheckpointFrame]
+_frames = [checkpoints[FRAMES]]
 """What makes a checkpoint's frame: PyTorch's, or what stood there as ours came."""
 
 
@@ -234,7 +229,7 @@ def _frame(recompute: Hook, *args: Any) -> Any:
     return frame
 
 
-_repeats = [checkpoint._recomputation_hook]
+_repeats = [checkpoints[REPEATS]]
 """What has what a block saves as it runs again: PyTorch's, or what stood there as ours came."""
 
 _within: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -329,13 +324,13 @@ def _watch_checkpoints(undo: Undo) -> None:
     def restore() -> None:
         if checkpoint.CheckpointFunction is ours:
             checkpoint.CheckpointFunction = reentrant
-        if checkpoint._CheckpointFrame is _frame and not watch_modules.on:
-            checkpoint._CheckpointFrame = _frames[0]
+        if checkpoints[FRAMES] is _frame and not watch_modules.on:
+            checkpoints[FRAMES] = _frames[0]
 
     undo += [restore]
     checkpoint.CheckpointFunction = ours
-    if checkpoint._CheckpointFrame is not _frame:
-        _frames[0], checkpoint._CheckpointFrame = checkpoint._CheckpointFrame, _frame
+    if checkpoints[FRAMES] is not _frame:
+        _frames[0], checkpoints[FRAMES] = checkpoints[FRAMES], _frame
 
 
 def lend_module(module: nn.Module, args: Any) -> None:
@@ -365,7 +360,7 @@ def _hooked(register: Hook, full: Hook, other: Hook) -> tuple[Hook, Hook, Hook, 
 
     def restore() -> None:
         Tensor.register_hook = register
-        modules.BackwardHook, modules._WrappedHook = full, other
+        modules["BackwardHook"], modules[WRAPPED] = full, other
 
     return register_hook, of_module, wrapped, restore
 
@@ -377,11 +372,11 @@ def _watch_hooks(undo: Undo) -> None:
     name, what runs them.
     """
     register, full, other, restore = _hooked(
-        Tensor.register_hook, modules.BackwardHook, modules._WrappedHook
+        Tensor.register_hook, modules["BackwardHook"], modules[WRAPPED]
     )
     undo += [restore]
     Tensor.register_hook = register
-    modules.BackwardHook, modules._WrappedHook = full, other
+    modules["BackwardHook"], modules[WRAPPED] = full, other
 
 
 watch_modules = Counted(_watch_modules)

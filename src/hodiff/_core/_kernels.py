@@ -13,7 +13,7 @@ anyone is inside, as in other threads: right at every order, with PyTorch's memo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -41,17 +41,17 @@ included = partial(_versions.is_included, _KEY)
 enter, leave = (partial(_versions.include, _KEY, on) for on in (True, False))
 
 
+@cache  # what is cached costs no call
 def available() -> bool:
     """Whether a thread can have our kernels. They are registered when this is first asked."""
+    with _locks.lock:
+        if not registered and _KEY is not None:
+            _register()
     if not registered:
-        with _locks.lock:
-            if not registered and _KEY is not None and not _versions.key_is_taken():
-                _register()
-        if not registered:
-            why = _needed.lacks(_needed.KERNELS) or "No dispatch key is free for kernels of hodiff"
-            _messages.warn_once(
-                f"{why}; attention and cross-entropy take PyTorch's memory. All is right."
-            )
+        why = _needed.lacks(_needed.KERNELS) or "No dispatch key is free for kernels of hodiff"
+        _messages.warn_once(
+            f"{why}; attention and cross-entropy take PyTorch's memory. All is right."
+        )
     return bool(registered)
 
 
@@ -63,7 +63,12 @@ def _register() -> None:
     """
     name = _versions.KERNEL_KEY_NAME
     others, ours, collectives = (_versions.library(of, __file__) for of in ("_", "aten", "c10d"))
-    others.fallback(name, torch.library.fallthrough_kernel, False)
+    try:
+        others.fallback(name, torch.library.fallthrough_kernel, False)
+    except RuntimeError as error:
+        if "multiple backend fallbacks" in str(error):  # another library has the key
+            return
+        raise
     for operation, kernel in OURS.items():
         ours.impl(operation, name, kernel, False)
     for operation in ("allreduce_", "broadcast_", "reduce_"):

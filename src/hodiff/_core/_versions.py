@@ -44,9 +44,9 @@ __all__ = [
     "LARGEST",
     "count_below",
     "dense",
+    "forward_mode_on",
     "hooks_on",
     "is_batched",
-    "is_in_a_batch_of_passes",
     "is_wrapped",
     "levels_entered",
     "load_forward_mode",
@@ -55,6 +55,8 @@ __all__ = [
     "received",
     "reduction",
     "schema_of",
+    "set_forward_mode",
+    "set_grad_enabled",
     "transforms",
     "unwrapped",
 ]
@@ -144,9 +146,11 @@ inference: Any = _torch._InferenceMode
 it puts back both modes of grad.
 """
 set_grad_enabled: Callable[[bool], None] = _torch._set_grad_enabled
+"""Set whether operations are recorded."""
 forward_mode_on: Callable[[], bool] = _torch._is_fwd_grad_enabled
 """Whether tangents are carried: not in the forward of a Function."""
 set_forward_mode: Callable[[bool], None] = _torch._set_fwd_grad_enabled
+"""Set whether tangents are carried."""
 multithreading_on: Callable[[], bool] = _torch._is_multithreading_enabled
 set_multithreading: Callable[[bool], None] = _torch._set_multithreading_enabled
 
@@ -163,6 +167,14 @@ DispatchMode: Any = _python_dispatch.TorchDispatchMode
 flags_of_modes: Any = vars(_python_dispatch)
 """Whether any is on, as PyTorch keeps it in Python: for the process, not for a thread."""
 
+# Where PyTorch looks up what `_hooks` takes the place of while calls run, and under which names.
+PASSES: Any = vars(torch.autograd), "_engine_run_backward"
+SWAPS: Any = vars(stateless), "_reparametrize_module"
+FRAMES: Any = vars(checkpoint), "_CheckpointFrame"
+REPEATS: Any = vars(checkpoint), "_recomputation_hook"
+WRAPPED: Any = vars(torch.nn.modules.module), "_WrappedHook"
+before_modules: dict[Any, Any] = torch.nn.modules.module._global_forward_pre_hooks
+"""The hooks that run before each module, of whatever class."""
 FUNCTIONAL_CALL = stateless._functional_call.__code__
 """What runs a module for `torch.func.functional_call`."""
 parametrizations: Any = vars(parametrize)
@@ -287,7 +299,6 @@ def remember_in_thread(key: str, value: object) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-is_remembered: Callable[[str], bool] = _torch._is_key_in_tls
 remembered: Callable[[str], Any] = _torch._get_obj_in_tls
 """What was, also in the engine's threads of its passes. Where nothing was, a RuntimeError."""
 
@@ -375,9 +386,12 @@ KERNEL_KEY_NAME = "TESTING_ONLY_GenericMode"
 _ops: Any = torch._ops
 
 
+_Operator: Any = type(torch.ops.aten.add.Tensor)
+
+
 def schema_of(operator: Any) -> Any:
     """What an operator says of its arguments; None of operators that take functions."""
-    return operator._schema if isinstance(operator, _ops.OpOverload) else None
+    return operator._schema if isinstance(operator, _Operator) else None
 
 
 def _key(name: str) -> Any:
@@ -393,7 +407,6 @@ def _key(name: str) -> Any:
 
 
 KERNEL_KEY = _key(KERNEL_KEY_NAME)
-_BATCHED_KEY = _key("Batched")
 
 
 is_included: Callable[[Any], bool] = (
@@ -413,16 +426,7 @@ def library(namespace: str, home: str) -> Any:
 
 def key_left_out(key: Any) -> Any:
     """A block in which a thread lacks what stands under a key. It begins when it is entered."""
-    return _torch._ExcludeDispatchKeyGuard(_torch.DispatchKeySet(key))
-
-
-def is_in_a_batch_of_passes(x: Any) -> bool:
-    """Whether a tensor is of PyTorch's older `vmap`, that of `is_grads_batched`."""
-    return (
-        _BATCHED_KEY is not None
-        and isinstance(x, Tensor)
-        and _torch._dispatch_keys(x).has(_BATCHED_KEY)
-    )
+    return _torch._ExcludeDispatchKeyGuard(torch.DispatchKeySet(key))
 
 
 OPERATORS: dict[str, Any] = _ops._higher_order_ops
@@ -433,11 +437,6 @@ def plain_flex_attention(*args: Any, **kwargs: Any) -> Any:
     """`flex_attention` by its definition, in operations that have derivatives of every order."""
     _needed.check("flex_attention inside hodiff")
     return sys.modules["torch._higher_order_ops.flex_attention"].math_attention(*args, **kwargs)
-
-
-def key_is_taken() -> bool:
-    """Whether another library has the key for something."""
-    return _torch._dispatch_has_backend_fallback(KERNEL_KEY)
 
 
 def let_higher_order_operators_pass() -> None:
@@ -591,7 +590,7 @@ def scales_by_frequency(node: Node) -> bool:
     return kept(node, "scale_grad_by_freq")
 
 
-is_training = attrgetter("_saved_training")
+is_training = attrgetter(SAVED + "training")
 """Whether the node of a batch norm took the statistics of its batch."""
 
 
@@ -906,8 +905,7 @@ def _passes_are_told() -> bool:
     """
     public = [vars(torch.autograd)[name] for name in ("grad", "backward")]
     return "grad" in eager_transforms._autograd_grad.__code__.co_names and all(
-        "_engine_run_backward" in each.__code__.co_names
-        and each.__globals__ is vars(torch.autograd)
+        PASSES[1] in each.__code__.co_names and each.__globals__ is vars(torch.autograd)
         for each in public
     )
 
@@ -919,12 +917,10 @@ def _repeats_are_told() -> bool:
     home, name = vars(checkpoint), "_checkpoint_without_reentrant_generator"
     within = home.get(f"{name}_impl", home[name])  # from 2.14 on; before
     hooks = home["_checkpoint_hook"].__init__
-    runs = any(
-        "_recomputation_hook" in getattr(code, "co_names", ()) for code in hooks.__code__.co_consts
-    )
+    runs = any(REPEATS[1] in getattr(code, "co_names", ()) for code in hooks.__code__.co_consts)
     return (
         runs
-        and "_CheckpointFrame" in within.__code__.co_names
+        and FRAMES[1] in within.__code__.co_names
         and within.__globals__ is hooks.__globals__ is home
     )
 
@@ -943,13 +939,13 @@ def _swaps_are_told() -> bool:
     return (
         named
         and FUNCTIONAL_CALL.co_varnames[0] == "module"
-        and "_reparametrize_module" in FUNCTIONAL_CALL.co_names
+        and SWAPS[1] in FUNCTIONAL_CALL.co_names
     )
 
 
 def _module_hooks_are_told() -> bool:
     """Whether a module looks up what runs its backward hooks by the names that `_hooks` takes."""
-    codes, taken = torch.nn.Module._call_impl.__code__.co_consts, {"BackwardHook", "_WrappedHook"}
+    codes, taken = torch.nn.Module._call_impl.__code__.co_consts, {"BackwardHook", WRAPPED[1]}
     return any(taken <= set(getattr(code, "co_names", ())) for code in codes)
 
 

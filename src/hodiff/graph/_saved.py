@@ -165,6 +165,10 @@ class SavedTensor(NamedTuple):
     value: Tensor | None
 
 
+_RAW = "_raw_saved_"
+"""What begins the names under which nodes show what they saved, packed."""
+
+
 class NodeLayout(NamedTuple):
     """The way to read the nodes of one class."""
 
@@ -179,11 +183,11 @@ class _Layouts(dict[type, NodeLayout]):
 
     def __missing__(self, kind: type) -> NodeLayout:
         if issubclass(kind, BackwardCFunction):
-            return NodeLayout((("tensors", "_raw_saved_tensors", "saved_tensors"),), function=True)
+            return NodeLayout((("tensors", f"{_RAW}tensors", "saved_tensors"),), function=True)
         names = tuple(
-            (name.removeprefix("_raw_saved_"), name, name.removeprefix("_raw"))
+            (name.removeprefix(_RAW), name, name.removeprefix("_raw"))
             for name in dir(kind)
-            if name.startswith("_raw_saved_")
+            if name.startswith(_RAW)
         )
         known = bool(names) or _BUILTIN.fullmatch(kind.__name__) or kind.__name__ in _EMPTY
         raising = kind.__name__ in _RAISING
@@ -366,25 +370,24 @@ def without_modes() -> _settings.Context:
     """A context in which reading a tensor's attributes calls no mode and no subclass,
     and meets no inference mode.
     """
-    return Scope(_normal) if torch.is_inference_mode_enabled() else torch._C.DisableTorchFunction()
+    return Scope(_normal) if torch.is_inference_mode_enabled() else torch.DisableTorchFunction()
 
 
 def _normal(undo: Undo) -> None:
     _settings.record(undo)
-    plain = torch._C.DisableTorchFunction()
+    plain = torch.DisableTorchFunction()
     undo += [partial(plain.__exit__, None, None, None)]
     plain.__enter__()
 
 
 def modes() -> int:
     """The number of modes that see this thread's calls now."""
-    return torch._C._len_torch_function_stack()
+    return len(_settings.those_on(TorchFunctionMode))
 
 
 def innermost(mode: TorchFunctionMode) -> bool:
     """Whether a mode is the first to see this thread's calls."""
-    depth = modes()
-    return depth > 0 and torch._C._get_function_stack_at(depth - 1) is mode
+    return mode in _settings.those_on(TorchFunctionMode)[-1:]
 
 
 def hooks_before_steps() -> dict[int, Any]:

@@ -35,10 +35,8 @@ from hodiff.jets._jet import (
 )
 from hodiff.jets._series import (
     Expansion,
-    as_tensors,
     inside,
     is_hidden,
-    set_grad_enabled,
     surroundings,
 )
 
@@ -84,7 +82,7 @@ def _refuse_hidden() -> None:
 
 
 def _metadata(func: Any, args: Any, kwargs: Any) -> Any:
-    with as_tensors():
+    with torch.DisableTorchFunctionSubclass():  # jets are tensors like others
         return func(*args, **kwargs)
 
 
@@ -168,11 +166,11 @@ def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, k
     inside.rules += 1
     try:
         if not expansion.record:
-            set_grad_enabled(False)
+            _versions.set_grad_enabled(False)
         result = _applied(rule, name, func, expansion, args, kwargs)
     finally:
         inside.rules -= 1
-        set_grad_enabled(recording)
+        _versions.set_grad_enabled(recording)
     if expansion.counter is not None and result is not NotImplemented:
         expansion.counter.count(name, rule.kind, time.perf_counter() - start)
     if rule.kind in _FRESH and name != "einsum":  # of one operand it may be a view

@@ -567,7 +567,7 @@ class _NoTangents(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call it, without grad mode at the values alone."""
-        if not torch.is_grad_enabled() and _chunked.forward_mode_on():
+        if not torch.is_grad_enabled() and _versions.forward_mode_on():
             args, kwargs = _tree.tree_map(_value, args), _tree.tree_map(_value, kwargs or {})
         result = func(*args, **(kwargs or {}))
         return _without_padding(result, *args, **(kwargs or {})) if func is F.embedding else result
