@@ -121,7 +121,7 @@ ONLY_IN = {
     "torch.autograd.backward": ("graph._record",),
     "torch.vmap": ("_core._versions",),
     "torch.func.vmap": ("_core._reverse",),
-    # _nesting refuses points that have tangents, _versions loads it without its warning
+    # _call refuses points that have tangents, _versions proves where a level begins
     "torch.autograd.forward_ad": ("calculus._first", "_core._call", "_core._versions", "memory._blocks"),
     "torch.func.jvp": ("calculus._first", "cli._tour"),
     "torch.func.linearize": ("calculus._first",),

@@ -68,7 +68,6 @@ DISCIPLINE = {
     "_core._settings.eager": LOCKED,
     "_core._settings.no_cudnn": LOCKED,
     "_core._versions._RAW_SAVED": CACHE,
-    "_core._versions.load_forward_mode": CACHE,
     "_core._versions.prove": CACHE,
     "_core._messages._state": OWN,
     **dict.fromkeys([f"_core._vectors.{name}" for name in ("_sizes", "dtype", "flat", "shapes", "size")], SAME),

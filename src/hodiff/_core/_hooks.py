@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint as _checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from hodiff._core import _call, _kernels, _locks, _nodes, _refusals, _settings, _versions
 from hodiff._core._settings import Counted, Undo
 from hodiff.errors import GraphError
 
-__all__ = ["lend_module", "met", "watch_checkpoints"]
+__all__ = ["lend_module", "met", "serve"]
 
 # --- derivatives that `f` takes itself, by `torch.autograd.grad` or `torch.func.grad` -------------
 # Each is seen where it begins, with the graph that it goes over: afterwards that may be out of
@@ -87,7 +86,6 @@ def _node(output: Any) -> Any:
 
 
 Hook = Callable[..., Any]
-checkpoint: Any = _checkpoint
 (autograd, PASSES), (stateless, SWAPS) = _versions.PASSES, _versions.SWAPS
 (checkpoints, FRAMES), (_, REPEATS) = _versions.FRAMES, _versions.REPEATS
 modules, WRAPPED = _versions.WRAPPED
@@ -144,18 +142,20 @@ def _watchers(theirs: Hook, swap: Hook) -> tuple[Hook, Hook, Callable[[], None]]
             lend_module(part, ())
         return swap(module, *args, **kwargs)
 
+    taken = [
+        (autograd, PASSES, passes, theirs),
+        (stateless, SWAPS, swapped, swap),
+        *WHILE_CALLS,
+    ]
+
     def restore() -> None:
         _versions.before_modules.pop(WATCH, None)
-        if autograd[PASSES] is passes:
-            autograd[PASSES] = theirs
         # To ask whether the other is `on` is a call.
         if checkpoints[FRAMES] is _frame and not watch_checkpoints._restore:
             checkpoints[FRAMES] = _frames[0]
         if checkpoints[REPEATS] is _again:
             checkpoints[REPEATS] = _repeats[0]
-        if stateless[SWAPS] is swapped:
-            stateless[SWAPS] = swap
-        for place, name, ours, before in WHILE_CALLS:
+        for place, name, ours, before in taken:
             if name in place and place[name] is ours:
                 if before is None:
                     del place[name]
@@ -281,7 +281,7 @@ def keep(theirs: tuple[Hook, Hook], undo: Undo, *, shared: bool) -> None:
         undo: Where to note what undoes it.
         shared: Whether the checkpoint has it from then on; if not, it is kept as long as its graph.
     """
-    if getattr(theirs[0], "__module__", "") != checkpoint.__name__:
+    if getattr(theirs[0], "__module__", "") != checkpoints["__name__"]:
         return
     _nodes.see_kept()
     made: weakref.WeakSet[_versions.Kept] = weakref.WeakSet()
@@ -314,7 +314,7 @@ def push_hooks(undo: Undo, hooks: Any) -> None:
 
 def _watch_checkpoints(undo: Undo) -> None:
     """Let checkpoints of both kinds run again with our kernels, in any pass, if with them now."""
-    reentrant = checkpoint.CheckpointFunction
+    reentrant = checkpoints["CheckpointFunction"]
 
     def apply(run: Hook, *args: Any) -> Any:
         return reentrant.apply(_kernels.repeatable(run), *args)
@@ -322,15 +322,22 @@ def _watch_checkpoints(undo: Undo) -> None:
     ours = SimpleNamespace(apply=apply)
 
     def restore() -> None:
-        if checkpoint.CheckpointFunction is ours:
-            checkpoint.CheckpointFunction = reentrant
+        if checkpoints["CheckpointFunction"] is ours:
+            checkpoints["CheckpointFunction"] = reentrant
         if checkpoints[FRAMES] is _frame and not watch_modules.on:
             checkpoints[FRAMES] = _frames[0]
 
     undo += [restore]
-    checkpoint.CheckpointFunction = ours
+    checkpoints["CheckpointFunction"] = ours
     if checkpoints[FRAMES] is not _frame:
         _frames[0], checkpoints[FRAMES] = checkpoints[FRAMES], _frame
+
+
+def serve(undo: Undo) -> None:
+    """Let the thread have our kernels until it is undone, also where a checkpoint runs again; DTensors are mended."""
+    _versions.mend_from_local()
+    watch_checkpoints.enter(undo)
+    _kernels.include(undo)
 
 
 def lend_module(module: nn.Module, args: Any) -> None:

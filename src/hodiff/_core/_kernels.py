@@ -23,7 +23,7 @@ from torch.backends import cuda
 from hodiff._core import _call, _locks, _messages, _needed, _settings, _versions
 from hodiff._core._settings import Counted, Scope, Undo
 
-__all__ = ["OURS", "include", "plain_attention", "repeatable", "without"]
+__all__ = ["OURS", "plain_attention", "repeatable", "without"]
 
 # --- the key --------------------------------------------------------------------------------------
 
@@ -38,6 +38,8 @@ registered: list[Any] = []  # held here, for what a library registers goes with 
 _KEY = _versions.KERNEL_KEY
 included = partial(_versions.is_included, _KEY)
 """Whether this thread has our kernels."""
+without: Callable[[], _settings.Context] = partial(_versions.key_left_out, _KEY)
+"""A block in which the thread does not have our kernels. It begins when it is entered."""
 enter, leave = (partial(_versions.include, _KEY, on) for on in (True, False))
 
 
@@ -45,7 +47,7 @@ enter, leave = (partial(_versions.include, _KEY, on) for on in (True, False))
 def available() -> bool:
     """Whether a thread can have our kernels. They are registered when this is first asked."""
     with _locks.lock:
-        if not registered and _KEY is not None:
+        if not registered and _KEY is not None and not _versions.key_is_taken():
             _register()
     if not registered:
         why = _needed.lacks(_needed.KERNELS) or "No dispatch key is free for kernels of hodiff"
@@ -63,12 +65,7 @@ def _register() -> None:
     """
     name = _versions.KERNEL_KEY_NAME
     others, ours, collectives = (_versions.library(of, __file__) for of in ("_", "aten", "c10d"))
-    try:
-        others.fallback(name, torch.library.fallthrough_kernel, False)
-    except RuntimeError as error:
-        if "multiple backend fallbacks" in str(error):  # another library has the key
-            return
-        raise
+    others.fallback(name, torch.library.fallthrough_kernel, False)
     for operation, kernel in OURS.items():
         ours.impl(operation, name, kernel, False)
     for operation in ("allreduce_", "broadcast_", "reduce_"):
@@ -98,11 +95,6 @@ def include(undo: Undo) -> None:
     elif not included():
         undo += [leave]
         enter()
-
-
-def without() -> _settings.Context:
-    """A block in which the thread does not have our kernels. It begins when it is entered."""
-    return _versions.key_left_out(_KEY)
 
 
 # --- attention by matrix products -----------------------------------------------------------------

@@ -22,8 +22,6 @@ from hodiff.errors import GraphError, HodiffWarning, printable
 
 __all__ = [
     "CONSTANTS",
-    "DIGITS",
-    "WRITTEN_AT_SOME",
     "Failure",
     "Reported",
     "explainer",

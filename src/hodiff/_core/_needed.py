@@ -76,7 +76,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     KERNELS: (
         "torch: _add_batch_dim _remove_batch_dim",
         "torch._C._functorch: is_legacy_batchedtensor",
-        "torch._C: _dispatch_key_parse",
+        "torch._C: _dispatch_has_backend_fallback _dispatch_key_parse",
         "torch._C: _dispatch_library",
         "torch._C: _dispatch_tls_set_dispatch_key_included _ExcludeDispatchKeyGuard",
         "torch._guards: TracingContext.try_get",

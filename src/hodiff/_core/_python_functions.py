@@ -114,13 +114,12 @@ def hold(graph: Any, chain: Chain) -> None:
 def _can_compare(graph: Any) -> bool:
     """Whether `f` may be called again, here, and what it returns then means what it means now."""
     functions = [_versions.function_of(kind) for kind in graph.kinds if _nodes.is_function(kind)]
-    allow = graph.call.allow
     return (
         graph.repeatable
         # not sharded, nor of another library
         and all(leaf.__class__ is Tensor for leaf in graph.leaves)
         and not _call.is_followed()
-        and not any(each in allow or each.__name__ in allow for each in functions)
+        and not any({each, each.__name__} & {*graph.call.allow} for each in functions)
     )
 
 

@@ -30,10 +30,8 @@ __all__ = [
     "bypass",
     "judge",
     "listed",
-    "loses_digits",
-    "operations",
+    "of_a_block",
     "said",
-    "warn_of_mixing",
     "warn_of_non_finite",
     "warn_of_zeros",
 ]
@@ -156,8 +154,12 @@ def _is_unknown(
     whether that of another may be wrong.
     """
     mended = function.__module__.startswith(_arguments.LOADED_BY) and _versions.mend_from_local()
-    allowed = function in allow or function.__name__ in allow
-    if mended or allowed or not _nodes.reaches(nodes, leaves):
+    if (
+        mended
+        or function in allow
+        or function.__name__ in allow
+        or not _nodes.reaches(nodes, leaves)
+    ):
         return False
     if function.__name__ in _WITHOUT_SECOND or "CompiledFunction" in function.__name__:
         raise _messages.missing([function.__name__])
@@ -335,6 +337,27 @@ def _refuse_rounded_attention(nodes: list[Any], leaves: Sequence[Tensor]) -> Non
     )
 
 
+def of_a_block(
+    graph: _nodes.Survey, tensors: Sequence[Any], context: Any
+) -> tuple[frozenset[str], GraphError | None, bool]:
+    """What is to be said of a block, whose graph is hidden from the evaluation that it runs in.
+
+    Returns:
+        The names of its nodes; what is refused, which the evaluation raises if it cannot be fixed; and whether a pass
+        must be recorded.
+    """
+    call, names, refused, recorded = context.call, graph.names(), None, False
+    if names & _messages.WRITTEN_AT_SOME and loses_digits(graph):
+        names |= {_messages.DIGITS}
+    try:
+        recorded = judge(graph, tensors, call.order, call.allow, context.unheld)
+    except GraphError as error:
+        refused = error
+    if call.batch_ndim and MIXING.among(graph):
+        warn_of_mixing(call.batch_ndim)
+    return frozenset(names), refused, recorded
+
+
 def loses_digits(graph: _nodes.Survey) -> bool:
     """Whether second derivatives of powers, products or determinants must be written out here."""
     with _versions.without_modes():  # as there
@@ -484,7 +507,8 @@ class _Spectrum:
 
 
 def _watch_spectrum(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    unseen = [node for node in nodes if _versions.is_read_once(node)]
+    # In a block that runs again, inside of another: passes read what it saved, no look.
+    unseen = [*filter(_versions.is_packed, nodes)] if _versions.hooks_on(True) else []
     if unseen:
         warnings.warn(
             f"f depends on {SPECTRA[type(unseen[0]).__name__]}, and a checkpoint inside another "
@@ -967,8 +991,3 @@ def _all_zero(tensors: Iterable[Any]) -> bool:
     """Whether plain tensors are; None is."""
     with _versions.without_modes():
         return all(x is None or (type(x) is Tensor and not bool(x.detach().any())) for x in tensors)
-
-
-def operations(tensors: Iterable[Any]) -> list[str]:
-    """The names of the nodes below them, those that came first in front."""
-    return [type(node).__name__ for node in reversed(_nodes.survey(tensors).nodes)]

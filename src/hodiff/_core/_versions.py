@@ -17,6 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import repeat, starmap
 from operator import attrgetter
@@ -38,19 +39,14 @@ from hodiff._core._needed import NEWEST, OLDEST, RELEASE
 from hodiff.errors import HodiffError
 
 __all__ = [
-    "CLAMPED",
     "DYNAMO",
-    "GROUPS_HEADS",
     "LARGEST",
     "count_below",
-    "dense",
     "forward_mode_on",
     "hooks_on",
     "is_batched",
     "is_wrapped",
     "levels_entered",
-    "load_forward_mode",
-    "mend_from_local",
     "pass_at_hand",
     "received",
     "reduction",
@@ -263,10 +259,6 @@ def leave_levels(depth: int) -> None:
 # says so.
 DISTANCES = ("CdistBackwardBackward0", "PdistBackwardBackward0") if RELEASE < (2, 14) else ()
 
-# From 2.14 on, clamp has slope 0 at a bound, and 1/2 where the bound is a tensor; before, it had
-# slope 1 at either.
-CLAMPED = (1.0, 1.0) if RELEASE < (2, 14) else (0.0, 0.5)
-
 # All: each functional collective has this one behind it, and a batch of vectors is read before it
 # has arrived.
 _COLLECTIVE = "GeneratedBackwardFor__c10d_functional__wrap_tensor_autograd_defaultBackward"
@@ -301,31 +293,6 @@ def remember_in_thread(key: str, value: object) -> None:
 
 remembered: Callable[[str], Any] = _torch._get_obj_in_tls
 """What was, also in the engine's threads of its passes. Where nothing was, a RuntimeError."""
-
-
-def dense(x: Any) -> Any:
-    """2.8 does not transform a tensor that is expanded (MKL: "Inconsistent configuration ...")."""
-    return x.contiguous() if RELEASE < (2, 9) else x
-
-
-# Until 2.11 the fused attention of the processor reads beyond the keys of fewer heads than the
-# queries have (measured on 2.8: not finite, or a segmentation fault); there such heads take plain
-# operations.
-GROUPS_HEADS = RELEASE >= (2, 12)
-
-
-@cache
-def load_forward_mode() -> None:
-    """2.14, 2.15: PyTorch compiles helpers when forward mode is first used, by what it deprecates
-    with a FutureWarning.
-
-    Python shows that to users, in the midst of a call of ours of which they can change nothing.
-    (Before, PyTorch says it by a DeprecationWarning, which Python hides.)
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r".*torch\.jit", FutureWarning)
-        with forward_ad.dual_level():
-            forward_ad.make_dual(torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
 
 
 def telling_where_forward_mode_begins(
@@ -394,19 +361,10 @@ def schema_of(operator: Any) -> Any:
     return operator._schema if isinstance(operator, _Operator) else None
 
 
-def _key(name: str) -> Any:
-    """None where this PyTorch has no such key, or no way for a thread to include it."""
-    if _needed.lacks(_needed.KERNELS):
-        return None
-    try:
-        return _torch._dispatch_key_parse(name)
-    except RuntimeError as error:
-        if "could not parse dispatch key" in str(error):
-            return None
-        raise
-
-
-KERNEL_KEY = _key(KERNEL_KEY_NAME)
+KERNEL_KEY: Any = None
+if not _needed.lacks(_needed.KERNELS):
+    with suppress(RuntimeError):  # no such key
+        KERNEL_KEY = _torch._dispatch_key_parse(KERNEL_KEY_NAME)
 
 
 is_included: Callable[[Any], bool] = (
@@ -437,6 +395,11 @@ def plain_flex_attention(*args: Any, **kwargs: Any) -> Any:
     """`flex_attention` by its definition, in operations that have derivatives of every order."""
     _needed.check("flex_attention inside hodiff")
     return sys.modules["torch._higher_order_ops.flex_attention"].math_attention(*args, **kwargs)
+
+
+def key_is_taken() -> bool:
+    """Whether another library has the key for something."""
+    return _torch._dispatch_has_backend_fallback(KERNEL_KEY)
 
 
 def let_higher_order_operators_pass() -> None:
@@ -807,14 +770,8 @@ hooks_on: Callable[[bool], Any] = _torch._autograd._top_saved_tensors_default_ho
 """The two that have what is saved at this moment, asked with True; None where there are none."""
 
 
-def is_read_once(node: Node) -> bool:
-    """Whether it is of a block that runs again, inside of another: passes read it, no look."""
-    return hooks_on(True) is not None and is_packed(node)
-
-
-def function_of(kind: type) -> type:
-    """The Python `autograd.Function` whose backward a class of nodes is."""
-    return kind._forward_cls  # type: ignore[attr-defined]
+function_of: Callable[[type], type] = attrgetter("_forward_cls")
+"""The Python `autograd.Function` whose backward a class of nodes is."""
 
 
 # Every `@once_differentiable` wrapper runs this code object: the one sign of the decorator that is

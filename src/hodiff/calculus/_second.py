@@ -123,7 +123,9 @@ def hvp(
             f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux
         )
     if checkpoint is not False:
-        f = _in_blocks(f, where, checkpoint)
+        from hodiff.memory import _blocks
+
+        f = _blocks.in_blocks(f, where, checkpoint)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
@@ -338,7 +340,9 @@ def cross_hvp(
             f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True
         )
     if checkpoint is not False:
-        f = _in_blocks(f, where, checkpoint)
+        from hodiff.memory import _blocks
+
+        f = _blocks.in_blocks(f, where, checkpoint)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)
     ) as graph:
@@ -788,12 +792,6 @@ def cross_hessian(
             for i in range(len(xs))
         ]
     return first.result([second.result(row) for row in table])
-
-
-def _in_blocks(f: What, where: Where, checkpoint: Checkpoint) -> Any:
-    from hodiff import memory
-
-    return memory.in_blocks(f, where, checkpoint)
 
 
 def _transposed(block: Tensor, row: Tensor, batch_ndim: int) -> Tensor:

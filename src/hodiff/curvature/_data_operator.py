@@ -10,7 +10,6 @@ from typing import Any, Generic, Literal, Self
 
 import torch
 
-from hodiff import memory
 from hodiff._core import _arguments, _messages
 from hodiff._core._arguments import Checkpoint
 from hodiff._core._call import tangents
@@ -23,6 +22,7 @@ from hodiff.curvature._operator import LinearOperator, SymmetricOperator, say_de
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, shared
 from hodiff.curvature._records import axes_or_new
 from hodiff.errors import GraphError, InputError
+from hodiff.memory import _blocks
 
 # --- what an operator takes: `H.cost()` -----------------------------------------------------------
 
@@ -314,7 +314,7 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
 
     def _check_blocks(self, f: Any, checkpoint: Checkpoint) -> None:
         """Raise unless `checkpoint=` says which blocks of `f` there are."""
-        memory.in_blocks(f, self._graphs.where, checkpoint)
+        _blocks.in_blocks(f, self._graphs.where, checkpoint)
 
     def _try(self) -> Callable[[G], object]:
         zeros = [torch.zeros_like(self._graphs.where.tensors[index]) for index in self._chosen]

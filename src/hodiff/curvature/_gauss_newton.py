@@ -12,7 +12,6 @@ from typing import Any, Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
-from hodiff import memory
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Checkpoint
 from hodiff._core._call import call
@@ -46,6 +45,7 @@ from hodiff.curvature._losses import (
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum
 from hodiff.curvature._thin import Thin
 from hodiff.errors import InputError
+from hodiff.memory import _blocks
 
 # --- the outputs of one batch, linearized: what Jacobian, Gauss-Newton and Fisher products run
 # through
@@ -186,7 +186,7 @@ class PullbackBuilder(Builder[CurvedOutputs]):
         """Evaluate one batch and linearize it."""
         predict: Any = self.predict
         if self.checkpoint is not False:
-            predict = memory.in_blocks(predict, where, self.checkpoint)
+            predict = _blocks.in_blocks(predict, where, self.checkpoint)
         keep = self.keep or self.checkpoint is False
         with predicted(predict, where, batch, self.allow, keep=keep) as graph:
             random, outputs = graph.context.random.moved(), graph.tensors()

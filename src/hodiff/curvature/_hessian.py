@@ -9,7 +9,6 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hodiff import memory
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Checkpoint
 from hodiff._core._call import call, cut, in_place_of
@@ -21,6 +20,7 @@ from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._process_group import ProcessGroup
 from hodiff.errors import InputError
+from hodiff.memory import _blocks
 
 
 @final
@@ -103,7 +103,7 @@ class HessianBuilder(Builder[BatchGraph]):
 
         what = f if computed else in_place_of(f, weighed)
         if self.checkpoint is not False:
-            what = memory.in_blocks(what, where, self.checkpoint)
+            what = _blocks.in_blocks(what, where, self.checkpoint)
         return OutputGraph(call(
             what, where, passes=2, create_graph=create_graph, has_aux=not computed,
             keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args,

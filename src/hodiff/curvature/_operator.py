@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import numbers
+import threading
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, final, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _locks, _messages, _settings
+from hodiff._core import _arguments, _call, _messages, _settings
 from hodiff._core._arguments import SupportsArray
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff.curvature._memory import free_bytes, readable
@@ -394,7 +395,7 @@ class LinearOperator(_arguments.Unlike):
 
     def _count(self, number: int) -> None:
         """A product of a transpose or of a block is one of the operator that it belongs to."""
-        me = _locks.here.thread
+        me = threading.get_ident()
         self._taken[me] = self._taken.get(me, 0) + number
         for whole in (
             (self._fixed_of,)
@@ -932,7 +933,7 @@ def _structured(first: Space, second: Space) -> Space:
 # --- what products round as, and that they are detached -------------------------------------------
 
 
-def as_given(tensor: Tensor) -> _settings.Context:
+def as_given(tensor: Tensor) -> AbstractContextManager[None]:
     """Matrix products in the dtype of their factors,
     whatever the caller's autocast would have them rounded to.
     """

@@ -9,7 +9,9 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,10 @@ def is_function(node: Node) -> bool:
     of which only its backward knows what it needs.
     """
     return _LAYOUTS[type(node)].function
+
+
+function_of: Callable[[type], type] = attrgetter("_forward_cls")
+"""That `autograd.Function`, of the class of a node."""
 
 
 def is_raising(node: Node) -> bool:
@@ -366,7 +372,7 @@ ENGINE = torch.autograd.graph._engine_run_backward.__code__
 """The code that runs a pass: what a traceback has below it ran while the pass did."""
 
 
-def without_modes() -> _settings.Context:
+def without_modes() -> AbstractContextManager[None]:
     """A context in which reading a tensor's attributes calls no mode and no subclass,
     and meets no inference mode.
     """
@@ -390,15 +396,14 @@ def innermost(mode: TorchFunctionMode) -> bool:
     return mode in _settings.those_on(TorchFunctionMode)[-1:]
 
 
-def hooks_before_steps() -> dict[int, Any]:
-    """The hooks before the steps of all optimizers."""
-    return _optimizer._global_optimizer_pre_hooks
+hooks_before_steps: dict[int, Any] = _optimizer._global_optimizer_pre_hooks
+"""The hooks before the steps of all optimizers."""
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The hooks around the steps of an optimizer: its own, and those of all optimizers."""
     hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    hooks += [_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks]
+    hooks += [hooks_before_steps, _optimizer._global_optimizer_post_hooks]
     return [hook for hooks in hooks for hook in hooks.values()]
 
 

@@ -311,17 +311,13 @@ def _body(func: types.FunctionType) -> Callable[..., Any] | None:
     """
     if func.__module__ not in _HOMES:
         return None
-    never = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
+    looks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
     copy = types.FunctionType(
         func.__code__,
-        {**func.__globals__, **never},
+        {**func.__globals__, **dict.fromkeys(looks, lambda *args: False)},
         func.__name__,
         func.__defaults__,
         func.__closure__,
     )
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
-
-
-def _never(*args: Any) -> bool:
-    return False

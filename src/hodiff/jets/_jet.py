@@ -151,6 +151,8 @@ class JetRules:
         known: The rules, by the name of the operation; the files of `jets.rules` register theirs.
         first: Those of some operations for first order in one direction, by one formula.
         read: Reads more of them, for an operation of that name; None once all are known.
+        registered: What files have registered, one of which another thread may be reading.
+        registered_first: The same of first order.
         fallback: The rule for operations without one.
         dispatch: What an operation on jets is handed to; jets know it by this, and it knows the
             jets.
@@ -160,7 +162,8 @@ class JetRules:
         self.known: dict[str, JetRule] = {}
         self.first: dict[str, JetRule] = {}
         self.read: Callable[[str], None] | None = _none
-        self._new: list[tuple[dict[str, JetRule], dict[str, JetRule]]] = []
+        self.registered: dict[str, JetRule] = {}
+        self.registered_first: dict[str, JetRule] = {}
         self.fallback: Callable[..., Any] = _none
         self.dispatch: Callable[[Any, Any, Any], Any] = _none
 
@@ -170,17 +173,11 @@ class JetRules:
         """Register a rule under the names of its operations."""
 
         def register(apply: Callable[..., Any]) -> Callable[..., Any]:
-            table = self.first if kind == "fused" else self.known
-            self._new += [(table, dict.fromkeys(names, JetRule(kind, apply)))]
+            table = self.registered_first if kind == "fused" else self.registered
+            table.update(dict.fromkeys(names, JetRule(kind, apply)))
             return apply
 
         return register
-
-    def publish(self) -> None:
-        """Let the rules of a file be found, now that all that they call is there: also by other threads."""
-        for table, rules in self._new:
-            table.update(rules)
-        self._new.clear()
 
 
 def _none(*args: Any) -> Any:

@@ -369,18 +369,9 @@ def _form(
     first: Tensors,
 ) -> Any:
     """The form of a block, with what one look at its graph tells."""
-    context, names = _call.state.running[-1], graph.names()
-    call = context.call
-    refused, recorded = None, False
-    if names & _messages.WRITTEN_AT_SOME and _refusals.loses_digits(graph):
-        names |= {_messages.DIGITS}
-    try:
-        recorded = _refusals.judge(graph, tensors, call.order, call.allow, context.unheld)
-    except GraphError as error:  # which the evaluation raises, if it cannot be fixed
-        refused = error
-    if call.batch_ndim and _refusals.MIXING.among(graph):
-        _refusals.warn_of_mixing(call.batch_ndim)
-    return BlockForm(run, arguments, [first], frozenset(names), refused, recorded, call.order)
+    context = _call.state.running[-1]
+    names, refused, recorded = _refusals.of_a_block(graph, tensors, context)
+    return BlockForm(run, arguments, [first], names, refused, recorded, context.call.order)
 
 
 # --- a function whose blocks are met while it runs ------------------------------------------------

@@ -344,7 +344,7 @@ def test_heads_in_groups_take_plain_operations_where_the_kernel_reads_beyond(mon
     monkeypatch.setattr(_attention, "LEAST", 0)
     given = (torch.ones(2, 4, 3, 4), torch.ones(2, 2, 3, 4), torch.ones(2, 2, 3, 4), None)
     for groups in (True, False):
-        monkeypatch.setattr(_versions, "GROUPS_HEADS", groups)
+        monkeypatch.setattr(_needed, "RELEASE", (2, 12) if groups else (2, 11))
         assert (_attention._prepared(given, True) is not None) == groups
 
 
