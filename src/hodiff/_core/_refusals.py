@@ -346,15 +346,16 @@ def of_a_block(
         The names of its nodes; what is refused, which the evaluation raises if it cannot be fixed; and whether a pass
         must be recorded.
     """
-    call, names, refused, recorded = context.call, graph.names(), None, False
+    names = graph.names()
     if names & _messages.WRITTEN_AT_SOME and loses_digits(graph):
         names |= {_messages.DIGITS}
+    refused, recorded = None, False
     try:
-        recorded = judge(graph, tensors, call.order, call.allow, context.unheld)
+        recorded = judge(graph, tensors, context.call.order, context.call.allow, context.unheld)
     except GraphError as error:
         refused = error
-    if call.batch_ndim and MIXING.among(graph):
-        warn_of_mixing(call.batch_ndim)
+    if context.call.batch_ndim and MIXING.among(graph):
+        warn_of_mixing(context.call.batch_ndim)
     return frozenset(names), refused, recorded
 
 

@@ -9,13 +9,14 @@ from hodiff.jets._jet import RULES
 def read(name: str) -> None:
     """Read rules until an operation of that name has one, or all are known."""
     with _locks.lock:
-        from hodiff.jets.rules import elementwise, linear  # noqa: F401 - to import them is to register them
+        if not RULES.known:
+            from hodiff.jets.rules import elementwise, linear  # noqa: F401 - which registers them
 
-        RULES.first, RULES.known = {**RULES.registered_first}, {**RULES.registered}
+            RULES.first, RULES.known = {**RULES.registered[True]}, {**RULES.registered[False]}
         if name not in RULES.known:
-            from hodiff.jets.rules import bilinear, composite, fallback, special  # noqa: F401 - so here
+            from hodiff.jets.rules import bilinear, composite, fallback, special  # noqa: F401
 
-            RULES.first, RULES.known = RULES.registered_first, RULES.registered
+            RULES.first, RULES.known = RULES.registered[True], RULES.registered[False]
             RULES.read = None
 
 
