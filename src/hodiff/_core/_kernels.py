@@ -3,8 +3,9 @@
 PyTorch's dispatcher looks for kernels under the keys that a call's tensors have, and under those
 that the thread includes. Under a key that nothing else includes ours are in nobody's way: not in
 another thread's, not after the block. And they are reached from everywhere: from PyTorch's own
-layers, scripts, and blocks that a pass runs again. (A mode that sees calls is off inside
-`F.multi_head_attention_forward` and in a pass; an override is for all threads.)
+layers, scripts, and blocks that a pass runs again. The public ways are not used, for what they cost
+(docs/explain/versions.md): a mode that sees calls slows down each, and is off inside
+`F.multi_head_attention_forward` and in a pass; a kernel by `torch.library` is for all threads.
 
 Where that key cannot be had, which is said once, attention goes by PyTorch's matrix products while
 anyone is inside, as in other threads: right at every order, with PyTorch's memory.
