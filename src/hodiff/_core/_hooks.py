@@ -334,7 +334,9 @@ def _watch_checkpoints(undo: Undo) -> None:
 
 
 def serve(undo: Undo) -> None:
-    """Let the thread have our kernels until it is undone, also where a checkpoint runs again; DTensors are mended."""
+    """Let the thread have our kernels until it is undone, also where a checkpoint runs again;
+    and mend what DTensors lose.
+    """
     _versions.mend_from_local()
     watch_checkpoints.enter(undo)
     _kernels.include(undo)

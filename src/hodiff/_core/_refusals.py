@@ -343,8 +343,8 @@ def of_a_block(
     """What is to be said of a block, whose graph is hidden from the evaluation that it runs in.
 
     Returns:
-        The names of its nodes; what is refused, which the evaluation raises if it cannot be fixed; and whether a pass
-        must be recorded.
+        The names of its nodes; what is refused, which the evaluation raises if it cannot be fixed;
+        and whether a pass must be recorded.
     """
     names = graph.names()
     if names & _messages.WRITTEN_AT_SOME and loses_digits(graph):

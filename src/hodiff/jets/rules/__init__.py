@@ -1,4 +1,4 @@
-"""Rules of Taylor mode by kind; those that few functions need are read when an operation asks for them."""
+"""Rules of Taylor mode by kind; those that few functions need are read when an operation asks."""
 
 from __future__ import annotations
 
