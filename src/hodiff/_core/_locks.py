@@ -26,7 +26,7 @@ from torch import nn
 from hodiff._core import _faults, _versions
 from hodiff.errors import GraphError
 
-__all__ = ["ThreadClaim", "claimed", "lock"]
+__all__ = ["ThreadClaim", "claimed", "here", "lock"]
 
 # the only one: the collector may close what was lost at any moment, so two could cross
 lock = threading.RLock()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import numbers
-import threading
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, final, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _messages, _settings
+from hodiff._core import _arguments, _call, _locks, _messages, _settings
 from hodiff._core._arguments import SupportsArray
 from hodiff._core._vectors import Leaves, Space, sum_dtype
 from hodiff.curvature._memory import free_bytes, readable
@@ -395,7 +394,7 @@ class LinearOperator(_arguments.Unlike):
 
     def _count(self, number: int) -> None:
         """A product of a transpose or of a block is one of the operator that it belongs to."""
-        me = threading.get_ident()
+        me = _locks.here.thread
         self._taken[me] = self._taken.get(me, 0) + number
         for whole in (
             (self._fixed_of,)
