@@ -83,7 +83,10 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "torch._ops: _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS",
         "torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu_backward",
     ),
-    "checkpoint=": ("torch.autograd.Function: _backward_cls",),
+    "checkpoint=": (
+        "torch.autograd.Function: _backward_cls",
+        "torch._C._functorch: is_legacy_batchedtensor",
+    ),
     "Taylor mode": (
         "torch.Tensor: _make_wrapper_subclass",
         "torch._C: _TorchDispatchModeKey.PROXY DispatchKey.PreDispatch _get_dispatch_mode",
