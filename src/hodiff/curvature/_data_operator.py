@@ -22,7 +22,6 @@ from hodiff.curvature._operator import LinearOperator, SymmetricOperator, say_de
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, shared
 from hodiff.curvature._records import axes_or_new
 from hodiff.errors import GraphError, InputError
-from hodiff.memory import _blocks
 
 # --- what an operator takes: `H.cost()` -----------------------------------------------------------
 
@@ -314,6 +313,8 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
 
     def _check_blocks(self, f: Any, checkpoint: Checkpoint) -> None:
         """Raise unless `checkpoint=` says which blocks of `f` there are."""
+        from hodiff.memory import _blocks
+
         _blocks.in_blocks(f, self._graphs.where, checkpoint)
 
     def _try(self) -> Callable[[G], object]:

@@ -45,7 +45,6 @@ from hodiff.curvature._losses import (
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum
 from hodiff.curvature._thin import Thin
 from hodiff.errors import InputError
-from hodiff.memory import _blocks
 
 # --- the outputs of one batch, linearized: what Jacobian, Gauss-Newton and Fisher products run
 # through
@@ -186,6 +185,8 @@ class PullbackBuilder(Builder[CurvedOutputs]):
         """Evaluate one batch and linearize it."""
         predict: Any = self.predict
         if self.checkpoint is not False:
+            from hodiff.memory import _blocks
+
             predict = _blocks.in_blocks(predict, where, self.checkpoint)
         keep = self.keep or self.checkpoint is False
         with predicted(predict, where, batch, self.allow, keep=keep) as graph:

@@ -20,7 +20,6 @@ from hodiff.curvature._data_operator import ChunkSize, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._process_group import ProcessGroup
 from hodiff.errors import InputError
-from hodiff.memory import _blocks
 
 
 @final
@@ -103,6 +102,8 @@ class HessianBuilder(Builder[BatchGraph]):
 
         what = f if computed else in_place_of(f, weighed)
         if self.checkpoint is not False:
+            from hodiff.memory import _blocks
+
             what = _blocks.in_blocks(what, where, self.checkpoint)
         return OutputGraph(call(
             what, where, passes=2, create_graph=create_graph, has_aux=not computed,
