@@ -19,6 +19,7 @@ from benchmarks.table import Row
 from benchmarks.timing import race, ratios
 from hodiff._core._reverse import CHUNK_BYTES
 from hodiff.curvature._memory import LiveBytes
+from hodiff.jets import rules
 from hodiff.jets._jet import RULES
 from hodiff.memory import _attention
 
@@ -177,6 +178,7 @@ def of_lean_products(quick: bool) -> Iterator[Row]:
         )
 
 
+rules.read("")  # all of them
 FORMULAS = dict(RULES.first)
 
 

@@ -39,7 +39,7 @@ import typing
 from hodiff._core import _needed
 
 try:
-    from hodiff._core import _compiled_callers, _lazy
+    from hodiff._core import _compiled_callers, _kernels, _lazy, _messages
 
     with _lazy.uncollected():
         from hodiff._core._where import Selection, select
@@ -69,12 +69,11 @@ try:
             second_order_operator,
             value_grad_and_laplacian,
         )
-
-        from hodiff import graph as graph  # isort: skip  # words the errors of the calculus
 except (AttributeError, ImportError) as error:
     raise _needed.in_words(error) from error
 
 if typing.TYPE_CHECKING:
+    from hodiff import graph as graph
     from hodiff import implicit as implicit
     from hodiff import jets as jets
     from hodiff import plotting as plotting
@@ -195,6 +194,34 @@ __all__ = [
 
 _compiled_callers.break_graphs(vars())
 
+
+def _explain(failure: _messages.Failure) -> str:
+    if lacking := _needed.lacks("graph"):
+        _messages.warn_once(
+            f"{lacking}; so why a graph cannot give what was asked is not explained."
+        )
+        return ""
+    from hodiff.graph import _failure
+
+    return _failure.words(failure)
+
+
+def _attend(*args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+    from hodiff.memory import _attention
+
+    return _attention.attention(*args, **kwargs)
+
+
+def _score(*args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+    from hodiff.memory import _cross_entropy
+
+    return _cross_entropy.cross_entropy(*args, **kwargs)
+
+
+# The rooms that the foundation asks where it must, each loaded when it is asked.
+_messages.explainer = _explain
+_kernels.OURS.update(scaled_dot_product_attention=_attend, cross_entropy_loss=_score)
+
 # What most programs need none of, or a little.
 _HOMES = {
     "calculus._higher": ("derivatives", "nth_derivative"),
@@ -202,6 +229,7 @@ _HOMES = {
     "calculus._per_sample": ("gram", "per_sample_grad"),
     "fields._partial": ("derivatives_of", "jet", "partial", "partials"),
     "fields._vector": ("curl", "divergence", "value_and_divergence"),
+    "graph": (),
     "implicit": (),
     "implicit._unroll": ("unroll",),
     "memory": ("twice_differentiable",),

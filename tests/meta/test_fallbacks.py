@@ -24,6 +24,8 @@ STANDING = {
     ("memory._blocks", "Tangents.along", "RuntimeError"): "raised again, unless forward mode is what is missing",
     ("memory._blocks", "_captured", "suppress(ValueError)"): "a cell that is empty yet, as Python has it",
     ("_core._needed", "_is_there", "(AttributeError, ImportError)"): "a name that is missing, which is said",
+    ("_core._locks", "_me", "RuntimeError"): "PyTorch's, of a thread that has kept nothing yet",
+    ("_core._versions", "", "suppress(RuntimeError)"): "PyTorch's, of a key of which it has none by that name",
     ("_core._locks", "claim", "RuntimeError"): "the identity of a thread that has none yet",
     ("_core._graph", "OutputGraph._evaluate", "RuntimeError"): "raised again unless f is to run once more, otherwise",
     ("_core._loans", "memory_of", "(RuntimeError, NotImplementedError)"): GETTER,

@@ -42,7 +42,7 @@ MAY_IMPORT = {
 }
 
 # One module of the calculus frees what it has used. One of graph's words the
-# errors of the calculus: it registers itself with the foundation, which asks it without importing it.
+# errors of the calculus: the foundation asks it by what `hodiff` has put there, without importing it.
 # What stands for the public functions in a step's trace knows them.
 MODULE_MAY_IMPORT = {
     "hodiff.steps._shadows": None,
@@ -73,7 +73,7 @@ def library_imports(path):
 
 DOWNWARDS = (
     "move what both need below both, or let the upper one register itself with the lower one, "
-    "as graph/__init__.py does with _core._messages.explainer"
+    "as hodiff/__init__.py lets graph do with _core._messages.explainer"
 )
 
 
@@ -121,7 +121,7 @@ ONLY_IN = {
     "torch.autograd.backward": ("graph._record",),
     "torch.vmap": ("_core._versions",),
     "torch.func.vmap": ("_core._reverse",),
-    # _nesting refuses points that have tangents, _versions loads it without its warning
+    # _call refuses points that have tangents, _versions proves where a level begins
     "torch.autograd.forward_ad": ("calculus._first", "_core._call", "_core._versions", "memory._blocks"),
     "torch.func.jvp": ("calculus._first", "cli._tour"),
     "torch.func.linearize": ("calculus._first",),

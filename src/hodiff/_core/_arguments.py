@@ -20,7 +20,6 @@ from hodiff.errors import GraphError, HodiffError, InputError
 
 __all__ = [
     "MISSING",
-    "TENSORS",
     "Allowed",
     "Checkpoint",
     "ChunkSize",

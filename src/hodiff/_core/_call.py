@@ -32,7 +32,6 @@ __all__ = [
     "is_followed",
     "is_hidden",
     "loss_recorded",
-    "nested",
     "outer_order",
     "recorded",
     "refuse_stand_ins",

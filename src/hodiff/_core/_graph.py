@@ -275,7 +275,9 @@ class OutputGraph:
     def warn_of_zeros(self, second: Iterable[Any], vectors: Iterable[Any] | None = None) -> None:
         """Say that second derivatives by tensors are 0 where a network has no others."""
         if not self.call.where.module_slices and any(map(_refusals.BENDS.__getitem__, self.kinds)):
-            _refusals.warn_of_zeros(lambda: _refusals.operations(self.tensors()), second, vectors)
+            _refusals.warn_of_zeros(
+                lambda: _nodes.survey(self.tensors()).operations(), second, vectors
+            )
 
     def tensors(self) -> list[Tensor]:
         """The outputs as a flat list, each checked to be a real tensor."""

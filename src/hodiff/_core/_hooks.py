@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import stateless as _stateless
-from torch.utils import checkpoint as _checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from hodiff._core import _call, _kernels, _locks, _nodes, _refusals, _settings, _versions
 from hodiff._core._settings import Counted, Undo
 from hodiff.errors import GraphError
 
-__all__ = ["lend_module", "met", "watch_checkpoints"]
+__all__ = ["lend_module", "met", "serve"]
 
 # --- derivatives that `f` takes itself, by `torch.autograd.grad` or `torch.func.grad` -------------
 # Each is seen where it begins, with the graph that it goes over: afterwards that may be out of
@@ -88,8 +86,9 @@ def _node(output: Any) -> Any:
 
 
 Hook = Callable[..., Any]
-checkpoint: Any = _checkpoint
-stateless: Any = _stateless
+(autograd, PASSES), (stateless, SWAPS) = _versions.PASSES, _versions.SWAPS
+(checkpoints, FRAMES), (_, REPEATS) = _versions.FRAMES, _versions.REPEATS
+modules, WRAPPED = _versions.WRAPPED
 
 
 class Hooks:
@@ -125,10 +124,6 @@ WATCH = "hodiff"
 """What the hook of modules is called, and the holder of the stance."""
 
 
-autograd: Any = torch.autograd
-modules: Any = nn.modules.module
-
-
 @functools.lru_cache(1)
 def _watchers(theirs: Hook, swap: Hook) -> tuple[Hook, Hook, Callable[[], None]]:
     """What stands for PyTorch's entry of passes and for its swap of parameters,
@@ -147,18 +142,20 @@ def _watchers(theirs: Hook, swap: Hook) -> tuple[Hook, Hook, Callable[[], None]]
             lend_module(part, ())
         return swap(module, *args, **kwargs)
 
+    taken = [
+        (autograd, PASSES, passes, theirs),
+        (stateless, SWAPS, swapped, swap),
+        *WHILE_CALLS,
+    ]
+
     def restore() -> None:
-        modules._global_forward_pre_hooks.pop(WATCH, None)
-        if autograd._engine_run_backward is passes:
-            autograd._engine_run_backward = theirs
+        _versions.before_modules.pop(WATCH, None)
         # To ask whether the other is `on` is a call.
-        if checkpoint._CheckpointFrame is _frame and not watch_checkpoints._restore:
-            checkpoint._CheckpointFrame = _frames[0]
-        if checkpoint._recomputation_hook is _again:
-            checkpoint._recomputation_hook = _repeats[0]
-        if stateless._reparametrize_module is swapped:
-            stateless._reparametrize_module = swap
-        for place, name, ours, before in WHILE_CALLS:
+        if checkpoints[FRAMES] is _frame and not watch_checkpoints._restore:
+            checkpoints[FRAMES] = _frames[0]
+        if checkpoints[REPEATS] is _again:
+            checkpoints[REPEATS] = _repeats[0]
+        for place, name, ours, before in taken:
             if name in place and place[name] is ours:
                 if before is None:
                     del place[name]
@@ -178,21 +175,19 @@ def _watch_modules(undo: Undo) -> None:
     engine up under a name of `torch.autograd`; passes of ours enter the engine past it, and pay
     nothing.
     """
-    passes, swapped, restore = _watchers(
-        autograd._engine_run_backward, stateless._reparametrize_module
-    )
+    passes, swapped, restore = _watchers(autograd[PASSES], stateless[SWAPS])
     # Not by another `nn.Module.__call__`: to set a method of a class takes 0.4 ms, for each of its
     # subclasses forgets what it had looked up, and slows what comes after.
     undo += [restore]
     if met.threads is not None:
         met.threads[_locks.here.thread] = None
-    modules._global_forward_pre_hooks[WATCH] = lend_module
-    autograd._engine_run_backward = passes
-    if checkpoint._CheckpointFrame is not _frame:
-        _frames[0], checkpoint._CheckpointFrame = checkpoint._CheckpointFrame, _frame
-    if checkpoint._recomputation_hook is not _again:
-        _repeats[0], checkpoint._recomputation_hook = checkpoint._recomputation_hook, _again
-    stateless._reparametrize_module = swapped
+    _versions.before_modules[WATCH] = lend_module
+    autograd[PASSES] = passes
+    if checkpoints[FRAMES] is not _frame:
+        _frames[0], checkpoints[FRAMES] = checkpoints[FRAMES], _frame
+    if checkpoints[REPEATS] is not _again:
+        _repeats[0], checkpoints[REPEATS] = checkpoints[REPEATS], _again
+    stateless[SWAPS] = swapped
     for place, name, ours, _ in WHILE_CALLS:
         place[name] = ours
     if not _settings.eager.needs:
@@ -220,7 +215,7 @@ theirs (or a class's).
 """
 
 
-_frames = [checkpoint._CheckpointFrame]
+_frames = [checkpoints[FRAMES]]
 """What makes a checkpoint's frame: PyTorch's, or what stood there as ours came."""
 
 
@@ -234,7 +229,7 @@ def _frame(recompute: Hook, *args: Any) -> Any:
     return frame
 
 
-_repeats = [checkpoint._recomputation_hook]
+_repeats = [checkpoints[REPEATS]]
 """What has what a block saves as it runs again: PyTorch's, or what stood there as ours came."""
 
 _within: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -286,7 +281,7 @@ def keep(theirs: tuple[Hook, Hook], undo: Undo, *, shared: bool) -> None:
         undo: Where to note what undoes it.
         shared: Whether the checkpoint has it from then on; if not, it is kept as long as its graph.
     """
-    if getattr(theirs[0], "__module__", "") != checkpoint.__name__:
+    if getattr(theirs[0], "__module__", "") != checkpoints["__name__"]:
         return
     _nodes.see_kept()
     made: weakref.WeakSet[_versions.Kept] = weakref.WeakSet()
@@ -319,7 +314,7 @@ def push_hooks(undo: Undo, hooks: Any) -> None:
 
 def _watch_checkpoints(undo: Undo) -> None:
     """Let checkpoints of both kinds run again with our kernels, in any pass, if with them now."""
-    reentrant = checkpoint.CheckpointFunction
+    reentrant = checkpoints["CheckpointFunction"]
 
     def apply(run: Hook, *args: Any) -> Any:
         return reentrant.apply(_kernels.repeatable(run), *args)
@@ -327,15 +322,24 @@ def _watch_checkpoints(undo: Undo) -> None:
     ours = SimpleNamespace(apply=apply)
 
     def restore() -> None:
-        if checkpoint.CheckpointFunction is ours:
-            checkpoint.CheckpointFunction = reentrant
-        if checkpoint._CheckpointFrame is _frame and not watch_modules.on:
-            checkpoint._CheckpointFrame = _frames[0]
+        if checkpoints["CheckpointFunction"] is ours:
+            checkpoints["CheckpointFunction"] = reentrant
+        if checkpoints[FRAMES] is _frame and not watch_modules.on:
+            checkpoints[FRAMES] = _frames[0]
 
     undo += [restore]
-    checkpoint.CheckpointFunction = ours
-    if checkpoint._CheckpointFrame is not _frame:
-        _frames[0], checkpoint._CheckpointFrame = checkpoint._CheckpointFrame, _frame
+    checkpoints["CheckpointFunction"] = ours
+    if checkpoints[FRAMES] is not _frame:
+        _frames[0], checkpoints[FRAMES] = checkpoints[FRAMES], _frame
+
+
+def serve(undo: Undo) -> None:
+    """Let the thread have our kernels until it is undone, also where a checkpoint runs again;
+    and mend what DTensors lose.
+    """
+    _versions.mend_from_local()
+    watch_checkpoints.enter(undo)
+    _kernels.include(undo)
 
 
 def lend_module(module: nn.Module, args: Any) -> None:
@@ -365,7 +369,7 @@ def _hooked(register: Hook, full: Hook, other: Hook) -> tuple[Hook, Hook, Hook, 
 
     def restore() -> None:
         Tensor.register_hook = register
-        modules.BackwardHook, modules._WrappedHook = full, other
+        modules["BackwardHook"], modules[WRAPPED] = full, other
 
     return register_hook, of_module, wrapped, restore
 
@@ -377,11 +381,11 @@ def _watch_hooks(undo: Undo) -> None:
     name, what runs them.
     """
     register, full, other, restore = _hooked(
-        Tensor.register_hook, modules.BackwardHook, modules._WrappedHook
+        Tensor.register_hook, modules["BackwardHook"], modules[WRAPPED]
     )
     undo += [restore]
     Tensor.register_hook = register
-    modules.BackwardHook, modules._WrappedHook = full, other
+    modules["BackwardHook"], modules[WRAPPED] = full, other
 
 
 watch_modules = Counted(_watch_modules)

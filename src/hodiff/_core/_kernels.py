@@ -3,8 +3,9 @@
 PyTorch's dispatcher looks for kernels under the keys that a call's tensors have, and under those
 that the thread includes. Under a key that nothing else includes ours are in nobody's way: not in
 another thread's, not after the block. And they are reached from everywhere: from PyTorch's own
-layers, scripts, and blocks that a pass runs again. (A mode that sees calls is off inside
-`F.multi_head_attention_forward` and in a pass; an override is for all threads.)
+layers, scripts, and blocks that a pass runs again. The public ways are not used, for what they cost
+(docs/explain/versions.md): a mode that sees calls slows down each, and is off inside
+`F.multi_head_attention_forward` and in a pass; a kernel by `torch.library` is for all threads.
 
 Where that key cannot be had, which is said once, attention goes by PyTorch's matrix products while
 anyone is inside, as in other threads: right at every order, with PyTorch's memory.
@@ -13,7 +14,7 @@ anyone is inside, as in other threads: right at every order, with PyTorch's memo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,14 +24,14 @@ from torch.backends import cuda
 from hodiff._core import _call, _locks, _messages, _needed, _settings, _versions
 from hodiff._core._settings import Counted, Scope, Undo
 
-__all__ = ["OURS", "include", "plain_attention", "repeatable", "without"]
+__all__ = ["OURS", "plain_attention", "repeatable", "without"]
 
 # --- the key --------------------------------------------------------------------------------------
 
 OURS: dict[str, Callable[..., Tensor]] = {}
 """The operations of `aten` that we have a kernel for, and the kernel.
 
-`hodiff.memory` puts them here.
+`hodiff` puts those of `memory` here.
 """
 
 registered: list[Any] = []  # held here, for what a library registers goes with it
@@ -38,20 +39,22 @@ registered: list[Any] = []  # held here, for what a library registers goes with 
 _KEY = _versions.KERNEL_KEY
 included = partial(_versions.is_included, _KEY)
 """Whether this thread has our kernels."""
+without: Callable[[], _settings.Context] = partial(_versions.key_left_out, _KEY)
+"""A block in which the thread does not have our kernels. It begins when it is entered."""
 enter, leave = (partial(_versions.include, _KEY, on) for on in (True, False))
 
 
+@cache  # what is cached costs no call
 def available() -> bool:
     """Whether a thread can have our kernels. They are registered when this is first asked."""
+    with _locks.lock:
+        if not registered and _KEY is not None and not _versions.key_is_taken():
+            _register()
     if not registered:
-        with _locks.lock:
-            if not registered and _KEY is not None and not _versions.key_is_taken():
-                _register()
-        if not registered:
-            why = _needed.lacks(_needed.KERNELS) or "No dispatch key is free for kernels of hodiff"
-            _messages.warn_once(
-                f"{why}; attention and cross-entropy take PyTorch's memory. All is right."
-            )
+        why = _needed.lacks(_needed.KERNELS) or "No dispatch key is free for kernels of hodiff"
+        _messages.warn_once(
+            f"{why}; attention and cross-entropy take PyTorch's memory. All is right."
+        )
     return bool(registered)
 
 
@@ -93,11 +96,6 @@ def include(undo: Undo) -> None:
     elif not included():
         undo += [leave]
         enter()
-
-
-def without() -> _settings.Context:
-    """A block in which the thread does not have our kernels. It begins when it is entered."""
-    return _versions.key_left_out(_KEY)
 
 
 # --- attention by matrix products -----------------------------------------------------------------

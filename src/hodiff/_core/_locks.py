@@ -60,9 +60,11 @@ def _me() -> int:
     """This thread; in one of the engine's, the one that began the pass,
     whose PyTorch-local values it has.
     """
-    if not _versions.is_remembered(_KEY):
+    try:
+        return _known()
+    except RuntimeError:  # nobody has asked in this thread
         _versions.remember_in_thread(_KEY, threading.get_ident())
-    return _known()
+        return _known()
 
 
 INTERRUPTED = (

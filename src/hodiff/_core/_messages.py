@@ -22,8 +22,6 @@ from hodiff.errors import GraphError, HodiffWarning, printable
 
 __all__ = [
     "CONSTANTS",
-    "DIGITS",
-    "WRITTEN_AT_SOME",
     "Failure",
     "Reported",
     "explainer",
@@ -478,10 +476,10 @@ by the kind of PyTorch's error.
 
 
 # --- which line, which variable: asked of whoever can say -----------------------------------------
-# `hodiff.graph` can. It stands beside the calculus, which imports nothing of it; it puts its
-# `explainer` here instead, and is asked with plain facts. What it answers is added to the message.
-# Where it knows nothing, is not loaded, or fails itself, the message stays as it is. Nothing here
-# runs unless an error is raised.
+# `hodiff.graph` can. It stands beside the calculus, which imports nothing of it; who imports hodiff
+# puts its `explainer` here, and it is asked with plain facts. What it answers is added to the
+# message. Where it knows nothing, or fails itself, the message stays as it is. Nothing here runs
+# unless an error is raised.
 
 
 class Failure(NamedTuple):
@@ -511,7 +509,7 @@ class Failure(NamedTuple):
 
 Explainer = Callable[[Failure], str]
 
-explainer: Explainer = lambda failure: ""  # noqa: E731 - nothing is known, until `hodiff.graph` puts its own here
+explainer: Explainer = lambda failure: ""  # noqa: E731 - nothing is known, until `hodiff` puts its own here
 
 
 class _ExplainingState(threading.local):

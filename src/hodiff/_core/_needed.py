@@ -26,20 +26,17 @@ RELEASE = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[
 
 _SUPPORTED = "hodiff supports PyTorch {}.{} to {}.{}".format(*OLDEST, *NEWEST)
 
-_LEVELS = "torch._C" if RELEASE < (2, 13) else "torch._functorch.predispatch"
-
 EVERY_CALL = "every call"
 KERNELS = "attention and cross-entropy in little memory"
 
 NEEDED: dict[str, tuple[str, ...]] = {
     EVERY_CALL: (
         "torch: _foreach_pow _weight_norm",
-        "torch._C: _InferenceMode DisableTorchFunctionSubclass DisableTorchFunction",
-        "torch._C: _current_autograd_node",
+        "torch._C: _InferenceMode _current_autograd_node",
         "torch._C: _is_any_autocast_enabled _is_fwd_grad_enabled _set_fwd_grad_enabled",
         "torch._C: _set_grad_enabled",
         "torch._C: _is_multithreading_enabled _set_multithreading_enabled",
-        "torch._C: _get_obj_in_tls _is_key_in_tls _stash_obj_in_tls",
+        "torch._C: _get_obj_in_tls _stash_obj_in_tls",
         "torch._C: _get_function_stack_at _len_torch_function_stack _pop_torch_function_stack",
         "torch._C: _push_on_torch_function_stack _len_torch_dispatch_stack",
         "torch._C: _pop_torch_dispatch_stack",
@@ -53,9 +50,11 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "torch._C._functorch: push_dynamic_layer_stack",
         "torch._C._functorch: pop_dynamic_layer_stack_and_undo_to_depth get_interpreter_stack",
         "torch._C._functorch: get_unwrapped is_batchedtensor is_functorch_wrapped_tensor",
-        f"{_LEVELS}: _enter_dual_level",
+        "torch._C: _enter_dual_level"
+        if RELEASE < (2, 13)
+        else "torch._functorch.predispatch: _enter_dual_level",
         "torch._functorch.eager_transforms: _autograd_grad _jvp_with_argnums",
-        "torch._ops: HigherOrderOperator OpOverload _higher_order_ops",
+        "torch._ops: HigherOrderOperator _higher_order_ops",
         "torch.autograd: _engine_run_backward",
         "torch.autograd.Variable: _execution_engine.run_backward",
         "torch.autograd.forward_ad: _current_level",
@@ -76,20 +75,23 @@ NEEDED: dict[str, tuple[str, ...]] = {
     ),
     KERNELS: (
         "torch: _add_batch_dim _remove_batch_dim",
-        "torch._C: _dispatch_has_backend_fallback _dispatch_key_parse _dispatch_keys",
+        "torch._C._functorch: is_legacy_batchedtensor",
+        "torch._C: _dispatch_has_backend_fallback _dispatch_key_parse",
         "torch._C: _dispatch_library",
-        "torch._C: _dispatch_tls_set_dispatch_key_included DispatchKeySet _ExcludeDispatchKeyGuard",
+        "torch._C: _dispatch_tls_set_dispatch_key_included _ExcludeDispatchKeyGuard",
         "torch._guards: TracingContext.try_get",
         "torch._ops: _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS",
         "torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu_backward",
     ),
-    "checkpoint=": ("torch.autograd.Function: _backward_cls",),
+    "checkpoint=": (
+        "torch.autograd.Function: _backward_cls",
+        "torch._C._functorch: is_legacy_batchedtensor",
+    ),
     "Taylor mode": (
         "torch.Tensor: _make_wrapper_subclass",
         "torch._C: _TorchDispatchModeKey.PROXY DispatchKey.PreDispatch _get_dispatch_mode",
     ),
     "sparse": (
-        "torch._decomp: core_aten_decompositions",
         "torch.ops.aten: _linalg_check_errors _pack_padded_sequence",
         "torch.ops.aten: _to_sparse _to_sparse_bsc _to_sparse_bsr _to_sparse_csc _to_sparse_csr",
     ),

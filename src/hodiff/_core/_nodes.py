@@ -29,14 +29,12 @@ __all__ = [
     "age",
     "below",
     "coarsest",
-    "function_of",
     "is_once_differentiable",
     "largest_output",
     "leaves_below",
     "made_since",
     "mark_results",
     "node_of",
-    "reaches",
     "runs_hooks",
     "saved",
     "survey",
@@ -181,6 +179,10 @@ class Survey:
                 for node in self.of(kind):
                     names |= node.form.names
         return names
+
+    def operations(self) -> list[str]:
+        """The names of all nodes, those that came first in front."""
+        return [type(node).__name__ for node in reversed(self.nodes)]
 
     def functions(self) -> Iterator[tuple[type, list[Node]]]:
         """The Python `autograd.Function`s in the graph, with their nodes."""
@@ -356,7 +358,7 @@ def leads_past_results(graph: Survey, leaf: Tensor) -> bool:
     )
 
 
-function_of, is_once_differentiable = _versions.function_of, _versions.is_once_differentiable
+is_once_differentiable = _versions.is_once_differentiable
 saved = _versions.look
 
 

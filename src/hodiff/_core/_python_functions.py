@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -73,11 +73,6 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def is_allowed(function: type, allow: Collection[str | type]) -> bool:
-    """Whether the caller accepts what a Function makes of a second derivative."""
-    return function in allow or function.__name__ in allow
-
-
 def hold(graph: Any, chain: Chain) -> None:
     """Hold the Functions of an evaluation that a derivative of higher order goes through.
 
@@ -124,7 +119,7 @@ def _can_compare(graph: Any) -> bool:
         # not sharded, nor of another library
         and all(leaf.__class__ is Tensor for leaf in graph.leaves)
         and not _call.is_followed()
-        and not any(is_allowed(function, graph.call.allow) for function in functions)
+        and not any({each, each.__name__} & {*graph.call.allow} for each in functions)
     )
 
 

@@ -19,7 +19,6 @@ from hodiff._core import (
     _messages,
     _near_zero,
     _nodes,
-    _python_functions,
     _versions,
 )
 from hodiff._core._arguments import outside
@@ -31,10 +30,8 @@ __all__ = [
     "bypass",
     "judge",
     "listed",
-    "loses_digits",
-    "operations",
+    "of_a_block",
     "said",
-    "warn_of_mixing",
     "warn_of_non_finite",
     "warn_of_zeros",
 ]
@@ -116,9 +113,11 @@ def judge(
                 functions[function] = _nodes.varying(graph.of(kind)) | graph.names()
         else:
             unremarkable.add(kind)
-    if unheld is None:
+    if unheld is None and functions:
+        from hodiff._core import _python_functions
+
         _python_functions.warn_of(functions)
-    else:
+    elif unheld is not None:
         unheld.update(
             {each: way | unheld.get(each, frozenset()) for each, way in functions.items()}
         )
@@ -155,7 +154,12 @@ def _is_unknown(
     whether that of another may be wrong.
     """
     mended = function.__module__.startswith(_arguments.LOADED_BY) and _versions.mend_from_local()
-    if mended or _python_functions.is_allowed(function, allow) or not _nodes.reaches(nodes, leaves):
+    if (
+        mended
+        or function in allow
+        or function.__name__ in allow
+        or not _nodes.reaches(nodes, leaves)
+    ):
         return False
     if function.__name__ in _WITHOUT_SECOND or "CompiledFunction" in function.__name__:
         raise _messages.missing([function.__name__])
@@ -333,6 +337,28 @@ def _refuse_rounded_attention(nodes: list[Any], leaves: Sequence[Tensor]) -> Non
     )
 
 
+def of_a_block(
+    graph: _nodes.Survey, tensors: Sequence[Any], context: Any
+) -> tuple[frozenset[str], GraphError | None, bool]:
+    """What is to be said of a block, whose graph is hidden from the evaluation that it runs in.
+
+    Returns:
+        The names of its nodes; what is refused, which the evaluation raises if it cannot be fixed;
+        and whether a pass must be recorded.
+    """
+    names = graph.names()
+    if names & _messages.WRITTEN_AT_SOME and loses_digits(graph):
+        names |= {_messages.DIGITS}
+    refused, recorded = None, False
+    try:
+        recorded = judge(graph, tensors, context.call.order, context.call.allow, context.unheld)
+    except GraphError as error:
+        refused = error
+    if context.call.batch_ndim and MIXING.among(graph):
+        warn_of_mixing(context.call.batch_ndim)
+    return frozenset(names), refused, recorded
+
+
 def loses_digits(graph: _nodes.Survey) -> bool:
     """Whether second derivatives of powers, products or determinants must be written out here."""
     with _versions.without_modes():  # as there
@@ -482,7 +508,8 @@ class _Spectrum:
 
 
 def _watch_spectrum(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    unseen = [node for node in nodes if _versions.is_read_once(node)]
+    # In a block that runs again, inside of another: passes read what it saved, no look.
+    unseen = [*filter(_versions.is_packed, nodes)] if _versions.hooks_on(True) else []
     if unseen:
         warnings.warn(
             f"f depends on {SPECTRA[type(unseen[0]).__name__]}, and a checkpoint inside another "
@@ -965,8 +992,3 @@ def _all_zero(tensors: Iterable[Any]) -> bool:
     """Whether plain tensors are; None is."""
     with _versions.without_modes():
         return all(x is None or (type(x) is Tensor and not bool(x.detach().any())) for x in tensors)
-
-
-def operations(tensors: Iterable[Any]) -> list[str]:
-    """The names of the nodes below them, those that came first in front."""
-    return [type(node).__name__ for node in reversed(_nodes.survey(tensors).nodes)]

@@ -21,7 +21,6 @@ from torch import Tensor
 from hodiff._core import (
     _messages,
     _nodes,
-    _python_functions,
     _refusals,
     _settings,
     _vectors,
@@ -532,7 +531,10 @@ def _search(
     """
     third = graph.call.order >= 3
     _refuse_missing(outputs, gradients, inputs, third=third, product=product)
-    _python_functions.hold(graph, derivatives_along)
+    if graph.context.unheld:
+        from hodiff._core import _python_functions
+
+        _python_functions.hold(graph, derivatives_along)
     hiding = {kind for kind in graph.kinds if kind.__name__ in _messages.HIDING}
     if hiding and outputs[0] is graph.tensors()[0]:
         _refusals.refuse_hidden(

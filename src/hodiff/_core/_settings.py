@@ -30,7 +30,6 @@ from hodiff._core._compiled_callers import uncompiled
 from hodiff.errors import HodiffWarning
 
 __all__ = [
-    "Context",
     "Counted",
     "DispatchMode",
     "InTime",

@@ -17,6 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import repeat, starmap
 from operator import attrgetter
@@ -38,23 +39,20 @@ from hodiff._core._needed import NEWEST, OLDEST, RELEASE
 from hodiff.errors import HodiffError
 
 __all__ = [
-    "CLAMPED",
     "DYNAMO",
-    "GROUPS_HEADS",
     "LARGEST",
     "count_below",
-    "dense",
+    "forward_mode_on",
     "hooks_on",
     "is_batched",
-    "is_in_a_batch_of_passes",
     "is_wrapped",
     "levels_entered",
-    "load_forward_mode",
-    "mend_from_local",
     "pass_at_hand",
     "received",
     "reduction",
     "schema_of",
+    "set_forward_mode",
+    "set_grad_enabled",
     "transforms",
     "unwrapped",
 ]
@@ -144,9 +142,11 @@ inference: Any = _torch._InferenceMode
 it puts back both modes of grad.
 """
 set_grad_enabled: Callable[[bool], None] = _torch._set_grad_enabled
+"""Set whether operations are recorded."""
 forward_mode_on: Callable[[], bool] = _torch._is_fwd_grad_enabled
 """Whether tangents are carried: not in the forward of a Function."""
 set_forward_mode: Callable[[bool], None] = _torch._set_fwd_grad_enabled
+"""Set whether tangents are carried."""
 multithreading_on: Callable[[], bool] = _torch._is_multithreading_enabled
 set_multithreading: Callable[[bool], None] = _torch._set_multithreading_enabled
 
@@ -163,6 +163,14 @@ DispatchMode: Any = _python_dispatch.TorchDispatchMode
 flags_of_modes: Any = vars(_python_dispatch)
 """Whether any is on, as PyTorch keeps it in Python: for the process, not for a thread."""
 
+# Where PyTorch looks up what `_hooks` takes the place of while calls run, and under which names.
+PASSES: Any = vars(torch.autograd), "_engine_run_backward"
+SWAPS: Any = vars(stateless), "_reparametrize_module"
+FRAMES: Any = vars(checkpoint), "_CheckpointFrame"
+REPEATS: Any = vars(checkpoint), "_recomputation_hook"
+WRAPPED: Any = vars(torch.nn.modules.module), "_WrappedHook"
+before_modules: dict[Any, Any] = torch.nn.modules.module._global_forward_pre_hooks
+"""The hooks that run before each module, of whatever class."""
 FUNCTIONAL_CALL = stateless._functional_call.__code__
 """What runs a module for `torch.func.functional_call`."""
 parametrizations: Any = vars(parametrize)
@@ -251,10 +259,6 @@ def leave_levels(depth: int) -> None:
 # says so.
 DISTANCES = ("CdistBackwardBackward0", "PdistBackwardBackward0") if RELEASE < (2, 14) else ()
 
-# From 2.14 on, clamp has slope 0 at a bound, and 1/2 where the bound is a tensor; before, it had
-# slope 1 at either.
-CLAMPED = (1.0, 1.0) if RELEASE < (2, 14) else (0.0, 0.5)
-
 # All: each functional collective has this one behind it, and a batch of vectors is read before it
 # has arrived.
 _COLLECTIVE = "GeneratedBackwardFor__c10d_functional__wrap_tensor_autograd_defaultBackward"
@@ -287,34 +291,8 @@ def remember_in_thread(key: str, value: object) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-is_remembered: Callable[[str], bool] = _torch._is_key_in_tls
 remembered: Callable[[str], Any] = _torch._get_obj_in_tls
 """What was, also in the engine's threads of its passes. Where nothing was, a RuntimeError."""
-
-
-def dense(x: Any) -> Any:
-    """2.8 does not transform a tensor that is expanded (MKL: "Inconsistent configuration ...")."""
-    return x.contiguous() if RELEASE < (2, 9) else x
-
-
-# Until 2.11 the fused attention of the processor reads beyond the keys of fewer heads than the
-# queries have (measured on 2.8: not finite, or a segmentation fault); there such heads take plain
-# operations.
-GROUPS_HEADS = RELEASE >= (2, 12)
-
-
-@cache
-def load_forward_mode() -> None:
-    """2.14, 2.15: PyTorch compiles helpers when forward mode is first used, by what it deprecates
-    with a FutureWarning.
-
-    Python shows that to users, in the midst of a call of ours of which they can change nothing.
-    (Before, PyTorch says it by a DeprecationWarning, which Python hides.)
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r".*torch\.jit", FutureWarning)
-        with forward_ad.dual_level():
-            forward_ad.make_dual(torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
 
 
 def telling_where_forward_mode_begins(
@@ -375,25 +353,18 @@ KERNEL_KEY_NAME = "TESTING_ONLY_GenericMode"
 _ops: Any = torch._ops
 
 
+_Operator: Any = type(torch.ops.aten.add.Tensor)
+
+
 def schema_of(operator: Any) -> Any:
     """What an operator says of its arguments; None of operators that take functions."""
-    return operator._schema if isinstance(operator, _ops.OpOverload) else None
+    return operator._schema if isinstance(operator, _Operator) else None
 
 
-def _key(name: str) -> Any:
-    """None where this PyTorch has no such key, or no way for a thread to include it."""
-    if _needed.lacks(_needed.KERNELS):
-        return None
-    try:
-        return _torch._dispatch_key_parse(name)
-    except RuntimeError as error:
-        if "could not parse dispatch key" in str(error):
-            return None
-        raise
-
-
-KERNEL_KEY = _key(KERNEL_KEY_NAME)
-_BATCHED_KEY = _key("Batched")
+KERNEL_KEY: Any = None
+if not _needed.lacks(_needed.KERNELS):
+    with suppress(RuntimeError):  # no such key
+        KERNEL_KEY = _torch._dispatch_key_parse(KERNEL_KEY_NAME)
 
 
 is_included: Callable[[Any], bool] = (
@@ -413,16 +384,7 @@ def library(namespace: str, home: str) -> Any:
 
 def key_left_out(key: Any) -> Any:
     """A block in which a thread lacks what stands under a key. It begins when it is entered."""
-    return _torch._ExcludeDispatchKeyGuard(_torch.DispatchKeySet(key))
-
-
-def is_in_a_batch_of_passes(x: Any) -> bool:
-    """Whether a tensor is of PyTorch's older `vmap`, that of `is_grads_batched`."""
-    return (
-        _BATCHED_KEY is not None
-        and isinstance(x, Tensor)
-        and _torch._dispatch_keys(x).has(_BATCHED_KEY)
-    )
+    return _torch._ExcludeDispatchKeyGuard(torch.DispatchKeySet(key))
 
 
 OPERATORS: dict[str, Any] = _ops._higher_order_ops
@@ -591,7 +553,7 @@ def scales_by_frequency(node: Node) -> bool:
     return kept(node, "scale_grad_by_freq")
 
 
-is_training = attrgetter("_saved_training")
+is_training = attrgetter(SAVED + "training")
 """Whether the node of a batch norm took the statistics of its batch."""
 
 
@@ -808,14 +770,8 @@ hooks_on: Callable[[bool], Any] = _torch._autograd._top_saved_tensors_default_ho
 """The two that have what is saved at this moment, asked with True; None where there are none."""
 
 
-def is_read_once(node: Node) -> bool:
-    """Whether it is of a block that runs again, inside of another: passes read it, no look."""
-    return hooks_on(True) is not None and is_packed(node)
-
-
-def function_of(kind: type) -> type:
-    """The Python `autograd.Function` whose backward a class of nodes is."""
-    return kind._forward_cls  # type: ignore[attr-defined]
+function_of: Callable[[type], type] = attrgetter("_forward_cls")
+"""The Python `autograd.Function` whose backward a class of nodes is."""
 
 
 # Every `@once_differentiable` wrapper runs this code object: the one sign of the decorator that is
@@ -906,8 +862,7 @@ def _passes_are_told() -> bool:
     """
     public = [vars(torch.autograd)[name] for name in ("grad", "backward")]
     return "grad" in eager_transforms._autograd_grad.__code__.co_names and all(
-        "_engine_run_backward" in each.__code__.co_names
-        and each.__globals__ is vars(torch.autograd)
+        PASSES[1] in each.__code__.co_names and each.__globals__ is vars(torch.autograd)
         for each in public
     )
 
@@ -919,12 +874,10 @@ def _repeats_are_told() -> bool:
     home, name = vars(checkpoint), "_checkpoint_without_reentrant_generator"
     within = home.get(f"{name}_impl", home[name])  # from 2.14 on; before
     hooks = home["_checkpoint_hook"].__init__
-    runs = any(
-        "_recomputation_hook" in getattr(code, "co_names", ()) for code in hooks.__code__.co_consts
-    )
+    runs = any(REPEATS[1] in getattr(code, "co_names", ()) for code in hooks.__code__.co_consts)
     return (
         runs
-        and "_CheckpointFrame" in within.__code__.co_names
+        and FRAMES[1] in within.__code__.co_names
         and within.__globals__ is hooks.__globals__ is home
     )
 
@@ -943,13 +896,13 @@ def _swaps_are_told() -> bool:
     return (
         named
         and FUNCTIONAL_CALL.co_varnames[0] == "module"
-        and "_reparametrize_module" in FUNCTIONAL_CALL.co_names
+        and SWAPS[1] in FUNCTIONAL_CALL.co_names
     )
 
 
 def _module_hooks_are_told() -> bool:
     """Whether a module looks up what runs its backward hooks by the names that `_hooks` takes."""
-    codes, taken = torch.nn.Module._call_impl.__code__.co_consts, {"BackwardHook", "_WrappedHook"}
+    codes, taken = torch.nn.Module._call_impl.__code__.co_consts, {"BackwardHook", WRAPPED[1]}
     return any(taken <= set(getattr(code, "co_names", ())) for code in codes)
 
 

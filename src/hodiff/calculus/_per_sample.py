@@ -237,7 +237,7 @@ def _checked(graph: OutputGraph, samples: Samples) -> Tensor:
 
 def _stays(graph: OutputGraph) -> bool:
     """Whether the graph of the whole batch must give the result, or numbers cannot be compared."""
-    return graph.create_graph or _call.nested() or _settings.tracing()
+    return graph.create_graph or len(_call.state.open) > 1 or _settings.tracing()
 
 
 def _factored(graph: OutputGraph, losses: Tensor, largest: float = 0) -> _factors.Factors | None:

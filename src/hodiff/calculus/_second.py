@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from hodiff import memory
 from hodiff._core import _arguments, _independence, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Checkpoint, ChunkSize, is_set
 from hodiff._core._call import call, cut
@@ -124,7 +123,9 @@ def hvp(
             f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux
         )
     if checkpoint is not False:
-        f = memory.in_blocks(f, where, checkpoint)
+        from hodiff.memory import _blocks
+
+        f = _blocks.in_blocks(f, where, checkpoint)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
@@ -339,7 +340,9 @@ def cross_hvp(
             f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True
         )
     if checkpoint is not False:
-        f = memory.in_blocks(f, where, checkpoint)
+        from hodiff.memory import _blocks
+
+        f = _blocks.in_blocks(f, where, checkpoint)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)
     ) as graph:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
-from hodiff._core import _settings, _versions
+from hodiff._core import _settings
 from hodiff.curvature._memory import LiveBytes
 
 HELP = "show what hodiff is for, on one screen; exit with 1 if a number is wrong"
@@ -177,8 +178,9 @@ def by_torch_func(model: nn.Module, loss: Loss, vector: Named) -> tuple[Named, N
     def product(point: Named) -> Named:
         return torch.func.jvp(torch.func.jacrev(of_parameters), (point,), (dict(vector),))[1]
 
-    _versions.load_forward_mode()
-    return product(point), torch.func.grad(lambda point: inner(vector, product(point)))(point)
+    with warnings.catch_warnings():  # 2.14, 2.15: PyTorch deprecates what it calls there itself
+        warnings.filterwarnings("ignore", r".*torch\.jit", FutureWarning)
+        return product(point), torch.func.grad(lambda point: inner(vector, product(point)))(point)
 
 
 def by_hand(model: nn.Module, loss: Loss, vector: Named) -> tuple[Named, Named]:

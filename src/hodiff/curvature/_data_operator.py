@@ -10,7 +10,6 @@ from typing import Any, Generic, Literal, Self
 
 import torch
 
-from hodiff import memory
 from hodiff._core import _arguments, _messages
 from hodiff._core._arguments import Checkpoint
 from hodiff._core._call import refuse_stand_ins
@@ -308,7 +307,9 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
 
     def _check_blocks(self, f: Any, checkpoint: Checkpoint) -> None:
         """Raise unless `checkpoint=` says which blocks of `f` there are."""
-        memory.in_blocks(f, self._graphs.where, checkpoint)
+        from hodiff.memory import _blocks
+
+        _blocks.in_blocks(f, self._graphs.where, checkpoint)
 
     def _try(self) -> Callable[[G], object]:
         zeros = [torch.zeros_like(self._graphs.where.tensors[index]) for index in self._chosen]

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar, final, get_args
 import torch
 from torch import Tensor, nn
 
-from hodiff import memory
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Checkpoint
 from hodiff._core._call import call, refuse_tangent
@@ -276,7 +275,9 @@ class PullbackBuilder(Builder[CurvedOutputs]):
         """Evaluate one batch and linearize it."""
         predict: Any = self.predict
         if self.checkpoint is not False:
-            predict = memory.in_blocks(predict, where, self.checkpoint)
+            from hodiff.memory import _blocks
+
+            predict = _blocks.in_blocks(predict, where, self.checkpoint)
         keep = self.keep or self.checkpoint is False
         with predicted(predict, where, batch, self.allow, keep=keep) as graph:
             random, outputs = graph.context.random.moved(), graph.tensors()

@@ -9,7 +9,6 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hodiff import memory
 from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Checkpoint
 from hodiff._core._call import call, cut, in_place_of
@@ -103,7 +102,9 @@ class HessianBuilder(Builder[BatchGraph]):
 
         what = f if computed else in_place_of(f, weighed)
         if self.checkpoint is not False:
-            what = memory.in_blocks(what, where, self.checkpoint)
+            from hodiff.memory import _blocks
+
+            what = _blocks.in_blocks(what, where, self.checkpoint)
         return OutputGraph(call(
             what, where, passes=2, create_graph=create_graph, has_aux=not computed,
             keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args,

@@ -981,7 +981,7 @@ def _structured(first: Space, second: Space) -> Space:
 # --- what products round as, and that they are detached -------------------------------------------
 
 
-def as_given(tensor: Tensor) -> _settings.Context:
+def as_given(tensor: Tensor) -> AbstractContextManager[None]:
     """Matrix products in the dtype of their factors,
     whatever the caller's autocast would have them rounded to.
     """

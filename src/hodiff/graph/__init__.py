@@ -8,7 +8,7 @@
 
 from typing import TYPE_CHECKING
 
-from hodiff._core import _lazy, _messages, _needed
+from hodiff._core import _lazy
 
 if TYPE_CHECKING:
     from hodiff.graph._case import Explanation
@@ -76,17 +76,3 @@ __getattr__, __dir__ = _lazy.names(
         "_watch": ("Watch", "watch"),
     },
 )
-
-
-def _words(failure: _messages.Failure) -> str:
-    if lacking := _needed.lacks("graph"):
-        _messages.warn_once(
-            f"{lacking}; so why a graph cannot give what was asked is not explained."
-        )
-        return ""
-    from hodiff.graph import _failure
-
-    return _failure.words(failure)
-
-
-_messages.explainer = _words  # to word the calculus's errors

@@ -367,7 +367,7 @@ def second_derivative(case: FailedPass) -> Explanation | None:
 def own_function(case: FailedPass, codes: Sequence[object]) -> Explanation | None:
     """A Function's backward raised in a second derivative, by the code that it raised in."""
     functions = {
-        node: _nodes.function_of(type(node)) for node in filter(_saved.is_function, case.graph)
+        node: _saved.function_of(type(node)) for node in filter(_saved.is_function, case.graph)
     }
     raised = [
         node

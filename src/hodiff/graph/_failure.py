@@ -89,7 +89,7 @@ class _Clues(Listener):
     def _reach(self, tensors: Iterable[Tensor]) -> bool:
         with _settings.recording():  # f may have switched them: a leaf has no node then
             nodes = [node for tensor in tensors if (node := _nodes.node_of(tensor)) is not None]
-        return _nodes.reaches(nodes, self._leaves)
+        return bool(nodes) and any(map(_nodes.Survey(nodes).contains, self._leaves))
 
 
 def _of_function(

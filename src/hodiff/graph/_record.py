@@ -683,7 +683,7 @@ class Record:
     def _note_functions(self, nodes: Sequence[Node], line: Line) -> None:
         users = {child: node for node in nodes for child in _saved.children(node)}
         for node in filter(_saved.is_function, nodes):
-            function = _nodes.function_of(type(node))
+            function = _saved.function_of(type(node))
             self.functions[line] = function.__name__
             if _nodes.is_once_differentiable(function):  # whose own node is of no line
                 self.once[function.__name__, self.made(users.get(node, node))] = None

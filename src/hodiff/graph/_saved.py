@@ -9,7 +9,9 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,10 @@ def is_function(node: Node) -> bool:
     of which only its backward knows what it needs.
     """
     return _LAYOUTS[type(node)].function
+
+
+function_of: Callable[[type], type] = attrgetter("_forward_cls")
+"""That `autograd.Function`, of the class of a node."""
 
 
 def is_raising(node: Node) -> bool:
@@ -165,6 +171,10 @@ class SavedTensor(NamedTuple):
     value: Tensor | None
 
 
+_RAW = "_raw_saved_"
+"""What begins the names under which nodes show what they saved, packed."""
+
+
 class NodeLayout(NamedTuple):
     """The way to read the nodes of one class."""
 
@@ -179,11 +189,11 @@ class _Layouts(dict[type, NodeLayout]):
 
     def __missing__(self, kind: type) -> NodeLayout:
         if issubclass(kind, BackwardCFunction):
-            return NodeLayout((("tensors", "_raw_saved_tensors", "saved_tensors"),), function=True)
+            return NodeLayout((("tensors", f"{_RAW}tensors", "saved_tensors"),), function=True)
         names = tuple(
-            (name.removeprefix("_raw_saved_"), name, name.removeprefix("_raw"))
+            (name.removeprefix(_RAW), name, name.removeprefix("_raw"))
             for name in dir(kind)
-            if name.startswith("_raw_saved_")
+            if name.startswith(_RAW)
         )
         known = bool(names) or _BUILTIN.fullmatch(kind.__name__) or kind.__name__ in _EMPTY
         raising = kind.__name__ in _RAISING
@@ -362,40 +372,38 @@ ENGINE = torch.autograd.graph._engine_run_backward.__code__
 """The code that runs a pass: what a traceback has below it ran while the pass did."""
 
 
-def without_modes() -> _settings.Context:
+def without_modes() -> AbstractContextManager[None]:
     """A context in which reading a tensor's attributes calls no mode and no subclass,
     and meets no inference mode.
     """
-    return Scope(_normal) if torch.is_inference_mode_enabled() else torch._C.DisableTorchFunction()
+    return Scope(_normal) if torch.is_inference_mode_enabled() else torch.DisableTorchFunction()
 
 
 def _normal(undo: Undo) -> None:
     _settings.record(undo)
-    plain = torch._C.DisableTorchFunction()
+    plain = torch.DisableTorchFunction()
     undo += [partial(plain.__exit__, None, None, None)]
     plain.__enter__()
 
 
 def modes() -> int:
     """The number of modes that see this thread's calls now."""
-    return torch._C._len_torch_function_stack()
+    return len(_settings.those_on(TorchFunctionMode))
 
 
 def innermost(mode: TorchFunctionMode) -> bool:
     """Whether a mode is the first to see this thread's calls."""
-    depth = modes()
-    return depth > 0 and torch._C._get_function_stack_at(depth - 1) is mode
+    return mode in _settings.those_on(TorchFunctionMode)[-1:]
 
 
-def hooks_before_steps() -> dict[int, Any]:
-    """The hooks before the steps of all optimizers."""
-    return _optimizer._global_optimizer_pre_hooks
+hooks_before_steps: dict[int, Any] = _optimizer._global_optimizer_pre_hooks
+"""The hooks before the steps of all optimizers."""
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The hooks around the steps of an optimizer: its own, and those of all optimizers."""
     hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    hooks += [_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks]
+    hooks += [hooks_before_steps, _optimizer._global_optimizer_post_hooks]
     return [hook for hooks in hooks for hook in hooks.values()]
 
 

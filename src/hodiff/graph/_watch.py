@@ -86,7 +86,7 @@ class OptimizerSteps:
     def leave(self) -> None:
         """The mode is to be popped."""
         self.settle()
-        hooks = _saved.hooks_before_steps()
+        hooks = _saved.hooks_before_steps
         # in one step of the interpreter: other threads register theirs
         for key, hook in list(hooks.items()):
             if _owner(hook) is self:

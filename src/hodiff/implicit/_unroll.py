@@ -19,6 +19,7 @@ from hodiff._core._call import Call, call
 from hodiff._core._graph import OutputGraph, detached
 from hodiff._core._loans import memory_of, tag_of
 from hodiff._core._where import Selection, Where
+from hodiff.curvature._operator import normal
 from hodiff.errors import GraphError, InputError
 from hodiff.rules import (
     SGD,
@@ -320,7 +321,7 @@ def run_segment(steps: UnrolledSteps, now: Progress, batches: Sequence[Any]) -> 
     met, replay = CaptureInputs(), Replay(steps, now, batches)
     ends = steps.under(met).run(now, batches, record=False)
     start, thetas = (
-        [*map(_normal, (*now.params, *_tensors(now.state)))],
+        [*map(normal, (*now.params, *_tensors(now.state)))],
         [*met.tensors.values(), *_others(steps.where)],
     )
     replay.number, replay.thetas = len(start), thetas
@@ -588,14 +589,7 @@ def _tracked(params: Sequence[Tensor]) -> list[Tensor]:
 
 def _leaf(tensor: Tensor) -> Tensor:
     """A leaf with a tensor's value."""
-    return _normal(tensor).detach().requires_grad_()
-
-
-def _normal(tensor: Tensor) -> Tensor:
-    """A tensor, copied where it was made in inference mode: that can be no leaf,
-    and be saved for no pass.
-    """
-    return tensor.clone() if tensor.is_inference() else tensor
+    return normal(tensor).detach().requires_grad_()
 
 
 def _with(given: Call, batch: Sequence[Any]) -> Call:

@@ -35,10 +35,8 @@ from hodiff.jets._jet import (
 )
 from hodiff.jets._series import (
     Expansion,
-    as_tensors,
     inside,
     is_hidden,
-    set_grad_enabled,
     surroundings,
 )
 
@@ -84,7 +82,7 @@ def _refuse_hidden() -> None:
 
 
 def _metadata(func: Any, args: Any, kwargs: Any) -> Any:
-    with as_tensors():
+    with torch.DisableTorchFunctionSubclass():  # jets are tensors like others
         return func(*args, **kwargs)
 
 
@@ -121,6 +119,8 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     expansion.meet((*args, *kwargs.values()) if kwargs else args)
     if not torch.is_grad_enabled() and not inside.rules:
         return _constant(name, func, args, kwargs)
+    if name not in RULES.known and RULES.read is not None:
+        RULES.read(name)
     given = kwargs
     if kwargs:
         if name in RULES.known:  # segment_reduce, of which none is, has an `axis` by no other name
@@ -166,11 +166,11 @@ def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, k
     inside.rules += 1
     try:
         if not expansion.record:
-            set_grad_enabled(False)
+            _versions.set_grad_enabled(False)
         result = _applied(rule, name, func, expansion, args, kwargs)
     finally:
         inside.rules -= 1
-        set_grad_enabled(recording)
+        _versions.set_grad_enabled(recording)
     if expansion.counter is not None and result is not NotImplemented:
         expansion.counter.count(name, rule.kind, time.perf_counter() - start)
     if rule.kind in _FRESH and name != "einsum":  # of one operand it may be a view
@@ -311,17 +311,13 @@ def _body(func: types.FunctionType) -> Callable[..., Any] | None:
     """
     if func.__module__ not in _HOMES:
         return None
-    never = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
+    looks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
     copy = types.FunctionType(
         func.__code__,
-        {**func.__globals__, **never},
+        {**func.__globals__, **dict.fromkeys(looks, lambda *args: False)},
         func.__name__,
         func.__defaults__,
         func.__closure__,
     )
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
-
-
-def _never(*args: Any) -> bool:
-    return False

@@ -150,6 +150,9 @@ class JetRules:
     Attributes:
         known: The rules, by the name of the operation; the files of `jets.rules` register theirs.
         first: Those of some operations for first order in one direction, by one formula.
+        read: Reads more of them, for an operation of that name; None once all are known.
+        registered: The same two tables, by whether they are of first order, with the rules of
+            files that are being read: those may not have all that they call.
         fallback: The rule for operations without one.
         dispatch: What an operation on jets is handed to; jets know it by this, and it knows the
             jets.
@@ -158,6 +161,8 @@ class JetRules:
     def __init__(self) -> None:
         self.known: dict[str, JetRule] = {}
         self.first: dict[str, JetRule] = {}
+        self.read: Callable[[str], None] | None = _none
+        self.registered: dict[bool, dict[str, JetRule]] = {False: {}, True: {}}
         self.fallback: Callable[..., Any] = _none
         self.dispatch: Callable[[Any, Any, Any], Any] = _none
 
@@ -167,8 +172,7 @@ class JetRules:
         """Register a rule under the names of its operations."""
 
         def register(apply: Callable[..., Any]) -> Callable[..., Any]:
-            table = self.first if kind == "fused" else self.known
-            table.update(dict.fromkeys(names, JetRule(kind, apply)))
+            self.registered[kind == "fused"].update(dict.fromkeys(names, JetRule(kind, apply)))
             return apply
 
         return register

@@ -177,7 +177,7 @@ def _refuse_bypass(
 def coefficients(output: Any, expansion: Expansion, batch: Sequence[int] = ()) -> Series:
     """The series of a single output, checked to be a real tensor with the batch in front."""
     value = _jet.value_of(output)
-    if value.__class__ not in _arguments.TENSORS or value.dtype.is_complex:
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.dtype.is_complex:
         _arguments.check_output(value)
     if not _jet.is_jet(output):
         _arguments.check_output(output)

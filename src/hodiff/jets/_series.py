@@ -60,10 +60,6 @@ inside = _Inside()
 # --- what jets ask of PyTorch by private names ----------------------------------------------------
 
 _torch: Any = torch._C
-as_tensors: Any = _torch.DisableTorchFunctionSubclass
-"""A block in which jets are tensors like others: for what tells of them, and computes nothing."""
-set_grad_enabled: Callable[[bool], None] = _torch._set_grad_enabled
-"""Set whether operations are recorded."""
 
 
 def without_data(cls: type, value: Tensor, **options: Any) -> Any:
@@ -79,7 +75,7 @@ def surroundings() -> tuple[Any, ...]:
     return (
         _versions.levels_entered(),
         _torch._get_dispatch_mode(_torch._TorchDispatchModeKey.PROXY),
-        _torch._dispatch_tls_is_dispatch_key_included(_torch.DispatchKey.PreDispatch),
+        _torch._dispatch_tls_is_dispatch_key_included(torch.DispatchKey.PreDispatch),
         _torch._is_tracing(),
     )
 
@@ -95,8 +91,8 @@ def begin(undo: Undo) -> int:
     if not numbers:
         # An interrupt may have kept them from being counted out.
         inside.rules, inside.bodies = 0, []
-        undo += [InTime(_torch._set_fwd_grad_enabled, _torch._is_fwd_grad_enabled())]
-        _torch._set_fwd_grad_enabled(True)
+        undo += [InTime(_versions.set_forward_mode, _versions.forward_mode_on())]
+        _versions.set_forward_mode(True)
     numbers += [number]
     return number
 
@@ -114,7 +110,7 @@ def is_hidden() -> bool:
     the user's inference mode. So it is on where `f` begins, also where hodiff itself is called
     inside the forward of a Function.
     """
-    return not _torch._is_fwd_grad_enabled()
+    return not _versions.forward_mode_on()
 
 
 class Expansion:

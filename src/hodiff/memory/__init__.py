@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hodiff._core import _arguments, _hooks, _kernels, _messages, _settings, _versions
+from hodiff._core import _hooks, _messages, _settings
 from hodiff._core._compiled_callers import uncompiled
 from hodiff._core._settings import Offered, Undo
 from hodiff.errors import GraphError
@@ -91,33 +91,9 @@ def twice_differentiable() -> AbstractContextManager[None]:
     return Offered(_enter, "hodiff.twice_differentiable")
 
 
-def in_blocks(f: Any, where: Any, checkpoint: Any) -> Any:
-    """`f` whose blocks run again in each pass, as `checkpoint=` says."""
-    from hodiff.memory import _blocks
-
-    return _blocks.in_blocks(f, where, checkpoint)
-
-
-def _attend(*args: Any, **kwargs: Any) -> Any:
-    from hodiff.memory import _attention
-
-    return _attention.attention(*args, **kwargs)
-
-
-def _score(*args: Any, **kwargs: Any) -> Any:
-    from hodiff.memory import _cross_entropy
-
-    return _cross_entropy.cross_entropy(*args, **kwargs)
-
-
-_kernels.OURS.update(scaled_dot_product_attention=_attend, cross_entropy_loss=_score)
-
-
 @uncompiled  # until 2.11 the tracer follows what is entered behind a break
 def _enter(undo: Undo) -> None:
-    _versions.mend_from_local()
-    _hooks.watch_checkpoints.enter(undo)
-    _kernels.include(undo)
+    _hooks.serve(undo)
     if "torch.distributed.fsdp" in sys.modules:
         met: dict[Any, Any] = {}
         meet = partial(_meet, met, threading.get_ident())
@@ -154,7 +130,7 @@ def _shard_again(met: dict[Any, Any], before: BaseException | None) -> None:
     ):
         raise freed_in_loop() from error
     named = {p: name for model in reversed(met) for name, p in model.named_parameters()}
-    left = [(name, p) for p, name in named.items() if p.__class__ in _arguments.TENSORS]
+    left = [(name, p) for p, name in named.items() if type(p) in (torch.Tensor, torch.nn.Parameter)]
     parts = [part for model in met for part in model.modules() if hasattr(part, "reshard")]
     parts = parts if left and error is before else []
     for part in parts:

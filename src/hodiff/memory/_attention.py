@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hodiff._core import _call, _kernels, _settings, _versions
+from hodiff._core import _call, _kernels, _needed, _settings, _vectors, _versions
 from hodiff._core._settings import Scope, Undo
 from hodiff.memory import _chunked
 from hodiff.memory._chunked import Chunked, Tensors
@@ -95,7 +95,14 @@ class Piece:
     def whole(cls, form: AttentionForm, q: Tensor, k: Tensor) -> Piece:
         """The piece that is everything."""
         everything = slice(None)
-        return cls(form, everything, everything, slice(0, q.shape[2]), k.shape[2], _wide(q.dtype))
+        return cls(
+            form,
+            everything,
+            everything,
+            slice(0, q.shape[2]),
+            k.shape[2],
+            _vectors.sum_dtype(q.dtype),
+        )
 
     @classmethod
     def all(cls, form: AttentionForm, q: Tensor, k: Tensor) -> Iterator[Piece]:
@@ -110,7 +117,7 @@ class Piece:
             last = min(first + fit, rows)
             seen = min(last, keys) if form.causal else keys
             places = slice(batch, batch + b), slice(head, head + h), slice(first, last)
-            yield cls(form, *places, seen, _wide(q.dtype))
+            yield cls(form, *places, seen, _vectors.sum_dtype(q.dtype))
 
     def place(self, x: Tensor, shared: int) -> Tensor:
         """The place of the piece's queries in a tensor that is like q: `(b, h, group, rows, d)`."""
@@ -163,7 +170,7 @@ def _summed(
     Keys and values have a part in many pieces, and so may a mask; a query and what it gets are in
     one.
     """
-    shared, wide = k.shape[1], _wide(q.dtype)
+    shared, wide = k.shape[1], _vectors.sum_dtype(q.dtype)
     sums: list[Any] = [None] * 5
     with _settings.autocast(q.device.type):
         for piece in Piece.all(form, q, k):
@@ -181,10 +188,6 @@ def _summed(
                 else:
                     piece.of_keys(sums[at]).add_(part)
     return tuple(None if x is None else x.to(q.dtype) for x in sums)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _first(piece: Piece, *given: Any) -> Tensors:
@@ -556,7 +559,9 @@ def _prepared(given: Sequence[Any], grouped: bool) -> Any:
     if mask is not None and mask.dtype not in (torch.bool, q.dtype):
         return None
     if grouped:
-        if not _versions.GROUPS_HEADS:
+        # The kernel of the processor reads beyond the keys of fewer heads than the queries have
+        # (measured on 2.8: not finite, or a segmentation fault).
+        if _needed.RELEASE < (2, 12):
             return None
         if min(q.ndim, k.ndim, v.ndim) < 3 or k.shape[:-2] != v.shape[:-2]:
             return None

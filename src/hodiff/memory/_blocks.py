@@ -369,18 +369,9 @@ def _form(
     first: Tensors,
 ) -> Any:
     """The form of a block, with what one look at its graph tells."""
-    context, names = _call.state.running[-1], graph.names()
-    call = context.call
-    refused, recorded = None, False
-    if names & _messages.WRITTEN_AT_SOME and _refusals.loses_digits(graph):
-        names |= {_messages.DIGITS}
-    try:
-        recorded = _refusals.judge(graph, tensors, call.order, call.allow, context.unheld)
-    except GraphError as error:  # which the evaluation raises, if it cannot be fixed
-        refused = error
-    if call.batch_ndim and _refusals.MIXING.among(graph):
-        _refusals.warn_of_mixing(call.batch_ndim)
-    return BlockForm(run, arguments, [first], frozenset(names), refused, recorded, call.order)
+    context = _call.state.running[-1]
+    names, refused, recorded = _refusals.of_a_block(graph, tensors, context)
+    return BlockForm(run, arguments, [first], names, refused, recorded, context.call.order)
 
 
 # --- a function whose blocks are met while it runs ------------------------------------------------
@@ -567,7 +558,7 @@ class _NoTangents(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call it, without grad mode at the values alone."""
-        if not torch.is_grad_enabled() and _chunked.forward_mode_on():
+        if not torch.is_grad_enabled() and _versions.forward_mode_on():
             args, kwargs = _tree.tree_map(_value, args), _tree.tree_map(_value, kwargs or {})
         result = func(*args, **(kwargs or {}))
         return _without_padding(result, *args, **(kwargs or {})) if func is F.embedding else result

@@ -18,8 +18,6 @@ from hodiff._core._compiled_callers import uncompiled
 # --- what kernels and blocks ask of PyTorch by private names --------------------------------------
 
 _torch: Any = torch
-forward_mode_on: Callable[[], bool] = _torch._C._is_fwd_grad_enabled
-"""Whether tangents are carried: not in the forward of a Function."""
 
 
 def fused_attention(*args: Any, **kwargs: Any) -> Any:
@@ -30,6 +28,11 @@ def fused_attention(*args: Any, **kwargs: Any) -> Any:
 def fused_attention_backward(*args: Any, **kwargs: Any) -> Any:
     """The derivative of that kernel."""
     return _torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, **kwargs)
+
+
+def is_in_a_batch_of_passes(x: Any) -> bool:
+    """Whether a tensor is of PyTorch's older `vmap`, that of `is_grads_batched`."""
+    return isinstance(x, Tensor) and _torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def is_compiled() -> bool:
@@ -107,14 +110,12 @@ def _by_sample(derivative: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(ctx: Any, *given: Any) -> Any:
-        batched = next(filter(_versions.is_in_a_batch_of_passes, given), None)
+        batched = next(filter(is_in_a_batch_of_passes, given), None)
         if batched is None:
             return derivative(ctx, *given)
         remove = _torch._remove_batch_dim
         level = next(n for n in range(1, 65) if len(remove(batched, n, 0, 0)))
-        apart = [
-            remove(x, level, 0, 0) if _versions.is_in_a_batch_of_passes(x) else () for x in given
-        ]
+        apart = [remove(x, level, 0, 0) if is_in_a_batch_of_passes(x) else () for x in given]
         args = [part if len(part) else x for x, part in zip(given, apart, strict=True)]
         dims = [0 if len(part) else None for part in apart]
         made = _stacked(partial(call, ctx), max(map(len, apart)), dims, args)

@@ -735,9 +735,9 @@ _watched = Counted(_watch)
 @cache
 def decompositions() -> dict[Any, Any]:
     """PyTorch's own definitions of operators in terms of others."""
-    from torch._decomp import core_aten_decompositions
+    from torch.export import default_decompositions
 
-    return dict(core_aten_decompositions())
+    return default_decompositions().materialize()
 
 
 def tensors_in(value: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:

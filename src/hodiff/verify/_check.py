@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _refusals, _settings
+from hodiff._core import _arguments, _nodes, _refusals, _settings
 from hodiff._core._arguments import Allowed
 from hodiff._core._call import call, refuse_stand_ins
 from hodiff._core._faults import interrupts
@@ -205,7 +205,7 @@ def _warn_of_zeros(evaluation: Any) -> None:
     leaves = tuple(part.detach().requires_grad_() for part in evaluation.point)
     with _settings.recording():
         value = evaluation.scalar(leaves)
-    _refusals.warn_of_zeros(lambda: _refusals.operations([value]), [], None)
+    _refusals.warn_of_zeros(lambda: _nodes.survey([value]).operations(), [], None)
 
 
 def _because(report: DerivativeReport) -> str:

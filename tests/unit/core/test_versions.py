@@ -18,6 +18,7 @@ import torch
 
 import hodiff
 from hodiff._core import _arguments, _messages, _needed, _nodes, _refusals, _versions
+from hodiff.jets.rules import linear
 from tests.meta.source import ROOT
 from tests.support.differences import first_difference, relative_error
 
@@ -303,10 +304,10 @@ def test_threads_that_read_leave_the_collector_on(monkeypatch: pytest.MonkeyPatc
 def test_a_dense_tensor_of_one_that_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     """2.8 transforms no other: Taylor mode refused transforms of a constant coefficient."""
     x = torch.ones(1).expand(4)
-    monkeypatch.setattr(_versions, "RELEASE", (2, 8))
-    assert _versions.dense(x).stride() == (1,) and torch.equal(_versions.dense(x), x)
-    monkeypatch.setattr(_versions, "RELEASE", (2, 12))
-    assert _versions.dense(x) is x
+    monkeypatch.setattr(_needed, "RELEASE", (2, 8))
+    assert linear._dense(x).stride() == (1,) and torch.equal(linear._dense(x), x)
+    monkeypatch.setattr(_needed, "RELEASE", (2, 12))
+    assert linear._dense(x) is x
 
 
 def test_the_program_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,7 +345,7 @@ def test_heads_in_groups_take_plain_operations_where_the_kernel_reads_beyond(mon
     monkeypatch.setattr(_attention, "LEAST", 0)
     given = (torch.ones(2, 4, 3, 4), torch.ones(2, 2, 3, 4), torch.ones(2, 2, 3, 4), None)
     for groups in (True, False):
-        monkeypatch.setattr(_versions, "GROUPS_HEADS", groups)
+        monkeypatch.setattr(_needed, "RELEASE", (2, 12) if groups else (2, 11))
         assert (_attention._prepared(given, True) is not None) == groups
 
 

@@ -1,5 +1,8 @@
 """What a jet is, what it refuses, and that jets nest."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,10 +11,12 @@ from torch import nn
 import hodiff
 from hodiff._core._settings import undo_all
 from hodiff.errors import InputError
-from hodiff.jets import _pushforward, _series
+from hodiff.jets import _pushforward, _series, rules
 from hodiff.jets._jet import RULES
 from tests.support.limits import in_threads
 from tests.support.properties import agree
+
+rules.read("")  # all of them
 
 D = torch.float64
 
@@ -452,3 +457,37 @@ def test_a_number_stays_one_through_arithmetic_with_numbers(f, third):
     value = hodiff.nth_derivative(f, torch.tensor(2.0, dtype=D), 3)
     assert value.shape == ()
     assert value.item() == pytest.approx(third, rel=1e-14)
+
+
+PROGRAM = """
+import sys, torch, hodiff
+from hodiff.jets._jet import RULES
+
+x = torch.tensor([[0.5, 0.25]], dtype=torch.float64)
+rare = lambda: sorted({"bilinear", "composite", "fallback", "special"} & {
+    name.rpartition(".")[2] for name in sys.modules if name.startswith("hodiff.jets.rules.")})
+print(hodiff.laplacian(lambda x: x.square().sum(-1), x, method="jets").tolist(), rare(), len(RULES.known) > 200)
+
+class Interrupted:
+    def find_spec(name, path=None, target=None):
+        if name == "hodiff.jets.rules.special":
+            sys.meta_path.remove(Interrupted)
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted)
+matrix = lambda x: (x @ torch.ones(2, 1).double()).square().squeeze(-1)
+try:
+    hodiff.laplacian(matrix, x, method="jets")
+except KeyboardInterrupt:
+    print("matmul" in RULES.known, "matmul" in RULES.registered[False], RULES.read is None)
+print(hodiff.laplacian(matrix, x, method="jets").tolist(), rare(), RULES.read is None)
+"""
+
+
+def test_rules_that_few_functions_need_are_read_when_an_operation_asks_for_them():
+    """Another thread finds none whose file is still being read; after an interrupt the next operation reads them."""
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=240)
+    first, interrupted, second = ran.stdout.splitlines()
+    assert first == "[4.0] [] True"
+    assert interrupted == "False True False"
+    assert second == "[4.0] ['bilinear', 'composite', 'fallback', 'special'] True"

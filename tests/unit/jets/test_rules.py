@@ -5,12 +5,14 @@ import torch
 
 import hodiff
 from hodiff._core import _substitutes
-from hodiff.jets import _pushforward
+from hodiff.jets import _pushforward, rules
 from hodiff.jets._jet import RULES
 from hodiff.jets._series import entry
 from tests.support.differences import first_difference
 from tests.unit.jets.cases import NORMS, OTHERS, UNARY, D
 from tests.unit.jets.oracle import error, nested, pushed
+
+rules.read("")  # all of them
 
 EVERY = {**UNARY, **OTHERS}
 ORDER = 5

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _kernels, _messages, _needed, _versions
+from hodiff._core import _kernels, _messages, _versions
 from hodiff.curvature._memory import LiveBytes
 from hodiff.memory import _attention, _chunked, _cross_entropy
 from tests.support.differences import relative_error
@@ -414,12 +414,15 @@ LOW = torch.zeros(6, 6, dtype=D).index_fill(0, torch.tensor([2]), torch.finfo(D)
 
 
 @pytest.fixture(params=["no such key", "another library has it"])
-def without_a_key(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_a_key(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_kernels, "registered", [])
     monkeypatch.setattr(_kernels, "included", bool)
     monkeypatch.setattr(_versions, "key_is_taken", lambda: True)
     if request.param == "no such key":
         monkeypatch.setattr(_kernels, "_KEY", None)
+    _kernels.available.cache_clear()
+    yield
+    _kernels.available.cache_clear()
 
 
 @pytest.mark.usefixtures("without_a_key")
@@ -438,11 +441,24 @@ def test_without_a_key_attention_goes_by_matrix_products() -> None:
     assert relative_error(hodiff.grad(f, given()), right) < 1e-13 and f.calls == 2
 
 
-def test_the_key_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _versions.KERNEL_KEY is not None and _versions.key_is_taken()  # by ours
-    assert _versions._key("NoSuchKey") is None
-    monkeypatch.setattr(_needed, "lacks", lambda part: f"{part} lacks a name")
-    assert _versions._key(_versions.KERNEL_KEY_NAME) is None
+PROBED = """
+import torch
+
+parse = torch._C._dispatch_key_parse
+torch._C._dispatch_key_parse = lambda name: parse({})
+import hodiff
+from hodiff._core import _versions
+
+print(_versions.KERNEL_KEY is None, hodiff.hvp(lambda x: x.square().sum(), *[torch.ones(1)] * 2).item())
+"""
+
+
+@pytest.mark.parametrize(("name", "without"), [("name", False), ("'NoSuchKey'", True)])
+def test_the_key_is_probed(name: str, without: bool) -> None:
+    program = [sys.executable, "-c", PROBED.format(name)]
+    ran = subprocess.run(program, capture_output=True, text=True, check=True, timeout=240)
+    assert ran.stdout == f"{without} 2.0\n"
+    assert ("No dispatch key is free" in ran.stderr) == without
 
 
 def test_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,7 +521,7 @@ def test_the_mean_is_told_from_the_sum() -> None:
 
 @pytest.mark.wide
 def test_nothing_is_registered_or_loaded_before_it_is_needed() -> None:
-    modules = "{n for n in sys.modules if n.startswith('hodiff.memory._')} - {'hodiff.memory._chunked'}"
+    modules = "{n for n in sys.modules if n.startswith('hodiff.memory')} - {'hodiff.memory', 'hodiff.memory._chunked'}"
     loaded = f"print(bool(_kernels.registered), sorted({modules}))"
     program = f"""
 import sys, torch, hodiff

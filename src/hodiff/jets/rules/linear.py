@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hodiff._core import _reverse, _versions
+from hodiff._core import _needed, _reverse
 from hodiff.jets import _jet
 from hodiff.jets._jet import NoRule, Several, belongs, listed, operation, rule, series_of
 from hodiff.jets._series import (
@@ -150,6 +150,11 @@ def embedding(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 # directions
 
 
+def _dense(x: Any) -> Any:
+    """2.8 does not transform a tensor that is expanded (MKL: "Inconsistent configuration ...")."""
+    return x.contiguous() if _needed.RELEASE < (2, 9) else x
+
+
 def generic(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Any operation that is linear in all its jets together: batched over the directions,
     a loop where those nest.
@@ -163,14 +168,14 @@ def generic(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*_jet.replaced(args, by), **_jet.replaced(kwargs, by))
 
     values = [jet.series[0] for jet in jets]
-    value, zeros = at(values), [_versions.dense(v.new_zeros(()).expand(v.shape)) for v in values]
+    value, zeros = at(values), [_dense(v.new_zeros(()).expand(v.shape)) for v in values]
     # constants among the arguments: the operation is affine, and coefficients are linear
     offset = at(zeros)
     single = isinstance(value, torch.Tensor) or _jet.is_jet(value)
     coefficients: list[Any] = []
     for k in range(1, expansion.order + 1):
         rows = rows_of((jet.series for jet in jets), k)
-        points = [_versions.dense(entry(jet.series, k, rows)) for jet in jets]
+        points = [_dense(entry(jet.series, k, rows)) for jet in jets]
         coefficients.append(_batched(at, points, single) if rows else None)
     if single:
         return [value, *(None if c is None else c[0] - offset for c in coefficients)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hodiff._core import _versions
+from hodiff._core import _needed
 from hodiff.jets import _jet
 from hodiff.jets._jet import NoRule, Several, belongs, listed, operation, rule, series_of
 from hodiff.jets._series import Expansion, Series, aligned, each, full, linear_combination
@@ -144,6 +144,10 @@ def extreme_along(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> An
     return [value, *each(x[1:], lambda c: (aligned(c, x[0].ndim) * mask).sum(dims, keepdim=keep))]
 
 
+CLAMPED = (1.0, 1.0) if _needed.RELEASE < (2, 14) else (0.0, 0.5)
+"""The slope of clamp at a bound that is a number, and at one that is a tensor."""
+
+
 @rule("special", "clamp", "clip", "clamp_min", "clamp_max")
 def clamp(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The identity between the bounds, which may be constants of any shape."""
@@ -162,7 +166,7 @@ def clamp(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     inside = torch.ones_like(value)
     for bound, within in ((low, torch.gt), (high, torch.lt)):
         if bound is not None:
-            share = _versions.CLAMPED[isinstance(bound, torch.Tensor)]
+            share = CLAMPED[isinstance(bound, torch.Tensor)]
             inside = inside * torch.where(x[0] == bound, share, within(x[0], bound).to(value.dtype))
     return [value, *each(x[1:], lambda c: aligned(c, value.ndim) * inside)]
 
