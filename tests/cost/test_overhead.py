@@ -29,8 +29,8 @@ BOUNDS = {
     "cached product": (-14, -10),  # one asks whether a tracer looks on
     "gradient penalty": (190, 199),
     "tall jacobian": (-26, -24),  # one asks for room, one takes a view that tracers follow
-    "three steps of a solve": (445, 448),
-    "solution and its backward pass": (594, 599),
+    "three steps of a solve": (450, 450),  # three ask whether a product has lost a tangent
+    "solution and its backward pass": (599, 601),
 }
 """How many; and in a process that has made an optimizer, as every training loop has: that loads Dynamo and DTensor.
 

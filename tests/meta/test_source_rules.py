@@ -63,7 +63,7 @@ def test_a_class_has_a_name_of_its_own():
     assert not {name: several for name, several in places.items() if len(several) > 1}
 
 
-PRONOUNS = ("That ", "Those ", "The same", "And ", "It ", "They ", "These ")
+PRONOUNS = ("That ", "Those ", "The same", "And ", "It ", "They ", "These ", "What ", "Whose ", "Which ", "How ", "Of ")
 
 
 def test_a_docstring_names_its_noun():

@@ -111,13 +111,13 @@ class NoAttribute(HodiffError, AttributeError):
 
 
 class Unlike(ABC):
-    """What is taken for a tensor or for another library's object:
+    """A value taken for a tensor or for another library's object:
     its errors say what to write instead.
     """
 
     @abstractmethod
     def _instead(self, name: str) -> str:
-        """What to write for an attribute of this name."""
+        """The spelling to use for an attribute of this name."""
 
     if not TYPE_CHECKING:  # a checker of types says it before anything runs
 
@@ -174,7 +174,7 @@ class NoNumber(Unlike):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Where PyTorch is given the record."""
+        """Refuse the record as an argument of PyTorch."""
         given = _tree.flatten([*args, *(kwargs or {}).values()])[0]
         next(value for value in given if isinstance(value, NoNumber))._refuse()
 
@@ -296,7 +296,7 @@ def shown(value: Any) -> str:
 
 
 def kind(value: object) -> str:
-    """What a value is, for a sentence: "None", "an int", "an EigenRecord", "a list of 3"."""
+    """The kind of a value, for a sentence: "None", "an int", "an EigenRecord", "a list of 3"."""
     if value is None or isinstance(value, type):
         return "None" if value is None else f"the class {value.__name__}"
     name = "function" if inspect.isroutine(value) else type(value).__name__
@@ -501,7 +501,7 @@ def check_container(tree: _tree.Tree, count: int, name: str) -> None:
 
 
 class SupportsArray(Protocol):
-    """What NumPy can read: an array, for the type checker."""
+    """An array that NumPy can read, for the type checker."""
 
     def __array__(self) -> Any: ...
 

@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Call(NamedTuple):
-    """What one call of the library evaluates.
+    """The settings of one call of the library.
 
     Attributes:
         what: The user's function; or the tensors given in its place, already computed.
@@ -170,8 +170,8 @@ def in_place_of(f: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _OpenEvaluations(threading.local):
-    """What this thread is evaluating, innermost last: proxies of `EvaluationContext`s, which stand
-    on this module.
+    """The evaluations open in this thread, innermost last: proxies of `EvaluationContext`s, which
+    stand on this module.
 
     Weak ones, so that a context whose end an interrupt prevented is closed when nobody holds it any
     more.

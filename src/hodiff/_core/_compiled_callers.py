@@ -1,5 +1,5 @@
-"""Inside `torch.compile`: which functions the tracer may follow, and which run as they are, between
-two graphs.
+"""Calls inside `torch.compile`: the functions that the tracer may follow, and those that run as
+they are, between two graphs.
 
 hodiff reads graphs, lends modules, switches settings and warns; none of that can be held by a
 traced region. So what

@@ -1,4 +1,4 @@
-"""Which exceptions a fallback may take for the failure of what it tried.
+"""The exceptions that a fallback may take for the failure of what it tried.
 
 An exception may be no failure. What the handler of a signal raises (a time limit, Ctrl-C) comes at
 whatever line is being run; and an exception of a class of its own means something to its makers. A
@@ -46,7 +46,7 @@ def interrupts(error: BaseException) -> bool:
 
 
 def interrupt_behind(error: BaseException | None) -> BaseException | None:
-    """What the handler of a signal raised, where an exception is that, or took its place.
+    """The exception that the handler of a signal raised, where this one is that, or took its place.
 
     PyTorch's own contexts fail while an interrupt passes them: `vmap` takes down a level that it
     had not put up.
@@ -82,7 +82,7 @@ def _handlers() -> set[CodeType | None]:
 
 
 def _code(handler: Any) -> CodeType | None:
-    """What runs where a handler is called: a function, a method, a partial,
+    """The code that runs where a handler is called: of a function, a method, a partial,
     an object with `__call__`.
     """
     handler = getattr(handler, "func", handler)

@@ -1,4 +1,4 @@
-"""What reverse mode works on: the outputs of a call, its leaves, and who owns the graph between
+"""The graph of reverse mode: the outputs of a call, its leaves, and who owns the graph between
 them.
 
 An `OutputGraph` is a context: the modules of the point stay lent and the switches set (see
@@ -64,7 +64,7 @@ class OutputGraph:
     _starts: Collection[_nodes.Node] = ()  # of leaves that stand for the caller's own
 
     def __init__(self, call: Call, leaves: Sequence[Tensor] | None = None) -> None:
-        """With `leaves`, `f` is evaluated at those, of other values than the point's: a step on,
+        """Evaluate `f`; with `leaves`, at those, of other values than the point's: a step on,
         a solution.
         """
         self.call = call
@@ -219,7 +219,9 @@ class OutputGraph:
         exact: bool,
         compiles: bool,
     ) -> _nodes.Survey:
-        """What came out, or `f` once more, by what is right for the operations that were met."""
+        """The outputs, or those of `f` once more,
+        by routes that are right for the operations that were met.
+        """
         context = self.context
         by_hand = context.by_hand
         names = survey.names() if survey is not None and self.call.order >= 2 else set()
@@ -301,13 +303,13 @@ class OutputGraph:
         return output
 
     def value(self) -> Any:
-        """What the caller gets to see of the outputs: detached,
+        """The outputs as the caller gets to see them: detached,
         unless the result is differentiable.
         """
         return self._given(self.outputs)
 
     def extra(self) -> Any:
-        """What `f` returned beside the loss, likewise."""
+        """The values that `f` returned beside the loss, likewise."""
         return self._given(self.aux)
 
     def _given(self, value: Any) -> Any:
@@ -328,7 +330,7 @@ class OutputGraph:
         return _nodes.survey(outputs, self._starts)
 
     def _judge(self, survey: _nodes.Survey) -> None:
-        """What the result depends on, custom Functions, norms, samples that mix."""
+        """Judge all that the result depends on: custom Functions, norms, samples that mix."""
         call, context = self.call, self.context
         self.kinds = survey.kinds
         self.higher = call.order >= 2 or context.nests or context.by_hand is not None
@@ -436,7 +438,9 @@ class OutputGraph:
         return not own.isdisjoint(map(memory_of, survey.variables()))
 
     def _kept_by(self, tag: LeafTag) -> str:
-        """Which attribute of a module holds a value of an evaluation that has ended, in words."""
+        """The attribute of a module that holds a value of an evaluation that has ended,
+        in words.
+        """
         for module_slice in self.call.where.module_slices:
             for path, module in module_slice.module.named_modules():
                 for name, value in module.__dict__.items():
@@ -524,7 +528,7 @@ def _forget(leaf: Tensor) -> None:
 
 
 def split(outputs: Any) -> tuple[Any, Any]:
-    """What `f` returned under `has_aux=True`, checked to be a pair."""
+    """The result of `f` under `has_aux=True`, checked to be a pair."""
     if isinstance(outputs, tuple) and len(outputs) == 2:
         return outputs
     raise InputError(

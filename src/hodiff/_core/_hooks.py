@@ -1,4 +1,4 @@
-"""What happens behind a user's function: modules it calls, passes, checkpoints, hooks on gradients.
+"""Events behind a user's function: modules it calls, passes, checkpoints, hooks on gradients.
 
 Every module that `f` calls is lent (see `_loans`), however `f` reaches it. A hook that replaces a
 gradient acts in each pass through its place: the second derivative is then that of no function, as
@@ -126,8 +126,8 @@ WATCH = "hodiff"
 
 @functools.lru_cache(1)
 def _watchers(theirs: Hook, swap: Hook) -> tuple[Hook, Hook, Callable[[], None]]:
-    """What stands for PyTorch's entry of passes and for its swap of parameters,
-    and what puts those back.
+    """The stand-ins for PyTorch's entry of passes and for its swap of parameters,
+    and the way to put those back.
     """
 
     def passes(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -350,8 +350,8 @@ def lend_module(module: nn.Module, args: Any) -> None:
 
 @functools.lru_cache(1)
 def _hooked(register: Hook, full: Hook, other: Hook) -> tuple[Hook, Hook, Hook, Callable[[], None]]:
-    """What stands for PyTorch's way to give a tensor a hook, and its two for those of modules;
-    what puts them back.
+    """The stand-ins for PyTorch's way to give a tensor a hook, and its two for those of modules;
+    the way back.
     """
 
     def watched(hook: Hook) -> Hook:

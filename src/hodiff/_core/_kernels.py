@@ -1,4 +1,4 @@
-"""Where kernels of ours stand, which a thread has for a while.
+"""The places of our kernels, which a thread has for a while.
 
 PyTorch's dispatcher looks for kernels under the keys that a call's tensors have, and under those
 that the thread includes. Under a key that nothing else includes ours are in nobody's way: not in
@@ -127,7 +127,9 @@ plain_attention = Counted(_plain_attention)
 
 
 def repeatable(run: Callable[..., Any]) -> Callable[..., Any]:
-    """What a checkpoint runs again, whenever: with our kernels, if the thread has them now."""
+    """A function for a checkpoint to run again at any time: with our kernels,
+    if the thread has them now.
+    """
     if not included():
         return run
 

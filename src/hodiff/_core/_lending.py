@@ -92,7 +92,8 @@ class Evaluation:
         put(begun, undo)
 
     def resumed(self, *, whole: bool = False) -> EvaluationContext:
-        """Its state once more: the modules, in no other thread meanwhile, have what they had.
+        """The evaluation's state once more: the modules, in no other thread meanwhile, have what
+        they had.
 
         With `whole`, for the whole of a pass, not for one part of `f`.
         """
@@ -143,7 +144,7 @@ class EvaluationContext(_settings.Scope[Any]):
     _tables: Sequence[tuple[Tensor, Tensor, str]] = ()
 
     def __init__(self, call: Call, leaves: Sequence[Tensor] = ()) -> None:
-        """With `leaves`, those stand at once in place of the parameters of the point."""
+        """Prepare an evaluation; `leaves` stand at once in place of the parameters of the point."""
         self.call, self._leaves = call, leaves
         self.leaf_tag, self.hooks = LeafTag(), Hooks()
         self.unheld: dict[type, frozenset[object]] = {}
@@ -153,7 +154,7 @@ class EvaluationContext(_settings.Scope[Any]):
 
     @property
     def loan(self) -> StateLoan:
-        """What of modules is lent, from the first that is met."""
+        """The loan of the modules, from the first that is met."""
         if self._loan is None:
             loan = StateLoan(self.call)
             self.undo.insert(1, loan.close)  # behind what tells that the context was lost
@@ -242,8 +243,8 @@ class EvaluationContext(_settings.Scope[Any]):
             loan.take(modules, module_slice.module)
 
     def _afresh(self) -> None:
-        """What `f` left in buffers and attributes goes,
-        so that another run begins as the first one did.
+        """Remove the values that `f` left in buffers and attributes, so that another run begins as
+        the first one did.
         """
         if self._evaluation is not None:
             self._evaluation.end(self.loan)
@@ -305,7 +306,7 @@ class EvaluationContext(_settings.Scope[Any]):
         )
 
     def at(self, arguments: Sequence[Any]) -> Any:
-        """What `f` returns when `arguments` stand in place of the point's tensors.
+        """The result of `f` when `arguments` stand in place of the point's tensors.
 
         Nothing is checked.
         """
@@ -334,8 +335,8 @@ class EvaluationContext(_settings.Scope[Any]):
         )
 
     def repeatable(self, recompute: Callable[..., object]) -> Callable[..., object]:
-        """What runs a checkpointed block again: by the same definitions,
-        and while the modules have what they had.
+        """A function that runs a checkpointed block again: by the same definitions, and while the
+        modules have what they had.
         """
         evaluations, swapped = [context.evaluation() for context in _call.state.running], _swapped()
         modes, begun = _settings.those_on(OURS), self.loan.at_hand()
@@ -373,7 +374,9 @@ class EvaluationContext(_settings.Scope[Any]):
         return self._evaluation is not None
 
     def stand_ins(self) -> list[Tensor]:
-        """What a part of `f` may read that it is not given: leaves, and parameters of modules."""
+        """The tensors that a part of `f` may read without being given them: leaves,
+        and parameters of modules.
+        """
         parameters = (
             p for module in self.borrowed for p in module._parameters.values() if p is not None
         )
@@ -387,7 +390,7 @@ class EvaluationContext(_settings.Scope[Any]):
         return self._evaluation
 
     def run(self, arguments: Sequence[Any], watched: Sequence[Tensor] | None = None) -> Any:
-        """What `f` returns at `arguments`, once it is known that it changed none
+        """The result of `f` at `arguments`, once it is known that it changed none
         of the tensors `watched` in place.
         """
         watched = self._watched if watched is None else watched
@@ -445,7 +448,7 @@ class EvaluationContext(_settings.Scope[Any]):
         self.random = RandomState(first.device)
 
     def again(self, leaves: Sequence[Tensor]) -> Any:
-        """What `f` returns when it is called once more, with the same random numbers;
+        """The result of `f` when it is called once more, with the same random numbers;
         they are not drawn twice.
         """
         with self.random.replayed():
@@ -453,8 +456,8 @@ class EvaluationContext(_settings.Scope[Any]):
 
 
 def _swapped() -> Kept:
-    """What `torch.func.functional_call` has put into the modules for which it
-    runs at this moment.
+    """The tensors that `torch.func.functional_call` has put into the modules for
+    which it runs at this moment.
     """
     frame, result = sys._getframe(), list[nn.Module]()
     while frame is not None:
@@ -534,8 +537,8 @@ def _way_out(signature: inspect.Signature, points: Sequence[Any], args: Sequence
 
 
 class NormalTensors(TorchFunctionMode):
-    """Inside it, every operation gets ordinary copies of tensors made in
-    inference mode (outside of that mode).
+    """A context in which every operation gets ordinary copies of tensors made in inference mode
+    (outside of that mode).
     """
 
     def __init__(self) -> None:

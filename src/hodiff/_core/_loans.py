@@ -1,5 +1,5 @@
-"""What stands in for the user's own while `f` runs: leaves for tensors, clones for buffers;
-attributes are put back.
+"""Stand-ins for the user's own while `f` runs: leaves for tensors, clones for buffers; attributes
+are put back.
 
 Nothing of the user's may change, and no hook on a parameter may fire, so `f` sees aliases instead
 of the real parameters and clones instead of the real buffers, until the last derivative pass has
@@ -34,8 +34,7 @@ LEAF_TAG = "_leaf_of_hodiff"
 
 
 class LeafTag:
-    """Whose leaf a tensor is: it is met again, in the graph of a later call, where `f` kept
-    something.
+    """The owner of a leaf: it is met again, in the graph of a later call, where `f` kept something.
 
     Attributes:
         open: Whether the evaluation still runs.
@@ -47,7 +46,7 @@ class LeafTag:
 
 
 def tag_of(leaf: Tensor) -> tuple[LeafTag, int] | None:
-    """Whose leaf a tensor is, and its number there; None for a tensor of the user's."""
+    """The owner of a leaf, and its number there; None for a tensor of the user's."""
     return leaf.__dict__.get(LEAF_TAG)
 
 
@@ -256,7 +255,7 @@ class StateLoan:
         return result
 
     def at_hand(self) -> Kept:
-        """What its modules have at this moment that a block may read, and change.
+        """The values of its modules at this moment that a block may read, and change.
 
         Statistics of norms only follow, and masks are large, and constant.
         """
@@ -273,7 +272,9 @@ class StateLoan:
         return result
 
     def as_met(self, others: Container[nn.Module]) -> Kept:
-        """What its modules, but some others, had as they were borrowed, where it is another now."""
+        """The values that its modules, but some others, had as they were borrowed,
+        where they are others now.
+        """
         result = Kept()
         for module, before in self.attributes.items():
             if module not in others and (before is not None or module in _lent):
@@ -283,7 +284,7 @@ class StateLoan:
         return result
 
     def kept(self) -> Kept:
-        """What its modules have, for `put`; what was left in attributes without its graph,
+        """The values of its modules, for `put`; those left in attributes come without their graph,
         which may lead here.
         """
         left, result = self.tidy(), Kept()

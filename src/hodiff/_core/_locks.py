@@ -1,5 +1,5 @@
-"""What threads share: one lock, claims to what one thread has for longer, what a forked child puts
-right.
+"""The state that threads share: one lock, claims to what one thread has for longer, repairs in a
+forked child.
 
 What can change belongs to one thread (`threading.local`), is changed under `lock`, for moments in
 which no code of the user's runs, or is claimed: the others wait, and a circle of waiting threads
@@ -44,7 +44,7 @@ WAITS = ("threading", "concurrent.futures._base")
 
 
 class _Here(threading.local):
-    """Which thread this is; to read that costs no call."""
+    """The identity of this thread, read without a call."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()

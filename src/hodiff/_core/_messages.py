@@ -410,7 +410,7 @@ _NOT_IMPLEMENTED = re.compile(r"derivative for '?(?:aten::)?(\w+)'? is not imple
 
 
 def kind_of(error: BaseException) -> str:
-    """What an error of PyTorch is about; empty if it is none that is known."""
+    """The kind of an error of PyTorch; empty if it is none that is known."""
     text = str(error)
     return next((kind for piece, kind in _KINDS.items() if piece in text), "")
 
@@ -483,7 +483,7 @@ by the kind of PyTorch's error.
 
 
 class Failure(NamedTuple):
-    """What is known where a graph cannot give what was asked.
+    """The facts of a failure: a graph cannot give what was asked.
 
     Attributes:
         error: The error that is about to be raised; `__cause__` is the engine's, if it was one.
@@ -557,7 +557,7 @@ def _asked(failure: Failure) -> str:
 
 
 class Reported:
-    """What shows itself by its words: lines in a console, and in a notebook a table of them."""
+    """An object shown by its words: lines in a console, and in a notebook a table of them."""
 
     def __repr__(self) -> str:
         return str(self)

@@ -166,7 +166,7 @@ def check(part: str) -> None:
 
 
 def newer() -> str:
-    """What is said of a release that is newer than all that were tested; empty where it is not."""
+    """A sentence about a release that is newer than all that were tested; empty where it is not."""
     if RELEASE <= NEWEST:
         return ""
     return (
@@ -195,5 +195,5 @@ def check_release() -> None:
 
 
 def in_words(error: Exception) -> ImportError:
-    """What an import has missed of PyTorch of which the table knows nothing."""
+    """A sentence about a name of PyTorch that an import missed and the table does not know."""
     return ImportError(f"hodiff cannot use torch {torch.__version__}: {error}. {_SUPPORTED}.")

@@ -209,7 +209,7 @@ class Survey:
         )
 
     def users(self) -> dict[Node, list[Use]]:
-        """For each node that is no root, the arguments that its first result is, outputs first."""
+        """The arguments that the first result of each node is, outputs first; not of roots."""
         users = defaultdict[Node, list[Use]](list)
         for node in self.nodes:
             for place, (below, number) in enumerate(node.next_functions):
@@ -256,7 +256,7 @@ class Use(NamedTuple):
 
     @property
     def edge(self) -> Edge:
-        """Where a pass meets the derivative by the operation's first result."""
+        """The place where a pass meets the derivative by the operation's first result."""
         return Edge(self.node, 0)
 
     def results(self) -> list[tuple[tuple[Any, ...], torch.dtype]]:
@@ -264,7 +264,9 @@ class Use(NamedTuple):
         return list(_versions.received(self.node))
 
     def kept(self, name: str) -> Any:
-        """What the operation has saved under a name; an `AttributeError` where there is none."""
+        """The value that the operation has saved under a name;
+        an `AttributeError` where there is none.
+        """
         value = _versions.kept(self.node, name)
         return value.detach() if isinstance(value, Tensor) else value
 
@@ -409,7 +411,7 @@ def has_backward(function: type) -> bool:
 
 
 def varying(nodes: Iterable[Node]) -> frozenset[object]:
-    """Of which of their arguments operations are functions."""
+    """The arguments of which operations are functions."""
     return frozenset(tuple(below is not None for below, _ in node.next_functions) for node in nodes)
 
 

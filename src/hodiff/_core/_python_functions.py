@@ -152,7 +152,7 @@ class _Comparison:
         self._products = chain(graph, self._weights, self._direction, self._order)[1:]
 
     def finding(self, graph: Any) -> Finding:
-        """What `f` at other points says of the products."""
+        """The verdict of `f` at other points on the products."""
         steps = [step * self._eps ** (1 / 3) for step in STEPS]
         try:
             sides = [(self._at(graph, step), self._at(graph, -step), 2 * step) for step in steps]
@@ -182,7 +182,7 @@ class _Comparison:
                 return self._chain(other, self._weights, self._direction, self._order - 1)
 
     def _compared(self, product: Leaves, differences: Sequence[Leaves]) -> Finding:
-        """Where two neighbouring differences are closest,
+        """A comparison where two neighbouring differences are closest:
         whether the product is what they settle at.
         """
         pairs = [[*map(_apart, product, *pair, self._scales)] for pair in pairwise(differences)]
@@ -218,7 +218,7 @@ def _comparing(undo: _settings.Undo) -> None:
 def _apart(
     product: Tensor, coarse: Tensor, fine: Tensor, scale: float
 ) -> tuple[float, float, float]:
-    """How far two differences are apart, the product from the finer one; the size of them.
+    """The distance of two differences, and of the product from the finer one; the size of them.
 
     In units of the leaf's.
     """
@@ -298,7 +298,7 @@ def warn_of(functions: Iterable[type], code: Any = None, *key: Any) -> None:
 
 
 def _warn(functions: Iterable[type], text: str, key: tuple[Any, ...]) -> None:
-    """Once for each line of the user's and each function that it hands over."""
+    """Warn once for each line of the user's and each function that it hands over."""
     level = outside()
     frame = sys._getframe(level - 1)
     place = frame.f_code.co_filename, frame.f_lineno, key

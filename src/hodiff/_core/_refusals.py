@@ -1,4 +1,6 @@
-"""What one look at a graph tells before anything is differentiated, and the words for it."""
+"""Faults that one look at a graph tells before anything is differentiated,
+and the words for them.
+"""
 
 from __future__ import annotations
 
@@ -340,7 +342,7 @@ def _refuse_rounded_attention(nodes: list[Any], leaves: Sequence[Tensor]) -> Non
 def of_a_block(
     graph: _nodes.Survey, tensors: Sequence[Any], context: Any
 ) -> tuple[frozenset[str], GraphError | None, bool]:
-    """What is to be said of a block, whose graph is hidden from the evaluation that it runs in.
+    """The verdict on a block, whose graph is hidden from the evaluation that it runs in.
 
     Returns:
         The names of its nodes; what is refused, which the evaluation raises if it cannot be fixed;
@@ -946,7 +948,7 @@ BENDS = _Bends()
 
 
 def _bend(names: Iterable[str]) -> str:
-    """Of operations in their order the first by which a network is made of straight pieces; empty
+    """The first operation, in their order, by which a network is made of straight pieces; empty
     where it is not.
 
     Weights follow it: that of a loss (hinge, L1) stands behind them, and its zeros are right.

@@ -342,7 +342,7 @@ def stacked(
 
 
 def auto_chunk(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> int:
-    """How many vectors one batched pass takes:
+    """The number of vectors for one batched pass:
     as many as keep its temporaries within `CHUNK_BYTES`.
     """
     if not graph.kinds:
@@ -357,8 +357,8 @@ def auto_chunk(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> int:
 
 
 def fitting(largest: int, elements: int, itemsize: int, device: torch.device) -> int:
-    """How many vectors of `elements` fit, where the largest tensor of a pass has
-    so many elements itself.
+    """The number of vectors of `elements` that fit,
+    where the largest tensor of a pass has so many elements itself.
     """
     fit = CHUNK_BYTES // max(1, (4 * largest + 6 * elements) * itemsize)
     # Large vectors fill a device one by one, and a processor's caches soon: then batching them
@@ -655,7 +655,7 @@ _storage = attrgetter("_cdata")
 
 
 def _memories(tensors: Sequence[Tensor]) -> list[Any]:
-    """For each tensor what those over the same memory have in common."""
+    """A key for each tensor, which those over the same memory have in common."""
     try:
         return [*map(_storage, map(Tensor.untyped_storage, tensors))]
     except (RuntimeError, NotImplementedError):  # a subclass that has none

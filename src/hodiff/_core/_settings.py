@@ -69,7 +69,7 @@ def assign(undo: Undo, target: Any, values: dict[str, Any]) -> None:
 
 
 class _Opened(threading.local):
-    """What undoes each context of a thread that is open, the innermost last."""
+    """The ways to undo each open context of a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.undos: list[Undo] = []
@@ -129,7 +129,7 @@ def _forget(undos: list[Undo], undo: Undo) -> None:
 
 
 class InTime(partial[Any]):
-    """What undoes a change of a mode of the thread: once the contexts of the caller have ended,
+    """An undoing of a change of a mode of the thread: once the contexts of the caller have ended,
     it would be wrong.
     """
 
@@ -393,7 +393,7 @@ def autocast(device: str, dtype: torch.dtype | None = None, *, enabled: bool = F
 
 
 def autocast_now(device: str) -> Callable[[], Context]:
-    """What sets autocast later as it is now."""
+    """A function that sets autocast later as it is now."""
     dtype = torch.get_autocast_dtype(device)
     return partial(autocast, device, dtype, enabled=torch.is_autocast_enabled(device))
 
@@ -498,7 +498,7 @@ def _push_operations(mode: M, undo: Undo) -> M:
 
 
 def take_off_absent() -> None:
-    """What was absent when it ended, and is there now, goes."""
+    """Remove entries that were absent when a context ended, and are there now."""
     for late in absent.modes:
         mode = late()
         if mode is not None:

@@ -440,8 +440,8 @@ _TOLD |= {function: _noted(_REPLACED[function]) for function in (F.batch_norm, t
 
 
 class ExactNorms(TorchFunctionMode):
-    """Inside it, layer, batch, instance and weight norm (and a few others) are computed from their
-    definition.
+    """A context in which layer, batch, instance and weight norm (and a few others) are computed
+    from their definition.
 
     Attributes:
         order: Up to which order there are derivatives.
@@ -548,7 +548,7 @@ def _instead(
 
 
 def of_operators() -> Iterator[tuple[dict[str, Any], str, Any, None]]:
-    """For `_hooks.WHILE_CALLS`, what stands in the operators' way."""
+    """The stand-ins in the operators' way, for `_hooks.WHILE_CALLS`."""
     for name in DEFINITIONS.keys() & _versions.OPERATORS.keys():  # `switch` is new in 2.15
         operator: Any = _versions.OPERATORS[name]
         _TOLD[operator] = functools.partial(_seen, operator)

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Branch(NamedTuple):
-    """How one container is put together: its kind, the keys of its children, and their shapes."""
+    """The construction of one container: its kind, the keys of its children, and their shapes."""
 
     template: Any
     keys: tuple[Any, ...]
@@ -85,7 +85,7 @@ def _walk(value: Any, path: str, leaves: list[Any], names: list[str], depth: int
 
 
 def _template(value: Any) -> Any:
-    """What `_build` needs of a container: its type,
+    """The container as `_build` needs it: its type,
     or an empty copy where the type alone is not enough.
     """
     if isinstance(value, dict) and type(value) is not dict:
@@ -125,7 +125,7 @@ def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def difference(expected: Tree, got: Tree, path: str) -> str | None:
-    """Where two trees first differ, in words;
+    """The first place where two trees differ, in words;
     None when they are alike (lists and tuples are not).
     """
     if expected is None or got is None:

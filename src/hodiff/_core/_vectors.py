@@ -52,7 +52,7 @@ _TILE = 4096
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What many terms of a dtype are added up in: at least single precision."""
+    """The precision in which many terms of a dtype are added up: at least single."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -184,7 +184,7 @@ class Space:
 
     @property
     def device(self) -> torch.device:
-        """Where flat vectors live."""
+        """The device of flat vectors."""
         return self.likes[0].device
 
     @cached_property
@@ -377,8 +377,8 @@ class Space:
         ]
 
     def turned_at_once(self, least: int) -> int:
-        """How many vectors to turn from columns into rows in one go: some `TURNED_BYTES`,
-        but at least so many.
+        """The number of vectors to turn from columns into rows in one go: some `TURNED_BYTES`, but
+        at least so many.
         """
         return max(least, TURNED_BYTES // max(1, self.size * self.dtype.itemsize))
 

@@ -1,5 +1,5 @@
-"""What PyTorch does not promise: differences of releases; what nodes tell, proved; the engine's
-entry.
+"""The parts of PyTorch without a promise: differences of releases; facts of nodes, proved; the
+engine's entry.
 
 What differs between the supported releases has an entry that names the ones it serves. Private
 attributes of nodes are read here alone, and no class of nodes is told by its name that `LOOKS` does
@@ -298,8 +298,8 @@ remembered: Callable[[str], Any] = _torch._get_obj_in_tls
 def telling_where_forward_mode_begins(
     tell: Callable[[], object],
 ) -> tuple[dict[str, Any], str, Any, Any]:
-    """What calls `tell` where a level of forward mode is entered: where it belongs, its name, it,
-    and what it is for.
+    """A stand-in that calls `tell` where a level of forward mode is entered: its place, its name,
+    itself, its purpose.
 
     Under the names that users call, all pass here. Dynamo does not look into what calls this name.
     """
@@ -357,7 +357,7 @@ _Operator: Any = type(torch.ops.aten.add.Tensor)
 
 
 def schema_of(operator: Any) -> Any:
-    """What an operator says of its arguments; None of operators that take functions."""
+    """The schema of an operator's arguments; None of operators that take functions."""
     return operator._schema if isinstance(operator, _Operator) else None
 
 
@@ -378,7 +378,7 @@ include: Callable[..., object] = (
 
 
 def library(namespace: str, home: str) -> Any:
-    """What stands under our key, for the operations of one namespace."""
+    """The library under our key, for the operations of one namespace."""
     return _torch._dispatch_library("IMPL", namespace, KERNEL_KEY_NAME, home, 0)
 
 
@@ -422,7 +422,7 @@ Node = Any
 
 
 class _Read:
-    """What a saved tensor tells of itself from 2.12 on, read from the node."""
+    """The facts of a saved tensor from 2.12 on, read from the node."""
 
     def __init__(
         self, data: Tensor | None = None, hook: object = None, error: RuntimeError | None = None
@@ -496,7 +496,8 @@ and `unpack()`.
 
 
 def kept(node: Node, name: str) -> Any:
-    """What a node has saved under a name, by the prefix that PyTorch documents. Names change.
+    """The value that a node has saved under a name, by the prefix that PyTorch documents. Names
+    change.
 
     Those that are read here are proved by `LOOKS`; who else asks holds it against a pass.
     """
@@ -504,7 +505,7 @@ def kept(node: Node, name: str) -> Any:
 
 
 def saved(node: Node, name: str) -> Any:
-    """As `look`; what a call keeps inside of a checkpoint is as if it were saved without."""
+    """A saved value, as by `look`; inside of a checkpoint it is as if saved without."""
     raw = look(node, name)
     if raw.__class__ in (tuple, list) or not _is_kept(raw):
         return raw
@@ -512,7 +513,7 @@ def saved(node: Node, name: str) -> Any:
 
 
 class Kept:
-    """What a call keeps inside of a checkpoint of the caller's: a saved tensor.
+    """A tensor that a call saves inside of a checkpoint of the caller's.
 
     Attributes:
         tensor: It, without its graph, which its node knows; None once the call has ended.
@@ -528,7 +529,7 @@ class Kept:
 
 
 def given_back(kept: Kept) -> Tensor:
-    """What was saved; if it was changed since, an error as of PyTorch's, which does not look at
+    """The saved tensor; if it was changed since, an error as of PyTorch's, which does not look at
     what a hook has.
     """
     tensor = kept.tensor
@@ -580,12 +581,12 @@ def was_training(node: Node) -> bool:
 
 
 def argument(node: Node) -> Tensor:
-    """What the node of a function of one tensor has kept of its argument."""
+    """The value that the node of a function of one tensor has kept of its argument."""
     return kept(node, "self")
 
 
 def factors(node: Node) -> list[Tensor]:
-    """What the node of a product has multiplied, or divided by; nothing of another reduction."""
+    """The factors or divisors that the node of a product has kept; nothing of another reduction."""
     if node.__class__.__name__ not in ("ScatterReduceBackward0", "IndexReduceBackward0"):
         return [
             kept(node, "other") if node.__class__.__name__ == "DivBackward0" else kept(node, "self")
@@ -673,7 +674,7 @@ def _has_numbers(kept: Any) -> bool:
 
 
 def determinant(node: Node) -> tuple[Tensor, Tensor, Tensor]:
-    """What a node of det has kept: the matrix, its pivots, and its determinant."""
+    """The values that a node of det has kept: the matrix, its pivots, and its determinant."""
     return kept(node, "A"), kept(node, "LU").diagonal(dim1=-2, dim2=-1), kept(node, "result")
 
 
@@ -713,8 +714,8 @@ _SUMS, _MEANS = {"SumBackward0", "SumBackward1"}, {"MeanBackward0", "MeanBackwar
 
 
 def reduction(value: Tensor) -> tuple[Literal["mean", "sum"] | None, torch.Size | None]:
-    """By what the last operation made one number of many, where that can be seen,
-    and the shape of the many.
+    """The way in which the last operation made one number of many, where that can be seen, and the
+    shape of the many.
     """
     node = value.grad_fn
     kind = type(node).__name__

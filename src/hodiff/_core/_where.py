@@ -160,7 +160,7 @@ class Where:
         return whole
 
     def argument(self, leaves: Sequence[Any]) -> Any:
-        """What `f` receives: the caller's structure around `leaves`, modules as themselves."""
+        """The argument of `f`: the caller's structure around `leaves`, modules as themselves."""
         if self.given_tree is _tree.LEAF:
             return self._argument_items[0] if self.module_slices else leaves[0]
         theirs = {
@@ -197,8 +197,8 @@ class Where:
 
 
 def _given(item: Any) -> Any:
-    """What `f` gets for an item: of a compiled module the one behind the wrapper, which runs
-    eagerly and is silent.
+    """The item as `f` gets it: of a compiled module the one behind the wrapper,
+    which runs eagerly and is silent.
     """
     return plain(item) if isinstance(item, nn.Module) else item
 

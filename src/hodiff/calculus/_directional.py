@@ -38,8 +38,8 @@ def by_entries(
     drift: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> Lines:
-    """Where a sample has few outputs and many lines: for each output its gradient, then the lines
-    in batches.
+    """Derivatives where a sample has few outputs and many lines: for each output its gradient, then
+    the lines in batches.
 
     Args:
         graph: An evaluation of two passes, of a single tensor.
@@ -93,8 +93,8 @@ def _inner(a: Tensor, rows: Tensor, batch_ndim: int) -> Tensor:
 def by_lines(
     graph: OutputGraph, output: Tensor, vectors: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Where there are few lines and many outputs: first and second derivatives of all outputs along
-    one line.
+    """Derivatives where there are few lines and many outputs: first and second ones of all outputs
+    along one line.
 
     Args:
         graph: An evaluation of four passes.

@@ -70,7 +70,7 @@ class Outer:
 
     @property
     def sizes(self) -> Size:
-        """How many samples there are, N, and numbers of each, K."""
+        """The number of samples, N, and of numbers of each, K."""
         return Size((len(self.left), max(self.left.shape[1], self.right.shape[1])))
 
     @classmethod
@@ -118,7 +118,7 @@ class Outer:
         return sum((part.square().sum((2, 3)) for part in self._parts()), self.left.new_zeros(()))
 
     def squares(self) -> Tensor:
-        """For each entry of the parameter the sum of its squares over all rows."""
+        """The sum of squares over all rows, for each entry of the parameter."""
         positions = self.left.shape[2]
         if positions <= FEW and type(self) is Outer:
             total = torch.zeros((), dtype=self.left.dtype, device=self.left.device)
@@ -194,7 +194,7 @@ class Outer:
             yield self._some(slice(start, start + step))
 
     def _step(self) -> int:
-        """How many columns of all rows are at hand."""
+        """The number of columns of all rows to have at hand."""
         line = self.sizes.numel() * self.width * self.left.element_size()
         return max(1, _reverse.CHUNK_BYTES // max(1, line))
 
@@ -281,7 +281,7 @@ class Stack:
         return reduce(torch.add, lines)
 
     def squares(self) -> Tensor:
-        """For each entry of the parameters the sum of its squares over all rows, flat."""
+        """The sum of squares over all rows, for each entry of the parameters, flat."""
         return reduce(torch.add, [_flat(of.squares() for of in part) for part in self._parts])
 
     def norms(self) -> Tensor:
@@ -303,7 +303,9 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _products(one: Tensor, other: Tensor) -> Tensor:
-    """Of `(N, K, width)` with `(M, L, width)` at another position: `(N, K, M, L)`."""
+    """Inner products of `(N, K, width)` with `(M, L, width)` at another position:
+    `(N, K, M, L)`.
+    """
     flat = one.flatten(0, 1) @ other.flatten(0, 1).T
     return flat.view(*one.shape[:2], *other.shape[:2])
 
@@ -318,14 +320,14 @@ def _joined(one: Tensor, other: Tensor) -> Tensor:
 
 
 class SamplesAxis(NamedTuple):
-    """Where the samples lie in a result: flattened it is `(before, samples, after)`."""
+    """The place of the samples in a result: flattened it is `(before, samples, after)`."""
 
     before: int
     samples: int
     after: int
 
     def apart(self, x: Tensor, width: int) -> Tensor:
-        """What has a vector at each position, `(K, ...)`, as `(N, K, T, width)`."""
+        """The vectors at each position, `(K, ...)`, as `(N, K, T, width)`."""
         x = x.reshape(len(x), self.before, self.samples, -1, width)
         return x.permute(2, 0, 1, 3, 4).flatten(2, 3)
 
@@ -351,7 +353,7 @@ class Derivative(NamedTuple):
     summands: list[Tensor]
 
     def kept(self, name: str) -> Any:
-        """What the operation has saved under a name."""
+        """The value that the operation has saved under a name."""
         try:
             return self.use.kept(name)
         except AttributeError:  # in another release
@@ -510,7 +512,9 @@ def _summand(of: Derivative) -> Outer:
 
 
 class End(NamedTuple):
-    """What samples share: a parameter, or the result of an operation on parameters alone."""
+    """A tensor that samples share: a parameter,
+    or the result of an operation on parameters alone.
+    """
 
     node: _nodes.Node
     shape: Size
@@ -532,7 +536,8 @@ class Factors:
         seeds: Sequence[Tensor] | None = None,
         largest: float = 0,
     ) -> None:
-        """Of the numbers of samples, `(N,)` or `(N, K)`; with seeds `(K, N, ...)`, of sums.
+        """Find the factors of the numbers of samples, `(N,)` or `(N, K)`; with seeds `(K, N, ...)`,
+        of sums.
 
         The derivatives by operations may take as many bytes as are given, or the usual ones.
         """
@@ -548,7 +553,7 @@ class Factors:
 
 
 class _Reading:
-    """How the rows of a graph's leaves are found."""
+    """The search for the rows of a graph's leaves."""
 
     def __init__(
         self,
@@ -570,7 +575,7 @@ class _Reading:
         """What has been added up over positions for the leaf at hand."""
 
     def read(self) -> dict[int, Outer]:
-        """For each leaf that is not missing, its rows."""
+        """The rows of each leaf that is not missing."""
         for _ in range(ROUNDS):
             self._find_uses()
             if not self._place():
@@ -595,7 +600,9 @@ class _Reading:
         return of
 
     def _find_uses(self) -> None:
-        """For each leaf the ends: itself, and what is made of it alone, each with its uses."""
+        """The ends of each leaf: itself, and results that are made of it alone,
+        each with its uses.
+        """
         self._ends: list[list[End]] = []
         self._uses: dict[_nodes.Node, list[tuple[_nodes.Use, bool]]] = {}
         self._sampled: dict[_nodes.Node, _nodes.Use] = {}
@@ -620,7 +627,7 @@ class _Reading:
             self._ends += [ends]
 
     def _arguments(self, node: _nodes.Node, shape: Size) -> Iterator[tuple[_nodes.Use, bool]]:
-        """Where a parameter is used, and whether by its transpose."""
+        """The arguments where a parameter is used, and whether by its transpose."""
         for use in self._users.get(node, ()):
             if use.kind in ("Permute", "T", "Transpose") and len(shape) == 2:
                 for below, turned in self._arguments(use.node, shape):
@@ -663,7 +670,7 @@ class _Reading:
         inputs: Sequence[object],
         shapes: Sequence[Size],
     ) -> list[Tensor]:
-        """For K cotangents the derivatives `(K, *shape)`, by tensors or results of operations."""
+        """The derivatives `(K, *shape)` for K cotangents, by tensors or results of operations."""
 
         def one(*given: Tensor) -> tuple[Tensor, ...]:
             recorded = self._graph.recorded
@@ -752,7 +759,7 @@ def units(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _place_of(g: Tensor, weighed: Tensor, weights: Tensor) -> SamplesAxis | None:
-    """Where samples lie in a result; None where each position is not one sample's."""
+    """The place of samples in a result; None where each position is not one sample's."""
     count, (numbers, *sizes) = len(weights), g.shape
     before, total = 1, math.prod(sizes)
     tried = set[int]()

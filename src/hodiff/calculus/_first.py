@@ -577,7 +577,7 @@ def _columns_of(
 
 
 def _sum(parts: list[Tensor], weights: list[Tensor]) -> Tensor:
-    """What some columns give, for each sample: (columns, samples).
+    """The sum of some columns, for each sample: (columns, samples).
 
     Before they are turned, which is quicker.
     """

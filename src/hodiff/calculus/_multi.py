@@ -26,7 +26,7 @@ Row = list[Tensor]
 
 
 class MultiGradOptions(TypedDict, total=False):
-    """What `multi_grad` takes; for overloads alone."""
+    """The options of `multi_grad`; for overloads alone."""
 
     shared: Callable[[Any], Any] | None
     create_graph: bool | None
@@ -219,7 +219,7 @@ class _Options(NamedTuple):
         return False if self.strict is False else None
 
     def look(self, graph: OutputGraph, losses: Mapping[Any, Tensor]) -> None:
-        """At what each loss does not depend on, before any pass: where that is wanted,
+        """Look at the independence of each loss before any pass: where that is wanted,
         or no pass will tell.
         """
         if (
@@ -383,7 +383,7 @@ def _together(
 
 
 class _Head(NamedTuple):
-    """What one loss's own part gave: by the leaves that it uses itself,
+    """The results of one loss's own part: by the leaves that it uses itself,
     and by each output of the trunk.
     """
 

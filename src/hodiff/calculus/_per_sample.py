@@ -212,7 +212,9 @@ def gram(
 def _evaluation(
     f: Any, where: Any, batch: Any, chunk_size: ChunkSize, options: tuple[Any, ...]
 ) -> tuple[OutputGraph, Samples, int | None]:
-    """What is to be evaluated, the function at a batch, and how many samples a pass takes."""
+    """The call to evaluate, the function at a batch,
+    and the number of samples that a pass takes.
+    """
     chunk = _arguments.check_chunk_size(chunk_size)
     if isinstance(f, Tensor) or not callable(f):
         raise InputError(
@@ -250,7 +252,9 @@ def _factored(graph: OutputGraph, losses: Tensor, largest: float = 0) -> _factor
 def in_factors(
     graph: OutputGraph, values: Tensor, largest: float = 0
 ) -> list[_factors.Outer] | None:
-    """For each leaf the gradients of the samples' numbers in factors; None: one is not known so."""
+    """The gradients of the samples' numbers in factors, for each leaf; None:
+    one is not known so.
+    """
     factors = _factored(graph, values, largest)
     if factors is None or factors.missing:
         return None
@@ -260,7 +264,7 @@ def in_factors(
 def in_rows(
     graph: OutputGraph, samples: Samples, values: Tensor, way_out: str
 ) -> list[_factors.Outer]:
-    """For each leaf the gradients of the samples' numbers themselves, where these fit."""
+    """The gradients of the samples' numbers themselves, for each leaf, where these fit."""
     _reverse.check_fits([values], graph.leaves, 0, way_out)
     pairs = zip(_rows(graph, samples, values, None), graph.leaves, strict=True)
     sizes = len(values), values.shape[1:].numel()
@@ -268,7 +272,7 @@ def in_rows(
 
 
 def _rows(graph: OutputGraph, samples: Samples, losses: Tensor, chunk: int | None) -> list[Tensor]:
-    """For each leaf the gradients of all losses."""
+    """The gradients of all losses, for each leaf."""
     rows = None
     if not _stays(graph) and not graph.context.random.moved():
         rows = _by_samples(graph, samples, losses, chunk)
@@ -489,8 +493,8 @@ def even_weights(norms: Tensor) -> Tensor:
 
 
 def _auto(graph: OutputGraph, losses: Tensor) -> int:
-    """How many samples to take at once: as many as keep their gradients and
-    activations within bounds.
+    """The number of samples to take at once:
+    as many as keep their gradients and activations within bounds.
     """
     largest, count = _nodes.largest_output(_nodes.survey([losses])), losses.shape[0]
     itemsize = max(map(Tensor.element_size, graph.leaves))

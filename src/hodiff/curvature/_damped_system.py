@@ -29,7 +29,7 @@ relatively.
 
 
 class DampedStep(NamedTuple):
-    """What the linear model proposes.
+    """The step that the linear model proposes.
 
     Attributes:
         change: The step, flat.
@@ -237,7 +237,9 @@ class DampedSystem:
             self._damping, self._solve = damping, self._solver(damping * self.weights)
 
     def _solver(self, damping: Tensor | float) -> Callable[[Tensor], Tensor]:
-        """What solves the damped equations, the diagonal divided out; damped more where it must."""
+        """The solver of the damped equations, the diagonal divided out;
+        damped more where it must.
+        """
         while True:
             damped = self._matrix.clone()
             damped.diagonal().add_(damping)

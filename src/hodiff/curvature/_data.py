@@ -313,7 +313,7 @@ class Weighted:
 
 
 def _samples(batch: Any) -> int:
-    """How many samples a batch has, as all of its tensors say; 1 where they do not agree."""
+    """The number of samples in a batch, as all of its tensors say; 1 where they do not agree."""
     lengths = {leaf.shape[:1] for leaf in _tree.flatten(batch)[0] if isinstance(leaf, Tensor)}
     return max(lengths.pop(), default=1) if len(lengths) == 1 else 1
 

@@ -1,4 +1,4 @@
-"""What operators over data have in common: by-products, lifetime, cost, sums over batches."""
+"""The common part of operators over data: by-products, lifetime, cost, sums over batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hodiff.errors import GraphError, InputError
 
 @dataclass(frozen=True, repr=False)
 class Cost(_messages.Reported):
-    """What an operator takes, in bytes, evaluations of the function, and reverse passes.
+    """The cost of an operator, in bytes, evaluations of the function, and reverse passes.
 
     Attributes:
         size: The number of columns, D.
@@ -88,7 +88,7 @@ ChunkSize = int | Literal["auto"]
 
 
 class CurrentGraphs(Generic[G]):
-    """Where an operator and its blocks find the graphs of the evaluation at hand."""
+    """The graphs of the evaluation at hand, for an operator and its blocks."""
 
     def __init__(self, graphs: GraphCache[G, Any]) -> None:
         self.graphs = graphs
@@ -144,7 +144,7 @@ class DataOperator(LinearOperator, Generic[G]):
 
     @property
     def _graphs(self) -> GraphCache[G, Any]:
-        """Of the evaluation at hand.
+        """The graphs of the evaluation at hand.
 
         What reads it twice must read it once: `refresh()` puts another in its place.
         """
@@ -195,7 +195,7 @@ class DataOperator(LinearOperator, Generic[G]):
     # --- cost
 
     def cost(self) -> Cost:
-        """What `dense()`, one product and the cache take, before anything large is computed.
+        """The cost of `dense()`, one product and the cache, before anything large is computed.
 
         Returns:
             A record with bytes, evaluations and passes; `print` shows it as a small table.
@@ -234,7 +234,7 @@ class DataOperator(LinearOperator, Generic[G]):
         )
 
     def _try(self) -> Callable[[G], object]:
-        """What makes a product of one batch, to see what it takes."""
+        """The product of one batch, to see its cost."""
         return lambda graph: None
 
     # --- products

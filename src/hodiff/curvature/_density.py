@@ -422,8 +422,8 @@ class GaussRules(NamedTuple):
         return not self.coarser
 
     def means(self, f: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """What each vector says of the mean of a function (of nodes and weights), `(K,)`, and its
-        error by the rule.
+        """The mean of a function (of nodes and weights) by each vector, `(K,)`, and its error by
+        the rule.
 
         Of rules with ever twice as many nodes the differences fall by a factor r; those to come add
         up to r / (1 - r) of the last one, as in a geometric series.
@@ -546,7 +546,7 @@ they then stay below a tenth of the limit.
 
 
 class Tridiagonal(NamedTuple):
-    """What K processes have found in so many steps; of a stack, K of each matrix.
+    """The results of K processes in so many steps; of a stack, K of each matrix.
 
     Attributes:
         diagonal: The α, `(K, steps)`, in double precision on the CPU.
@@ -600,7 +600,7 @@ def lanczos(
     residual = Residual(shift)
 
     def largest(sizes: Tensor) -> Tensor:
-        """Of all processes with the same matrix."""
+        """The largest size of all processes with the same matrix."""
         return sizes.reshape(shape[0], -1).amax(0).repeat(shape[0])
 
     for j in range(steps):
@@ -630,7 +630,7 @@ def lanczos(
 
 
 class Residual:
-    """What the solutions of (A + shift) x = z in Krylov spaces leave of z.
+    """The part of z that the solutions of (A + shift) x = z in Krylov spaces leave.
 
     Attributes:
         left: Its length, in that of z; without a shift that of the next vector.
@@ -679,7 +679,7 @@ def _next(images: Tensor, last: Tensor, parts: Tensor, unit: Tensor) -> Tensor:
 
 
 class Overlaps:
-    """How far from orthogonal the vectors of each process are, by Simon's recurrence for v_j'v_k.
+    """The vectors' distance from orthogonality in each process, by Simon's recurrence for v_j'v_k.
 
     Args:
         diagonal: The α as they are found; beside: the β.

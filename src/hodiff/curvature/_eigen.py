@@ -208,7 +208,9 @@ class _Twice(torch.autograd.Function):
 
 
 def _relative_gap(values: Tensor, rtol: float, k: int) -> float:
-    """How far apart the first k are; raise where one is too close to another to know its vector."""
+    """The relative gaps of the first k; raise where one is too close to another
+    to know its vector.
+    """
     gaps, size = values.diff().abs()[:k], float(values.abs().max())
     least = 100 * rtol * size
     if len(gaps) and float(gaps.min()) <= least:
@@ -291,7 +293,7 @@ Look = Callable[[Callable[[], Pairs]], None]
 
 
 class Search:
-    """What has been locked, and the basis that looks for better ones.
+    """The locked pairs, and the basis that looks for better ones.
 
     Attributes:
         scale: The largest entry of a projection seen: an estimate of |A|, below it.
@@ -376,7 +378,7 @@ class Search:
         return products / unit if unit not in (0, 1) else products
 
     def _rank(self, values: Tensor) -> Tensor:
-        """What is to be large."""
+        """The quantity that is to be large."""
         return {"largest": values, "smallest": -values, "magnitude": values.abs()}[self._which]
 
     def _order(self, values: Tensor) -> Tensor:
@@ -488,6 +490,6 @@ class Search:
 
 
 def _unit(products: Tensor) -> float:
-    """What to measure products in: 1 where their squares have room, 0 where all are 0."""
+    """The unit of products: 1 where their squares have room, 0 where all are 0."""
     unit = power_of_two(products)
     return 1.0 if 2**-20 < unit < 2**20 else unit

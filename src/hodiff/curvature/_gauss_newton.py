@@ -114,7 +114,7 @@ class RowsOperator(DataOperator[L]):
 
     @abstractmethod
     def _seeds(self, graph: L, most: int) -> Leaves | None:
-        """Of which sums of a sample's outputs the rows are, `(R, N, *output)`."""
+        """The sums of a sample's outputs whose rows these are, `(R, N, *output)`."""
 
     def _sums(self, graph: L, most: int) -> Leaves | None:
         counts = {len(output) if output.ndim else 0 for output in graph.outputs}
@@ -361,7 +361,9 @@ class PullbackOperator(SummedOperator[CurvedOutputs], RowsOperator[CurvedOutputs
         return graph.vjp(graph.curvature.times(tangents, count), count, self._chosen, chunk)
 
     def _thin(self) -> Thin:
-        """Where B is a sum of outer products s s', the rows of M are those J's."""
+        """The factored form: where B is a sum of outer products s s',
+        the rows of M are those J's.
+        """
         return Thin(((1.0, self),))
 
     def _seeds(self, graph: CurvedOutputs, most: int) -> Leaves | None:
@@ -520,8 +522,8 @@ Kind = Literal["exact", "mc", "empirical"]
 @final
 @dataclass(frozen=True)
 class FisherBuilder(PullbackBuilder):
-    """With the expected outer product of the scores, the gradients of each sample's loss by the
-    outputs.
+    """A builder with the expected outer product of the scores, the gradients of each sample's loss
+    by the outputs.
 
     Attributes:
         kind: Over what the expectation is taken.

@@ -124,7 +124,7 @@ R = TypeVar("R")
 
 
 class RankFacts(NamedTuple):
-    """What a process says of its own first pass, or what all say together.
+    """The report of a process on its own first pass, or that of all together.
 
     Attributes:
         value: The sum over its batches.
@@ -435,7 +435,7 @@ class GraphCache(Generic[G, B]):
                 return make()
 
     def each(self, make: Callable[[Any, int], R]) -> list[R]:
-        """What `make` makes of each batch and its number, evaluated as in the first pass,
+        """The results of `make` for each batch and its number, evaluated as in the first pass,
         if there was one.
         """
         if self.first is not None or self._closed:
@@ -462,7 +462,7 @@ class GraphCache(Generic[G, B]):
     # --- what a product needs
 
     def auto_chunk(self, elements: int) -> int:
-        """How many vectors of so many elements one pass should take."""
+        """The number of vectors of so many elements for one pass."""
         itemsize = max(tensor.element_size() for tensor in self.where.tensors)
         return _reverse.fitting(self.largest(), elements, itemsize, self.device)
 

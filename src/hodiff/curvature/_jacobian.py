@@ -215,7 +215,7 @@ class Outputs:
 
     @property
     def lengths(self) -> list[int]:
-        """How many rows each batch has."""
+        """The number of rows of each batch."""
         return [parts[0].shape[0] if parts[0].ndim else 1 for parts in self._values.values()]
 
     def noted(self, number: int, outputs: Leaves, value: Any) -> Leaves:

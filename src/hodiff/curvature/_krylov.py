@@ -45,7 +45,7 @@ class Systems(NamedTuple):
 
 @dataclass
 class Solutions:
-    """Where a run of a method, or of several, ended, for each system.
+    """The end of a run of a method, or of several, for each system.
 
     Attributes:
         x: The solutions.
@@ -63,7 +63,7 @@ class Solutions:
 
     @classmethod
     def of(cls, count: int, x: Tensor) -> Solutions:
-        """So many, of which nothing is known."""
+        """Solutions of so many systems, of which nothing is known."""
         return cls(x, ["running"] * count, [0.0] * count, [0] * count, [None] * count)
 
     def put(self, at: list[int], x: Tensor) -> None:
@@ -74,7 +74,9 @@ class Solutions:
             self.x[at] = x
 
     def running(self, at: list[int], now: Solutions, units: list[float]) -> Solutions:
-        """These, of which some go on from there, as far as they are now, in units of their own."""
+        """A copy in which some of these go on from there, as far as they are now, in units of
+        their own.
+        """
         so_far = replace(self, x=self.x.clone(), status=[*self.status], size=[*self.size])
         so_far.put(at, some(so_far.x, at, len(self.status)) + now.x)
         for place, size in zip(at, now.size, strict=True):
@@ -133,7 +135,7 @@ class Block(ABC):
         return self._some(self.x, at)
 
     def spent(self, over: Number) -> dict[Status, Number]:
-        """How these end, whose products are spent."""
+        """The solutions of systems whose products are spent."""
         return {"budget": over}
 
     def run(self, show: Callable[[], None] | None) -> Solutions:
@@ -156,7 +158,7 @@ class Block(ABC):
             ends |= self.spent(self.left <= self._steps)
 
     def so_far(self) -> Solutions:
-        """Where all systems are now."""
+        """The present state of all systems."""
         self._put([*range(len(self._places))], {})
         return self._end
 
@@ -205,7 +207,9 @@ class Block(ABC):
 
 
 class ConjugateGradients(Block):
-    """For positive definite matrices; d'Ad <= 0 ends it, with the best iterate until then."""
+    """Conjugate gradients, for positive definite matrices; d'Ad <= 0 ends it,
+    with the best iterate until then.
+    """
 
     def _begin(self, b: Tensor) -> None:
         self._r, self._best = b, self.x
@@ -247,7 +251,8 @@ class ConjugateGradients(Block):
 
 
 class MINRES(Block):
-    """For symmetric matrices: the least |r| in the Krylov space, by rotations of Lanczos' matrix.
+    """The minimal residual method, for symmetric matrices: the least |r| in the Krylov space, by
+    rotations of Lanczos' matrix.
 
     `size` is of the residual in the preconditioner's norm; the caller looks at the true one.
     """
@@ -321,7 +326,7 @@ class Neumann(Block):
         return {"converged": done}
 
     def spent(self, over: Number) -> dict[Status, Number]:
-        """Where the terms have grown, they add up to nothing."""
+        """The sums of terms, of which those that have grown add up to nothing."""
         return {"divergence": over & (self.size > self._first), "budget": over}
 
 

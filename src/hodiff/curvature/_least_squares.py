@@ -496,7 +496,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     def _polished(
         self, system: DampedSystem, step: DampedStep, trial: _Trial, at: _Trials, state: _State
     ) -> _Outcome | None:
-        """What comes of a step below rounding, taken while steps shorten; None: a larger one."""
+        """The result of a step below rounding, taken while steps shorten; None: a larger one."""
         least = at.rounding()
         if step.decrease > least or abs(trial.gain) > least:
             return None
@@ -532,7 +532,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
     # --- what changes
 
     def _drift(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """What of the last step is added to this one."""
+        """The part of the last step that is added to this one."""
         changes = [self.state[tensor].get("change") for tensor in tensors]
         if not self._momentum or any(change is None for change in changes):
             return None
@@ -552,7 +552,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
 
 def _undoing(tensors: Sequence[Tensor]) -> _settings.Undo:
-    """What gives tensors their values back."""
+    """A function that gives tensors their values back."""
     before = [tensor.detach().clone() for tensor in tensors]
 
     def put_back() -> None:
@@ -641,7 +641,7 @@ class _Trials:
         return max(ROUNDING * loss, change**2, DEVIATIONS * change * math.sqrt(2 * loss / rows))
 
     def __call__(self, change: Tensor) -> _Trial:
-        """What a step leads to."""
+        """The residuals after a step."""
         self.number += 1
         leaves = [
             part.reshape(leaf.shape).to(leaf)

@@ -186,7 +186,7 @@ class ImplicitSystem:
 
 
 def told(which: Tensor) -> str:
-    """Which samples, in words; nothing, of a single one."""
+    """The samples concerned, in words; nothing, of a single one."""
     if which.ndim == 0 or which.numel() == 1:
         return ""
     numbers = which.nonzero().squeeze(-1).tolist()
@@ -226,7 +226,7 @@ class Chain:
 
 
 class Scale:
-    """How large the right-hand sides are that a reverse pass meets one after the other.
+    """The sizes of the right-hand sides that a reverse pass meets one after the other.
 
     What an inner link is given is, but for a new part, what the solve of the outer one left: small,
     and to be solved for relative to the whole. The same holds, from the inside out, where the pass
@@ -310,8 +310,8 @@ class _Solve(torch.autograd.Function):
 def _limited(
     system: ImplicitSystem, left: int, u: Sequence[Tensor], residual: Sequence[Tensor]
 ) -> Leaves:
-    """What a differentiable pass gives the innermost residual, itself differentiable so many times
-    more.
+    """A stand-in for the innermost residual in a differentiable pass, itself differentiable so many
+    times more.
 
     With nothing left, everything that the solution depends on is reached through a node that
     raises.

@@ -45,7 +45,7 @@ class OutputCurvature(NamedTuple):
 
 
 def diagonal_curvature(diagonal: Tensor | float) -> OutputCurvature:
-    """Of a loss that is a sum over entries: a diagonal."""
+    """The second derivatives of a loss that is a sum over entries: a diagonal."""
     return OutputCurvature(lambda tangents, count: [v * diagonal for v in tangents])
 
 
@@ -85,7 +85,9 @@ Loss = Callable[..., Any] | nn.Module
 
 
 def softmax_curvature(p: Tensor, scale: Tensor, classes: int) -> OutputCurvature:
-    r"""Of cross-entropy, for each position: \(s\,(\operatorname{diag} p - p p^\top)\)."""
+    r"""The second derivatives of cross-entropy, for each position:
+    \(s\,(\operatorname{diag} p - p p^\top)\).
+    """
     dims = (classes - p.ndim,)
 
     def times(tangents: Leaves, count: int | None) -> Leaves:
@@ -96,7 +98,9 @@ def softmax_curvature(p: Tensor, scale: Tensor, classes: int) -> OutputCurvature
 
 
 def pair_curvature(first: Tensor, mixed: Tensor | float, second: Tensor) -> OutputCurvature:
-    """Of two outputs that meet entry by entry: a symmetric matrix of two rows for each."""
+    """The second derivatives by two outputs that meet entry by entry:
+    a symmetric matrix of two rows for each.
+    """
 
     def times(tangents: Leaves, count: int | None) -> Leaves:
         a, b = tangents
@@ -193,7 +197,7 @@ ROUNDING = 100
 
 
 def _lines(parts: Leaves, leading: int) -> Tensor:
-    """What belongs to a sample of all outputs, as one line, in float64."""
+    """The numbers of all outputs that belong to a sample, as one line, in float64."""
     lines = [part.reshape(*part.shape[:leading], part.shape[leading:].numel()) for part in parts]
     return torch.cat(lines, -1).double()
 
@@ -272,7 +276,7 @@ def loss_at_outputs(
         return weigh(returned, batch, number)
 
     def times(tangents: Leaves, count: int | None) -> Leaves:
-        """By a second pass through the graph of the gradient."""
+        """Products by a second pass through the graph of the gradient."""
         return _reverse.products(at, gradient, tangents, count, chunk_size=count)
 
     in_place_of(loss, weighed)
@@ -388,7 +392,7 @@ def cross_entropy(loss: nn.CrossEntropyLoss, outputs: Leaves, target: Tensor) ->
         return [scores * (scored.scale() > 0)]
 
     def times(tangents: Leaves, count: int | None) -> Leaves:
-        """Piece by piece, from the logits: nothing else of their size is kept."""
+        """Products by a second pass through the graph of the gradient."""
         if count is None:
             return [scored.times(tangents[0])]
         return [torch.stack([scored.times(tangent) for tangent in tangents[0]])]
@@ -401,7 +405,7 @@ def cross_entropy(loss: nn.CrossEntropyLoss, outputs: Leaves, target: Tensor) ->
 
 
 def _counted(loss: nn.CrossEntropyLoss, z: Tensor, target: Tensor, classes: int) -> float:
-    """What `reduction="mean"` divides by."""
+    """The number by which `reduction="mean"` divides."""
     if target.is_floating_point():
         check_shapes(z, target)
         return float(z.numel() // z.shape[classes])

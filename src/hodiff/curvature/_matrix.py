@@ -130,7 +130,9 @@ class MatrixOperator(LinearOperator):
             return (matrix @ rows.movedim(0, -1)).movedim(-1, 0)
 
     def _times_some(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """As for any operator; but where few matrices are asked for, the others are not read."""
+        """Products as for any operator; but where few matrices are asked for,
+        the others are not read.
+        """
         batch, count = self._space.batch, self._space.batch.numel()
         places, inside = (numbers % count).unique(return_inverse=True)
         if 4 * len(places) > count:

@@ -50,7 +50,7 @@ def _machine() -> int:
 
 
 def _container(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """What the limit of a container leaves."""
+    """The memory that the limit of a container leaves."""
     if not (group / "memory.max").exists():
         return 1 << 62
     try:

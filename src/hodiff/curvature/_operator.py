@@ -105,7 +105,7 @@ class LinearOperator(_arguments.Unlike):
 
     @abstractmethod
     def _about(self) -> str:
-        """What `repr` says beside class, size and dtype."""
+        """The text of `repr` beside class, size and dtype."""
 
     # --- what a class has from the operators that it is made of, unless it knows better
 
@@ -134,7 +134,7 @@ class LinearOperator(_arguments.Unlike):
         return 0.5 * (self + self.T) if self._turns else self
 
     def _chunk(self, count: int) -> int:
-        """How many of `count` vectors one product should take."""
+        """The number of vectors, of `count`, that one product should take."""
         return min([part._chunk(count) for part in self._made_of], default=count)
 
     def _blocked(self, chosen: list[int]) -> LinearOperator:
@@ -143,14 +143,14 @@ class LinearOperator(_arguments.Unlike):
 
     @property
     def _live(self) -> str:
-        """What of it requires grad, in words (see `say_detached`)."""
+        """The parts that require grad, in words (see `say_detached`)."""
         for part in self._made_of:
             if part._live:
                 return part._live
         return self._own
 
     def _thin(self) -> Thin | None:
-        """As a sum of matrices M'M and a multiple of the identity, if it is one."""
+        """The operator as a sum of matrices M'M and a multiple of the identity, if it is one."""
         return None
 
     def _squares(self, most: int) -> tuple[Tensor, int] | None:
@@ -170,12 +170,14 @@ class LinearOperator(_arguments.Unlike):
         return None
 
     def _by_rows(self, most: int) -> ThinMatrix | None:
-        """By all rows of M, where these are known and cost less than so many products."""
+        """The operator by all rows of M, where these are known and cost less than
+        so many products.
+        """
         thin = self._thin()
         return None if thin is None else thin.matrix(self.shape[-1], most)
 
     def _raise_on_all_ranks(self) -> AbstractContextManager[None]:
-        """What one process raises in here, all of those that share the data raise."""
+        """A context whose errors in one process are raised in all of those that share the data."""
         return nullcontext() if self._group_sum is None else self._group_sum.raise_on_all_ranks()
 
     def _recorded(self, parts: Leaves, count: int) -> Leaves:
@@ -227,7 +229,7 @@ class LinearOperator(_arguments.Unlike):
 
     @property
     def device(self) -> torch.device:
-        """Where the vectors live."""
+        """The device of the vectors."""
         return self._domain.device
 
     def _facts(self) -> dict[str, str]:
@@ -373,16 +375,18 @@ class LinearOperator(_arguments.Unlike):
         whose spelling need not be recognized.
         """
         with self._raise_on_all_ranks():
-            product = self._product(self._domain.split(flat), None)
-            return constant(self._range.join(product, None))
+            product = self._range.join(self._product(self._domain.split(flat), None), None)
+            _call.refuse_tangent(product, MADE_OF)
+            return product
 
     def _times_rows(self, rows: Tensor) -> Tensor:
         """The products with several, as rows."""
         if len(rows) == 1:
             return self._times(rows[0])[None]
         with self._raise_on_all_ranks():
-            products = self._stacked(self._domain.split(rows))
-            return constant(self._range.join(products, len(rows)))
+            products = self._range.join(self._stacked(self._domain.split(rows)), len(rows))
+            _call.refuse_tangent(products, MADE_OF)
+            return products
 
     def _times_some(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """The products of systems with these numbers, by vector and then by place in the batch."""
@@ -404,8 +408,8 @@ class LinearOperator(_arguments.Unlike):
 
     @property
     def products(self) -> int:
-        """How many products with a single vector have been computed, those of its transpose and its
-        blocks among them.
+        """The number of products with a single vector computed so far, those of its transpose and
+        its blocks among them.
 
         In all threads. A pass for rows (see `hodiff.GaussNewtonOperator`) counts as one.
         """
@@ -525,7 +529,7 @@ class LinearOperator(_arguments.Unlike):
         )
 
     def _instead(self, name: str) -> str:
-        """What to write for a name of other libraries."""
+        """The spelling to use for a name of other libraries."""
         if name == "matvec":  # SciPy asks for it by `hasattr`, which would hide the words
             self.__array__()
         return WRITTEN.get(
@@ -668,9 +672,12 @@ def normal(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
+MADE_OF = "what the operator is made of"
+
+
 def constant(product: Tensor) -> Tensor:
     """A product that counts as a constant in what follows from it: it carries no tangent."""
-    _call.refuse_tangent(product, "what the operator is made of")
+    _call.refuse_tangent(product, MADE_OF)
     return product
 
 
@@ -972,8 +979,8 @@ class BlockOperator(ComposedOperator):
 
 
 def _structured(first: Space, second: Space) -> Space:
-    """Of two spaces of one size that with more structure:
-    vectors beside a flat matrix are those of the point.
+    """The one of two spaces of one size that has more structure: vectors beside a flat matrix are
+    those of the point.
     """
     return second if first.flat and first.size == second.size else first
 
@@ -1011,8 +1018,8 @@ WAYS = {
 
 
 def say_detached(name: str, live: str) -> None:
-    """Of a result that is made detached: raise inside the `f` of another hodiff call; warn where it
-    should not be.
+    """Raise for a detached result inside the `f` of another hodiff call; warn where it should not
+    be detached.
 
     The warning is given once for each line of the caller's, by Python's own rule.
 

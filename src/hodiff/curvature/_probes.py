@@ -1,4 +1,4 @@
-"""What estimators share: their random vectors, their checks, who looks on while they loop."""
+"""The common part of estimators: random vectors, checks, who looks on while they loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RandomVectors:
         *,
         live: bool = False,
     ) -> None:
-        """With `live`, the caller's own keep their graph."""
+        """Draw the vectors; with `live`, the caller's own keep their graph."""
         _arguments.check_integer(samples, "samples", least=1)
         _arguments.check_option(probes, _arguments.Probes, "probes")
         _vectors.check_generator(generator)
@@ -82,7 +82,7 @@ class RandomVectors:
 
 
 def source(operator: LinearOperator, generator: torch.Generator | None) -> torch.Generator | None:
-    """Where to draw from: of several processes that share the data all draw the same."""
+    """The generator to draw from: of several processes that share the data all draw the same."""
     group_sum = operator._group_sum
     return (
         generator
@@ -265,12 +265,14 @@ def all_reached(met: bool | Tensor | None) -> bool:
 
 
 def default_rtol(dtype: torch.dtype) -> float:
-    """What products of this precision allow residuals to reach."""
+    """The residual that products of this precision can reach."""
     return {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2}.get(dtype, 5e-2)
 
 
 def kept_vectors(size: int, *, least: int) -> int:
-    """How many vectors a basis keeps before a restart: as many as 8 MiB hold, at most 300."""
+    """The number of vectors that a basis keeps before a restart: as many as 8 MiB hold,
+    at most 300.
+    """
     return max(least, min(_reverse.CHUNK_BYTES // (32 * size), 300))
 
 

@@ -72,8 +72,8 @@ class ProcessGroupSum:
 
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """What one rank raises in here, all raise: that one its own error,
-        the others one that names it.
+        """A context whose errors on one rank are raised by all: that one its own,
+        by the others one that names it.
         """
         self._in_one_thread()
         if self._inside:
@@ -139,7 +139,7 @@ class ProcessGroupSum:
     # --- what travels
 
     def _greet(self) -> None:
-        """Once: raise where the ranks' points differ, for then the sizes of the buffers would."""
+        """Raise, once, where the ranks' points differ, for then the sizes of the buffers would."""
         if self._greeted:
             return
         threads = torch.get_num_threads()
@@ -197,7 +197,7 @@ class ProcessGroupSum:
         )
 
     def _all_of(self, mine: Any) -> list[Any]:
-        """What each rank gives."""
+        """The values given by each rank."""
         given: list[Any] = [None] * self.world
         with self._exchanging(), torch.accelerator.device_index(self._device.index):
             torch.distributed.all_gather_object(given, mine, group=self._group)
@@ -391,7 +391,7 @@ LENGTH = 5
 
 
 class RankStatus(NamedTuple):
-    """What each rank says of itself at each step.
+    """The report of each rank on itself at each step.
 
     Attributes:
         step: The step.
@@ -431,7 +431,7 @@ class Digest:
         self._factors = torch.empty(0, dtype=torch.int32, device=device)
 
     def __call__(self, parts: Sequence[Tensor], count: int | None = None) -> int:
-        """Of the parts of one vector, or of so many stacked ones."""
+        """A digest of the parts of one vector, or of so many stacked ones."""
         rows = 1 if count is None else count
         total, at = torch.zeros(rows, dtype=torch.int32, device=self._device), 0
         words = [_words(part.detach(), rows) for part in parts]

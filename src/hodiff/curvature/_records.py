@@ -1,4 +1,4 @@
-"""What estimators return: small frozen records, printed in a line, a table or a picture."""
+"""The results of estimators: small frozen records, printed in a line, a table or a picture."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Shown(NoNumber):
 
     @abstractmethod
     def _facts(self) -> dict[str, str]:
-        """What is shown, by the heading that it has in a table; short."""
+        """The facts to show, by their headings in a table; short."""
 
     @property
     @abstractmethod
     def message(self) -> str:
-        """How it went, in a sentence."""
+        """The outcome, in a sentence."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._facts().values())})"
@@ -45,7 +45,7 @@ class Shown(NoNumber):
 
 
 def _bare(text: str, heading: str) -> str:
-    """What is shown, without the heading that stands before it."""
+    """The text of a fact, without the heading that stands before it."""
     return (
         text.removeprefix(f"{heading} ")
         .removesuffix(f" {heading}")
@@ -108,7 +108,7 @@ def _outcome(converged: bool | Tensor | None, unasked: str) -> str:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _Estimate(Shown):
-    """What records of random estimates hold and say, with their standard errors."""
+    """The common part of records of random estimates, with their standard errors."""
 
     value: Any
     stderr: Any
@@ -128,7 +128,7 @@ class _Estimate(Shown):
 
     @property
     def message(self) -> str:
-        """How it went, in a sentence."""
+        """The outcome, in a sentence."""
         errors = None if self.stderr is None else flat(self.stderr)
         if errors is None or not bool(errors.any()):
             return _without_error(errors, self.products)
@@ -222,7 +222,7 @@ class EigenRecord(Shown):
 
     @property
     def message(self) -> str:
-        """How it went, in a sentence."""
+        """The outcome, in a sentence."""
         text = f"{plural(len(self.value), 'eigenvalue')}, {plural(self.products, 'product')}"
         return (
             f"{text}: the largest residual is {number(self.residual.max())}, "
@@ -288,7 +288,7 @@ class DensityRecord(Shown):
 
     @property
     def message(self) -> str:
-        """How it went, in a sentence."""
+        """The outcome, in a sentence."""
         if self.exact:
             return (
                 f"Exact: all {self.nodes.numel()} eigenvalues, "
@@ -353,7 +353,7 @@ class SolveRecord(Shown, Generic[V]):
 
     @property
     def message(self) -> str:
-        """How it went, in a sentence."""
+        """The outcome, in a sentence."""
         why = {
             "converged": "within the tolerance",
             "negative curvature": "where negative curvature was met: the operator is not positive "
@@ -370,7 +370,7 @@ class SolveRecord(Shown, Generic[V]):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class LeastSquaresRecord(Shown):
-    """What one step of `LevenbergMarquardt` did.
+    """The outcome of one step of `LevenbergMarquardt`.
 
     Attributes:
         value: The loss before, half the sum of the squares.
@@ -446,8 +446,8 @@ class LeastSquaresRecord(Shown):
         return self.covariance(absolute_sigma=absolute_sigma).diagonal().sqrt()
 
     def leverages(self) -> Tensor:
-        r"""How far each residual determines its own fit, \((J (J^\top J)^{-1} J^\top)_{ii}\),
-        `(N,)`.
+        r"""The leverage of each residual, the share in which it determines its own fit, \((J
+        (J^\top J)^{-1} J^\top)_{ii}\), `(N,)`.
 
         From 0 to 1, with the sum D. Raises as `covariance`.
         """
@@ -485,7 +485,7 @@ class LeastSquaresRecord(Shown):
 
     @property
     def message(self) -> str:
-        """How it went, in a sentence."""
+        """The outcome, in a sentence."""
         if self.converged:
             return (
                 f"Converged: the loss is {number(self.value)}, and no step lowers it by more than "
@@ -503,7 +503,7 @@ class LeastSquaresRecord(Shown):
 
 
 def _without_error(error: Tensor | None, products: int) -> str:
-    """What is said of an estimate of one vector (whose error is unknown), or of all."""
+    """The words for an estimate of one vector (whose error is unknown), or of all."""
     if error is None:
         return f"One vector, {plural(products, 'product')}: the error is unknown."
     return f"Exact, by {plural(products, 'product')}."

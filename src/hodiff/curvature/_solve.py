@@ -265,13 +265,13 @@ def _linked(
 
 
 def _by_matrix_when(
-    operator: LinearOperator, soon: int, *, small: bool, restarts: bool
+    operator: LinearOperator, soon: int, small: bool, whole: bool, restart: int | None
 ) -> tuple[bool, bool, int]:
     """Whether a system is solved by its matrix at once, or later, after so many products."""
     if operator._domain.batch:
-        dear = small and _is_dear(operator)
-        return small and not dear, dear, SOON if dear else soon
-    later = small and not restarts
+        dear = whole and _is_dear(operator)
+        return whole and not dear, dear, SOON if dear else soon
+    later = small and restart is None
     return False, later, SOON if later and operator.shape[-1] > DENSE else soon
 
 
@@ -313,10 +313,10 @@ def attempt(
     product = _rounded(operator, "" if preconditioner is None else _OF_TWO, float(damping))
     plain = start is None and preconditioner is None
     most = 4 * DENSE if method == "gmres" and restart is None else DENSE
-    small = plain and operator.shape[-1] <= min(most, limit - SOON)
-    small = small and bool(operator._domain.batch or most > DENSE or not soon)
-    small = small and (not operator._domain.batch or (iterations is None and callback is None))
-    dense, later, soon = _by_matrix_when(operator, soon, small=small, restarts=restart is not None)
+    small = plain and bool(operator._domain.batch or most > DENSE or not soon)
+    small = small and operator.shape[-1] <= min(most, limit - SOON)
+    whole = small and iterations is None and callback is None
+    dense, later, soon = _by_matrix_when(operator, soon, small, whole, restart)
     product = Measured(product, sides.units) if plain and not dense else product
     make, room = _method(method, operator, restart, scale)
     systems = Systems(product, inverse, torch.finfo(operator.dtype).eps, float(scale), room)
@@ -381,7 +381,7 @@ class Sides:
         self.sizes = [size or 1.0 for size in self.lengths]
 
     def beginning(self, start: Any) -> Tensor:
-        """Where to begin, in the same units; at zero, where the right-hand side is."""
+        """The start, in the same units; at zero, where the right-hand side is."""
         rows, given, _ = _parsed(self._operator, start, "start")
         if given.number != self._given.number:
             raise InputError(
@@ -512,7 +512,7 @@ _OF_TWO = (
 
 
 def _rounded(operator: LinearOperator, why: str, damping: float = 0.0) -> Product:
-    """Its product with rows of the precision of sums; it rounds as the operator does.
+    """The operator's product with rows of the precision of sums; it rounds as the operator does.
 
     `why` it may not be finite.
     """
@@ -539,7 +539,7 @@ class Measured:
     """
 
     def __init__(self, product: Product, units: list[float]) -> None:
-        """With the units of systems, all 1, to be changed."""
+        """Measure a product, with the units of systems, all 1, to be changed."""
         self._product = product
         self._units = units
         self._known = self._plain = False
@@ -659,7 +659,7 @@ def _by_rows(
 def _limit(
     operator: LinearOperator, method: Method, rtol: Any, products: Any, iterations: Any
 ) -> int:
-    """How many products, or steps, there may be."""
+    """The most products, or steps, that there may be."""
     if iterations is None:
         if method == "neumann":
             raise InputError(
@@ -700,7 +700,9 @@ def stepped(
     steps: int,
     method: Method,
 ) -> Solutions:
-    """So many steps from x; the residuals are the method's own, where it has them."""
+    """The solutions after so many steps from x; the residuals are the method's own,
+    where it has them.
+    """
     end, r, at = _begun(systems.product, sides, x, [systems.eps] * sides.count)
     if not at:
         return end

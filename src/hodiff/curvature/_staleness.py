@@ -50,9 +50,10 @@ class Modules:
 def _assembly(module: nn.Module) -> tuple[Any, ...]:
     return (
         module.training,
-        module.__dict__.get("forward"),
-        len(module._forward_pre_hooks),
-        len(module._forward_hooks),
+        module.forward,
+        *module._forward_pre_hooks,
+        None,  # ends the ones
+        *module._forward_hooks,
         *map(id, module._parameters.values()),
         *map(id, module._modules.values()),
     )
@@ -106,7 +107,9 @@ class Values:
         self.closed_over.check()
 
     def _now(self) -> list[tuple[int, int]]:
-        """How often PyTorch has seen each tensor change, and where its memory is."""
+        """The number of changes of each tensor that PyTorch has seen,
+        and the place of its memory.
+        """
         return [
             (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
             for tensor in self._tensors
@@ -129,8 +132,8 @@ _EMPTY = CellType()
 
 
 def variables(f: Any, *, assigned: bool = False) -> dict[str, tuple[Any, str, Any]]:
-    """What a function reads besides its arguments, by name: the cell or the dict that has it, its
-    key there, its value.
+    """The variables that a function reads besides its arguments, by name: the cell or the dict that
+    has it, its key there, its value.
 
     Its closure, the globals and the attributes of its own object that its code names, and what a
     `functools.partial` holds; what it assigns itself only if `assigned`.
@@ -180,8 +183,8 @@ def _names(code: CodeType, *, assigned: bool) -> dict[str, set[str]]:
 
 
 class ClosedOver:
-    """What functions read besides their arguments: which objects, and how often each tensor had
-    been written into.
+    """The values that functions read besides their arguments: their identity, and how often each
+    tensor had been written into.
 
     A module counts with its parameters and buffers, unless it belongs to the point.
     """
@@ -226,7 +229,9 @@ class ClosedOver:
             _refuse([*dict.fromkeys(names)], "what the function reads besides its arguments has")
 
     def _changed(self) -> dict[Any, str]:
-        """What is another now, with the names of variables; one that was deleted is as it was."""
+        """The values that are others now, with the names of variables;
+        one that was deleted is as it was.
+        """
         changed: dict[Any, str] = {}
         for name, (holder, key, value) in self._places.items():
             now = value

@@ -68,7 +68,7 @@ class Thin(NamedTuple):
 
 
 def _most(columns: int, products: int, samples: int) -> int:
-    """How many rows of each sample are few enough."""
+    """The most rows of each sample that are few enough."""
     room, cost, samples = min(columns // 2, ROWS), WORTH * products, max(1, samples)
     return min(NUMBERS, products, room // samples, math.isqrt(cost // samples))
 
@@ -82,7 +82,7 @@ class ThinMatrix:
     """
 
     def __init__(self, rows: Stack, scales: Sequence[float], shift: float) -> None:
-        """Of rows in factors, those of each part times a number."""
+        """Make the matrix of rows in factors, those of each part times a number."""
         self._rows, self.shift = rows, shift
         with _settings.autocast(rows.like.device.type):
             gram = rows.gram().double()
@@ -113,7 +113,7 @@ class ThinMatrix:
         return x if right and bool(x.isfinite().all()) else None
 
     def largest(self, k: int) -> tuple[Tensor, Tensor] | None:
-        """So many of the largest eigenvalues and their vectors, as rows; None where M has fewer."""
+        """The largest eigenvalues, so many, and their vectors, as rows; None where M has fewer."""
         values, vectors = torch.linalg.eigh(self.gram.to(self._rows.like))
         noise = 100 * torch.finfo(values.dtype).eps * values[-1]
         if k > len(values) or not bool(values[-k] > noise):

@@ -339,9 +339,9 @@ def test_a_pass_in_a_thread_of_the_engine_s_has_the_modules_of_the_one_that_wait
 
 
 def joined(job):
-    thread = threading.Thread(target=job)
+    thread = threading.Thread(target=job, daemon=True)
     thread.start()
-    thread.join()
+    thread.join(None)  # without a limit: that is what is told
 
 
 def submitted(job):
@@ -395,8 +395,8 @@ def test_a_function_that_waits_for_a_while_only(monkeypatch):
             wait(thread)
         return model(torch.ones(1, 2)).sum()
 
-    others = threading.Thread(target=time.sleep, args=(0.2,))
-    waits = [lambda t: t.join(0.2), lambda t: time.sleep(0.2), lambda t: others.join()]
+    others = threading.Thread(target=time.sleep, args=(0.2,), daemon=True)
+    waits = [lambda t: t.join(0.2), lambda t: time.sleep(0.2), lambda t: others.join(None)]
     others.start()
     for wait in waits:
         [[gradient, *_]] = in_threads(lambda wait=wait: [*hodiff.grad(f, model, args=(wait,)).values()], seconds=30)
