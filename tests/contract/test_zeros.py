@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
-from hodiff._core import _refusals
+from hodiff._core import _nodes, _refusals
 
 DOUBLE = {"dtype": torch.float64}
 X = torch.tensor([[0.3, -0.7], [1.1, 0.4], [-0.9, 0.2]], **DOUBLE)
@@ -144,8 +144,8 @@ def test_nothing_is_looked_at_inside_of_another_call() -> None:
 
 def test_the_graph_is_walked_once_for_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
     walks = []
-    operations = _refusals.operations
-    monkeypatch.setattr(_refusals, "operations", lambda tensors: walks.append(1) or operations(tensors))
+    operations = _nodes.Survey.operations
+    monkeypatch.setattr(_nodes.Survey, "operations", lambda survey: walks.append(1) or operations(survey))
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     x = torch.randn(3)
     with pytest.warns(hodiff.HodiffWarning, match="relu has none"):

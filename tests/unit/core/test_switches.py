@@ -8,7 +8,7 @@ import torch
 from torch.overrides import BaseTorchFunctionMode
 
 import hodiff
-from hodiff._core import _call, _hooks, _kernels, _locks, _settings
+from hodiff._core import _call, _hooks, _kernels, _locks, _settings, _versions
 from hodiff._core._call import call
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._settings import Counted
@@ -224,7 +224,7 @@ def test_what_restores_the_hook_of_modules_is_known_before_it_is_there(monkeypat
             raise KeyboardInterrupt("as it returns")
 
     hooks, undo = Interrupted(), []
-    monkeypatch.setattr(torch.nn.modules.module, "_global_forward_pre_hooks", hooks)
+    monkeypatch.setattr(_versions, "before_modules", hooks)
     with pytest.raises(KeyboardInterrupt, match="as it returns"):
         _hooks.watch_modules.enter(undo)
     assert len(hooks) == 1
