@@ -189,7 +189,8 @@ class DiagonalRecord(_Estimate):
         error = "no error known"
         if self.stderr is not None and flat(self.stderr).numel():
             error = f"± {number(flat(self.stderr).max())} at most"
-        return {"value": shape(self.value), "error": error, "by": self.route, **self._taken()}
+        by = f"by {self.route}"
+        return {"value": shape(self.value), "error": error, "by": by, **self._taken()}
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -61,7 +61,7 @@ CASES = {
     ),
     "diagonal": (
         lambda: hodiff.diagonal(A, samples=4, generator=generator()),
-        r"DiagonalRecord\(300, ± 0 at most, 4 products, no tolerance asked\)",
+        r"DiagonalRecord\(300, ± 0 at most, by vectors, 4 products, no tolerance asked\)",
         "Exact, by 4 products.",
     ),
     "eigsh": (
