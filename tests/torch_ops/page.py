@@ -10,7 +10,7 @@ from tests.torch_ops.results import kind
 from tests.torch_ops.routes import ROUTES
 
 PAGE = ROOT / "docs" / "explain" / "operations.md"
-DATA = ROOT / "docs" / "assets" / "operations.js"
+DATA = ROOT / "docs" / "assets" / "operations.json"
 WORDS = {
     "right": "right",
     "refused": "refused",
@@ -21,24 +21,6 @@ WORDS = {
     "raises": "an error of PyTorch's",
     "wrong": "WRONG",
 }
-DATA_HEAD = """\
-// Written by `python -m tests.torch_ops --publish` from the stored results.
-((rows) => {
-  const box = document.getElementById("operation");
-  const list = document.getElementById("operations");
-  const item = (kind, text) => Object.assign(document.createElement(kind), {textContent: text});
-  box.addEventListener("input", () => {
-    const sought = box.value.trim().toLowerCase();
-    const found = sought ? rows.filter(([name]) => name.toLowerCase().includes(sought)) : [];
-    list.replaceChildren(...found.slice(0, 10).flatMap(([name, verdicts]) => [
-      item("dt", name),
-      ...verdicts.map(([verdict, routes]) => item("dd", `${verdict}: ${routes}`)),
-    ]));
-    if (found.length > 10) list.append(item("dt", `and ${found.length - 10} more`));
-  });
-})([
-"""
-
 HEAD = """\
 # Every operation, every order
 
@@ -201,7 +183,7 @@ def data() -> str:
                 routes[said].append(route.name.replace("`", ""))
         if routes and any(found["samples"] != "0" for found in each.values()):
             lines.append(json.dumps([name, [[said, ", ".join(names)] for said, names in routes.items()]]))
-    return DATA_HEAD + ",\n".join(lines) + "\n]);\n"
+    return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
 def _error(verdict: str) -> str:
