@@ -7,8 +7,8 @@ modules that are called twice, and derivatives inside of `f` are more positions.
 
 Nothing is taken on trust. At every call one pass with a random weight w for each sample must give g
 times the weight of one sample at each position: so it is known to whom a position belongs, and that
-samples do not mix. And J'w as it follows from the factors must be what that pass gives. A parameter
-of which this is not so is *missing*.
+samples do not mix. And J'w as it follows from the factors must be what that pass gives, between two
+random pairs of vectors. A parameter of which this is not so is *missing*.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from hodiff._core._call import tangents
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 
-SAMPLES, FORMULA = 100, 10_000
-"""How far two results may be apart, in units of rounding: by samples, and of sums over them."""
+ROUNDING = 100
+"""Units of rounding by which two results may differ."""
+
+FORMS = 2
+"""Pairs of random vectors between which a sum is compared: one may be unlucky."""
 
 ROUNDS = 6
 """Passes to find out which operations have a result for each sample."""
@@ -145,6 +148,10 @@ class Outer:
         """Each row times a vector of the parameter's shape, `(N, K)`."""
         return (self.left * (self.right @ vector.reshape(-1, self.width).T)).sum((2, 3))
 
+    def forms(self, one: Tensor, other: Tensor) -> Tensor:
+        """Each position's matrix between vectors, `(O, r)` and `(I, r)`: `(N, K, T, r)`."""
+        return (self.left @ one) * self._right_by(other)
+
     def gram(self, other: Outer | None = None) -> Tensor:
         """The products of all rows with each other, `(N, K, N, K)`, or with others'."""
         one, two = self, self if other is None else other
@@ -206,6 +213,13 @@ class Outer:
         """The products of the right sides of one row, `(N, K, T, T)`."""
         return self.right @ self.right.mT
 
+    def matrix(self, entries: Tensor) -> Tensor:
+        """A tensor of the parameter's shape, `(O, I)`."""
+        return entries.reshape(self.left.shape[-1], self.width)
+
+    def _right_by(self, vectors: Tensor) -> Tensor:
+        return self.right @ vectors
+
     def _turned(self) -> Tensor:
         return self.right.movedim(2, 0).contiguous()
 
@@ -238,6 +252,12 @@ class Indexed(Outer):
 
     def _alike(self) -> Tensor:
         return (self.right.unsqueeze(3) == self.right.unsqueeze(2)).to(self.left)
+
+    def matrix(self, entries: Tensor) -> Tensor:
+        return entries.mT
+
+    def _right_by(self, vectors: Tensor) -> Tensor:
+        return vectors[self.right]
 
     def _turned(self) -> Tensor:
         return self.right[:, 0].T
@@ -687,7 +707,10 @@ class _Reading:
                 if not is_fault(error):
                     raise
         rows = [one(*each) for each in zip(*seeds, strict=True)]
-        return [torch.stack(column) for column in zip(*rows, strict=True)]
+        return [
+            torch.stack(column) if len(column) > 1 else column[0].unsqueeze(0)
+            for column in zip(*rows, strict=True)
+        ]
 
     # --- rows
 
@@ -733,19 +756,24 @@ class _Reading:
         return Outer.of(rows.unsqueeze(0), leaf.shape)
 
     def _is_right(self, rows: Outer, expected: Tensor) -> bool:
-        """Whether the weighed sum of the rows is what the pass gives.
+        """Whether the weighed sum S of the rows is what the pass gives, by a'S b of random a and b.
 
-        It may be nothing but rounding: a bias of attention's keys changes nothing, and its
-        derivatives at all positions cancel.
+        Their unit is that of the parts: a bias of attention's keys changes nothing, and its
+        derivatives at all positions sum to rounding.
+
+        Reference:
+            Freivalds, R. (1977). Probabilistic machines can use less running time. IFIP Congress.
         """
-        result = rows.pull(self._weights).flatten()
-        if result.dtype != expected.dtype:
+        if rows.left.dtype != expected.dtype:
             return False
-        expected = expected.flatten()
-        if _close(result, expected, expected, FORMULA):
-            return True
-        size = max((float(x.abs().amax()) for x in self._summands if x.numel()), default=0.0)
-        return _close(result, expected, torch.full_like(expected, size), SAMPLES)
+        sizes = rows.left.shape[-1], rows.width
+        chance = (_vectors.generic(FORMS * sum(sizes)) - 1.5) * 12**0.5  # of variance 1
+        one, other = chance.to(expected).view(-1, FORMS).split(sizes)
+        parts = rows.forms(one, other) * self._weights[:, :, None, None]
+        apart = parts.sum((0, 1, 2)) - (one * (rows.matrix(expected) @ other)).sum(0)
+        norms = [_norm(x) for x in (parts, expected, *self._summands)]
+        bound = ROUNDING * torch.finfo(expected.dtype).eps * math.hypot(*norms)
+        return float(apart.abs().max()) <= bound < math.inf
 
 
 def units(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -756,6 +784,10 @@ def units(outputs: Sequence[Tensor]) -> list[Tensor]:
         unit.reshape(-1, 1, *output.shape[1:]).expand(-1, *output.shape)
         for unit, output in zip(each, outputs, strict=True)
     ]
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x))
 
 
 def _place_of(g: Tensor, weighed: Tensor, weights: Tensor) -> SamplesAxis | None:
@@ -772,16 +804,16 @@ def _place_of(g: Tensor, weighed: Tensor, weights: Tensor) -> SamplesAxis | None
                 parts, own = g.reshape(numbers, *place), weighed.new_zeros(place)
                 for part, weight in zip(parts, weights.to(g).T.unsqueeze(-1), strict=True):
                     own.addcmul_(part, weight)
-                if _close(own, weighed.reshape(place), parts.abs().amax(0), SAMPLES):
+                if _close(own, weighed.reshape(place), parts.abs().amax(0)):
                     return place
         before *= size
     return None
 
 
-def _close(result: Tensor, expected: Tensor, size: Tensor, units: float) -> bool:
+def _close(result: Tensor, expected: Tensor, size: Tensor) -> bool:
     """Whether two results agree up to rounding; of three dimensions for each of the middle."""
     if not result.numel():
         return True
     dims = (0, 2) if result.ndim == 3 else (0,)
     apart, size = (result - expected).abs().amax(dims), size.reshape(result.shape).abs().amax(dims)
-    return bool((apart <= units * torch.finfo(result.dtype).eps * size).all())
+    return bool((apart <= ROUNDING * torch.finfo(result.dtype).eps * size).all())

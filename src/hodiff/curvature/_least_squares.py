@@ -56,6 +56,10 @@ SMALL = 2**20
 """Bytes of a Jacobian that are kept without asking the system how much is free."""
 NONE = 1e-30
 """Less damping than this holds no parameter back."""
+SOLVED = 1e-6
+"""The residual up to which equations are solved: where rows of J depend on each other, and damping
+is next to nothing, the step is rounding.
+"""
 
 
 _State = dict[str, Any]
@@ -433,6 +437,9 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 state["damping"] = system.damping_of(state["radius"], state["damping"], least)
             damping = state["damping"]
             step = system.step(damping, drift)
+            while system.in_samples and step.residual > SOLVED:
+                state["damping"] = damping = 10 * damping + 1e-16
+                step = system.step(damping, drift)
             trial = at(step.change)
             polished = self._polished(system, step, trial, at, state) if at.number == 1 else None
             if polished:

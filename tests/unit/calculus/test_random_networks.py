@@ -260,13 +260,12 @@ by_pairs = st.sampled_from([0, 64])
 mixed = st.tuples(st.integers(0, 5), st.sampled_from([*MIXED]), st.sampled_from([1e-8, 1e-6, 1e-3, 1.0]))
 
 
-def missing(network: Network, pairs: int, units: float = _factors.SAMPLES) -> set[int]:
+def missing(network: Network, pairs: int, units: float = _factors.ROUNDING) -> set[int]:
     """What is missing; of the rest all is right, whichever way products take."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_factors.Outer, "shortest", lambda of: of)
         patch.setattr(_factors, "POSITIONS", pairs)
-        patch.setattr(_factors, "SAMPLES", units)
-        patch.setattr(_factors, "FORMULA", max(units, _factors.FORMULA))
+        patch.setattr(_factors, "ROUNDING", units)
         factors, _, rows = factors_of(network, network.weights)
         for number, of in factors.of.items():
             compare(of, rows[number])
