@@ -290,6 +290,8 @@ def _inputs_apart(
     for node, place in met.items():
         node.replace_all_uses_with(inputs[place])
         graph.erase_node(node)
+    for name in {node.target for node in met if node.op == "get_attr"}:
+        delattr(traced, name)  # else the first call's tensors live as long as the graph
 
 
 def memories(inputs: Sequence[Any]) -> list[int]:

@@ -272,6 +272,16 @@ def test_an_operator_of_another_point_is_refused() -> None:
         hodiff.trace(H, samples=2, create_graph=True)
 
 
+def test_a_solution_keeps_the_matrix_that_it_is_of() -> None:
+    """Its backward pass solves with that also once the operator is closed."""
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=D, requires_grad=True)
+    b, expected = torch.ones(3, dtype=D, requires_grad=True), 1 / (12 * x.detach() ** 2)
+    H = hodiff.HessianOperator(lambda x: (x**4).sum(), x)
+    found = hodiff.solve(H, b, rtol=1e-12, create_graph=True).value.sum()
+    H.close()
+    agree(torch.autograd.grad(found, b)[0], expected)
+
+
 BAD = {
     "create_graph: products of a NystromOperator cannot": lambda H: hodiff.trace(
         hodiff.nystrom(hodiff.MatrixOperator(torch.ones(3)), 2, 1.0), create_graph=True

@@ -977,3 +977,36 @@ def test_of_several_functions_the_second_is_the_one_that_crosses() -> None:
     optimizer = hodiff.LevenbergMarquardt([fine, crossed], model)
     with pytest.raises(hodiff.InputError, match=r"residuals\[1\] returned shape \(5, 5\) for 5 samples"):
         optimizer.step((x, y), (x, y))
+
+
+# --- the record of a search, its bounds, and functions of the wrong signature
+
+
+def test_the_ratio_of_a_shortened_step_is_to_what_the_model_promises_of_that_length():
+    A, b = graded(12, 4, 1), torch.arange(12, dtype=D)
+    p = torch.full((4,), -1.2, dtype=D, requires_grad=True)
+    f = lambda p: (20 * A @ p).atan() - b / 4
+    r, J = f(p).detach(), hodiff.jacobian(f, p)
+    optimizer = hodiff.LevenbergMarquardt(f, p, damping=1e-9, search=True)
+    optimizer.step()
+    record, moved = optimizer.last, J @ torch.linalg.lstsq(J, -r.unsqueeze(1)).solution[:, 0]
+    promised = r @ r / 2 - (r + record.length * moved).square().sum() / 2
+    gained = (r @ r - f(p).detach().square().sum()) / 2
+    assert 0 < record.length < 1 and record.ratio == pytest.approx(float(gained / promised), rel=1e-5)
+
+
+def test_the_damping_of_a_search_does_not_fall_below_its_bound():
+    A, b = graded(12, 4, 1), torch.arange(12, dtype=D)
+    p = torch.zeros(4, dtype=D, requires_grad=True)
+    optimizer = hodiff.LevenbergMarquardt(lambda p: A @ p - b, p, damping=1e-3, search=True, min_damping=2e-4)
+    for _ in range(8):
+        optimizer.step()
+    assert optimizer.last.damping == 2e-4
+
+
+def test_a_wrong_signature_is_told_in_each_step():
+    p = torch.ones(2, dtype=D, requires_grad=True)
+    optimizer = hodiff.LevenbergMarquardt(lambda p, x, y: p - x, p)
+    for _ in range(2):
+        with pytest.raises(hodiff.InputError, match=r"residuals\[0\]"):
+            optimizer.step(torch.ones(2, dtype=D))

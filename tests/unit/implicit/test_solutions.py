@@ -943,3 +943,31 @@ def test_rounding_is_no_distance_from_a_solution_that_is_zero(solution: Any) -> 
         start[zeros] = 0
         x = solution(f, start, batch_ndim=1)
         assert relative_error(torch.autograd.grad(x.sum(), theta)[0], torch.ones(2, 3, dtype=D)) < 1e-9
+
+
+# --- without a derivative, and within tangents ------------------------------------------------------------------------
+
+
+def test_without_grad_mode_a_solution_is_checked_and_copied() -> None:
+    x = closed(THETA) * 1.1
+    with torch.no_grad():
+        with pytest.warns(ConvergenceWarning, match="x_star is not the solution"):
+            found = argmin(ridge, x, args=(THETA,))
+        with pytest.raises(InputError, match=r"F\(x\) is not finite at x_star"):
+            root(lambda x: x * math.nan, x)
+    found.zero_()
+    assert bool(x.all())
+
+
+def test_a_tolerance_of_zero_is_no_default() -> None:
+    with pytest.warns(ConvergenceWarning, match="x_star is not the solution"):
+        argmin(ridge, closed(THETA) * (1 + 1e-6), args=(THETA.clone().requires_grad_(),), gradient_tol=0.0)
+
+
+@pytest.mark.parametrize("solution", [argmin, root, fixed_point])
+def test_a_tangent_of_the_solution_is_refused(solution: Any) -> None:
+    f = (lambda x: x.square().sum()) if solution is argmin else (lambda x: x * 0.0 + x)
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(torch.zeros(2, dtype=D), torch.ones(2, dtype=D))
+        with pytest.raises(InputError, match="x_star carries a tangent"):
+            solution(f, x)

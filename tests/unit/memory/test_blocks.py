@@ -258,6 +258,18 @@ def test_a_product_by_the_models_own_checkpoints(name: str) -> None:
     assert _blocks._CALLED not in vars(_blocks._checkpointed) or not watched()
 
 
+def test_options_of_a_models_own_checkpoints_are_not_the_blocks() -> None:
+    class Options(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.before(x)
+            for layer in self.layers:
+                h = checkpoint(layer, h, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+            return self.after(h).square().mean()
+
+    model = made(Options([Layer(), Layer()]))
+    agree(hodiff.hvp(loss, model, like(model), checkpoint=True), hodiff.hvp(loss, model, like(model)))
+
+
 def watched() -> bool:
     return vars(_blocks._checkpointed)[_blocks._CALLED].__module__ == _blocks.__name__
 

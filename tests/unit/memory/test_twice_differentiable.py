@@ -838,3 +838,12 @@ def test_a_mask_that_is_learned_keeps_its_gradient(name: str) -> None:
     with hodiff.twice_differentiable():
         found = gradient(attention)
     torch.testing.assert_close(found, right)
+
+
+def test_autocast_leaves_float64_alone(closed: None) -> None:
+    q = given(1, 1, 3, 4).requires_grad_()
+    f = lambda q: block(q).square().sum()
+    expected = hodiff.hvp(f, q, torch.ones_like(q))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = hodiff.hvp(f, q, torch.ones_like(q))
+    assert found.dtype == D and relative_error(found, expected) <= 1e-12

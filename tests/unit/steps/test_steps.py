@@ -4,7 +4,9 @@ import contextlib
 import copy
 import gc
 import importlib
+import os
 import pickle
+import random
 import threading
 import warnings
 import weakref
@@ -910,3 +912,70 @@ def test_guards_that_fail_once_may_have_lost_an_exception() -> None:
     with mock.patch.object(_dynamo, "run", side_effect=hodiff.steps.Different), told:
         step(x).backward()
     assert step.report.graphs == 2 and not step.report.eager
+
+
+# --- what a call leaves -----------------------------------------------------------------------------------------------
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    net = NETS["tanh"]()
+    net[0].bias.requires_grad_(False)
+    step = hodiff.compile_step(lambda s, x: forces(s.module, x), hodiff.select(net, "2.*"), backend="replay")
+    step(torch.randn(4, 3)).backward()
+    assert [p.requires_grad for p in net.parameters()] == [True, False, True, True]
+
+
+def test_a_step_keeps_nothing_of_a_call() -> None:
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    step = hodiff.compile_step(forces, net, backend="replay", fallback="raise")
+    for _ in range(2):
+        value, gradients = step.value_and_grad(x)
+    kept = [weakref.ref(tensor) for tensor in (x, value, *gradients.values())]
+    assert value.grad_fn is None and all(g.grad_fn is None for g in gradients.values())
+    del x, value, gradients
+    gc.collect()
+    assert not any(tensor() is not None for tensor in kept)
+
+
+def test_an_attempt_to_compile_draws_no_random_numbers_of_pythons() -> None:
+    """It fails for half precision, once the loss has been traced."""
+    net, x, values = NETS["tanh"]().half(), torch.randn(4, 3).half(), []
+    loss = lambda net, x: plain(net, x) * random.random()
+    step = hodiff.compile_step(loss, net, backend="replay")
+    for each in (partial(loss, net), step):
+        random.seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            values.append(each(x).detach())
+    assert torch.equal(*values) and step.report.eager == 1
+
+
+def test_half_a_percent_that_no_rounding_explains_is_told(monkeypatch) -> None:
+    net, x = NETS["tanh"]().double(), torch.randn(4, 3, dtype=torch.float64)
+    step = hodiff.compile_step(plain, net, backend="replay")
+    eager = step._whole
+    step._whole = lambda x: 1.005 * eager(x)
+    with pytest.warns(hodiff.HodiffWarning, match="more than is taken for rounding"):
+        step(x)
+    assert step.report.eager == 1
+
+
+def test_the_aux_of_an_eager_call_is_detached() -> None:
+    def loss(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        open(os.devnull).close()
+        return plain(net, x), net(x)
+
+    step = hodiff.compile_step(loss, NETS["tanh"](), has_aux=True, backend="replay")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value, aux = step(torch.randn(4, 3))
+    assert step.report.eager == 1 and value.requires_grad and not aux.requires_grad
+
+
+def test_two_turns_are_not_none() -> None:
+    """Of a cube, where no shape tells that it was turned."""
+    net, x = nn.Linear(3, 3), torch.randn(3, 3, 3)
+    loss = lambda net, x: (net(x).transpose(0, 1).transpose(1, 2) * torch.arange(27.0).view(3, 3, 3)).square().mean()
+    step = hodiff.compile_step(loss, net, backend="replay", fallback="raise")
+    assert float(step(x).detach()) == pytest.approx(float(loss(net, x).detach()), rel=1e-5)
+    assert step.report.eager == 0
