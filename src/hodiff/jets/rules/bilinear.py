@@ -136,23 +136,6 @@ def linear(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return [F.linear(series[0], weight, bias), *each(wide, lambda c: F.linear(c, weight))]
 
 
-@first_order("linear")
-def linear_along(input: Any, weight: Any, bias: Any = None) -> Any:
-    """The sum with the bias, and with the other product, in the kernel of one product."""
-    (x, t), (w, u), (b, s) = map(value_and_tangent, (input, weight, bias))
-    if w.ndim != 2:
-        return NotImplemented
-    value = F.linear(x, w, b)
-    tangent = s if t is None else F.linear(t, w, s)
-    if u is None:
-        return value, tangent
-    if t is None:
-        return value, F.linear(x, u, s)
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    tangent = tangent.expand(value.shape).reshape(len(rows), len(w))
-    return value, torch.addmm(tangent, rows, u.T).reshape(value.shape)
-
-
 @first_order("matmul", "mm", "bmm")
 def matmul_along(a: Any, b: Any) -> Any:
     """A matrix product without a dimension for directions, which would make copies of a stack."""
