@@ -30,7 +30,6 @@ from hodiff._core._call import Call, cut
 from hodiff._core._kernels import plain_attention
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._loans import LEAF_TAG, LeafTag, memory_of, tag_of
-from hodiff._core._substitutes import ExactNorms
 from hodiff.errors import GraphError, InputError
 
 __all__ = ["OutputGraph", "Watched", "detached", "split"]
@@ -261,7 +260,9 @@ class OutputGraph:
         """Evaluate `f`, where `exact` is an order of derivatives by definitions
         that are right up to it.
         """
-        if exact:
+        if exact:  # which few calls need
+            from hodiff._core._substitutes import ExactNorms
+
             with _settings.on(ExactNorms(exact)) as norms:
                 outputs = self.context.run(self.leaves)
             self._mixes = norms.mixes_samples

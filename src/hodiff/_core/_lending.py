@@ -32,12 +32,11 @@ from hodiff._core import (
     _messages,
     _refusals,
     _settings,
-    _substitutes,
     _tree,
     _versions,
 )
 from hodiff._core._call import Call
-from hodiff._core._hooks import WATCH, WHILE_CALLS, Hooks, watch_hooks, watch_modules
+from hodiff._core._hooks import WATCH, Hooks, watch_hooks, watch_modules
 from hodiff._core._loans import (
     LEAF_TAG,
     Kept,
@@ -55,11 +54,6 @@ from hodiff._core._where import TRAINABLE, is_trainable
 from hodiff.errors import InputError
 
 __all__ = ["EvaluationContext"]
-
-WHILE_CALLS += [
-    *_substitutes.of_operators(),
-    _versions.telling_where_forward_mode_begins(_call.note_forward_mode),
-]
 
 T = TypeVar("T")
 _version, _is_cuda = attrgetter("_version"), attrgetter("is_cuda")
@@ -339,7 +333,7 @@ class EvaluationContext(_settings.Scope[Any]):
         modules have what they had.
         """
         evaluations, swapped = [context.evaluation() for context in _call.state.running], _swapped()
-        modes, begun = _settings.those_on(OURS), self.loan.at_hand()
+        modes, begun = _settings.those_on(OfCall), self.loan.at_hand()
         tags = [context.leaf_tag for context in _call.state.running]
         self.packs_blocks = self.packs_blocks or _versions.hooks_on(True) is not None
 
@@ -359,7 +353,7 @@ class EvaluationContext(_settings.Scope[Any]):
             if swapped:
                 put(swapped, undo)
             for mode in modes:
-                if mode not in _settings.those_on(OURS):
+                if mode not in _settings.those_on(OfCall):
                     _settings.push_calls(mode, undo)
 
         def again(*args: Any) -> object:
@@ -533,12 +527,16 @@ def _way_out(signature: inspect.Signature, points: Sequence[Any], args: Sequence
     return "f receives the point first, then args= and kwargs=."
 
 
-# --- tensors made in inference mode, which cannot be saved for a backward pass --------------------
+# --- modes in which `f` runs ----------------------------------------------------------------------
 
 
-class NormalTensors(TorchFunctionMode):
+class OfCall(TorchFunctionMode):
+    """A mode of ours in which `f` runs, and each part of it that runs again."""
+
+
+class NormalTensors(OfCall):
     """A context in which every operation gets ordinary copies of tensors made in inference mode
-    (outside of that mode).
+    (outside of that mode), which cannot be saved for a backward pass.
     """
 
     def __init__(self) -> None:
@@ -566,7 +564,3 @@ class NormalTensors(TorchFunctionMode):
             # the original is held, so that its id stays its own
             self._copies[id(value)] = value, value.clone()
         return self._copies[id(value)][1]
-
-
-OURS: Any = NormalTensors | _substitutes.ExactNorms
-"""The modes of ours in which `f` runs."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _near_zero, _versions
+from hodiff._core import _arguments, _versions
 from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError, HodiffWarning, printable
 
@@ -99,6 +99,19 @@ _WAYS_OUT = {
 # Nodes that carry no marker of their own, yet raise as soon as they are differentiated.
 UNMARKED = ("EmbeddingBagBackwardBackward0", *_versions.DISTANCES)
 
+DIVIDING = {
+    "SincBackward0": ("sinc", 2),
+    "SpecialI0EBackward0": ("special.i0e", 3),
+    "SpecialI1Backward0": ("special.i1", 2),
+    "SpecialI1EBackward0": ("special.i1e", 2),
+    "SpecialBesselJ0Backward0": ("special.bessel_j0", 3),
+    "SpecialBesselJ1Backward0": ("special.bessel_j1", 2),
+    "SpecialModifiedBesselI0Backward0": ("special.modified_bessel_i0", 3),
+    "SpecialModifiedBesselI1Backward0": ("special.modified_bessel_i1", 2),
+    "I0Backward0": ("special.i0", 3),
+}
+"""What divides by its argument, what it is called, and the order that is wrong near 0."""
+
 WEIGHT_NORM = "WeightNormInterfaceBackward0"
 POWER = "PowBackward1"  # of two tensors
 ZERO_POWER = "PowBackward2"  # of a number, to a tensor
@@ -123,7 +136,7 @@ WRITTEN_OUT = {
     "HardsigmoidBackward0",
     "LogcumsumexpBackward0",
     "SpecialI0EBackward0",  # for its value at 0, the mean of those on either side
-    *(node for node, (_, order) in _near_zero.NODES.items() if order == 2),
+    *(node for node, (_, order) in DIVIDING.items() if order == 2),
 }  # at second order; at third all that `_substitutes` has
 
 

@@ -4,6 +4,7 @@ and the words for them.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import threading
@@ -19,7 +20,6 @@ from hodiff._core import (
     _arguments,
     _call,
     _messages,
-    _near_zero,
     _nodes,
     _versions,
 )
@@ -30,10 +30,13 @@ __all__ = [
     "BENDS",
     "MIXING",
     "bypass",
+    "is_even",
+    "is_near",
     "judge",
     "listed",
     "of_a_block",
     "said",
+    "warn_of_near",
     "warn_of_non_finite",
     "warn_of_zeros",
 ]
@@ -266,7 +269,7 @@ def _refuse_near_zero(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
         if bool((x.abs() < torch.finfo(x.dtype).eps ** (1 / 6)).any())
     ]
     if _nodes.reaches(near, leaves):
-        name = _near_zero.NODES[type(near[0]).__name__][0]
+        name = _messages.DIVIDING[type(near[0]).__name__][0]
         raise GraphError.about(
             f"higher derivatives through PyTorch's {name} are wrong near 0 (its formula divides "
             f"by x), and an entry of its argument is closer to 0 than "
@@ -527,15 +530,16 @@ def _watch_spectrum(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> N
             spectrum.handles += [node.register_prehook(spectrum.warn)]
 
 
+def is_even(p: Any) -> bool:
+    """Whether the norm of that power is smooth where single entries are 0, and PyTorch's is not."""
+    return isinstance(p, (int, float)) and p >= 4 and p % 2 == 0 and not math.isinf(p)
+
+
 def _refuse_even_norm(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     norms = [
         (node, *_versions.norm_of(node)) for node in nodes if type(node).__name__ in _versions.NORMS
     ]
-    lost = [
-        node
-        for node, p, x in norms
-        if _near_zero.is_even(p) and p <= order and bool((x == 0).any())
-    ]
+    lost = [node for node, p, x in norms if is_even(p) and p <= order and bool((x == 0).any())]
     if _nodes.reaches(lost, leaves):
         p = _versions.norm_of(lost[0])[0]
         raise GraphError.about(
@@ -548,6 +552,32 @@ def _refuse_even_norm(order: int, nodes: list[Any], leaves: Sequence[Tensor]) ->
     _warn_of_small_roots(order, [node for node, *_ in norms], leaves)
 
 
+def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
+    """Whether a norm or a root has entries so small that few digits of such a derivative are left.
+
+    A derivative of what is smooth there, as its square is: it is made of parts that are as large as
+    the root's power 2 - order, and cancel. With `at_zero`, entries that are 0 count: PyTorch has
+    zeros there.
+    """
+    if _call.is_hidden(size) or not _versions.has_numbers(size):
+        return False
+    near = size.detach() < (torch.finfo(size.dtype).eps ** (0.75 / (order - 2)) if order > 2 else 0)
+    return bool(((near & (size != 0)) | ((size == 0) & at_zero)).any())
+
+
+def warn_of_near(order: int) -> None:
+    """Say that a derivative of that order is lost there."""
+    warnings.warn(
+        "f contains a norm, a standard deviation or a square root that is near 0. "
+        f"A derivative of order {order} has few correct digits, or none, "
+        "if f itself is smooth there, as norm(x) ** 2 is: large terms cancel. "
+        "Write x.square().sum(), or x.var() for std(x) ** 2. (If f has a kink or a cusp there, "
+        "ignore this warning.)",
+        HodiffWarning,
+        stacklevel=outside(),
+    )
+
+
 def _warn_of_small_roots(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
     """Warn of norms and roots near 0; of norms that are 0, where PyTorch's second derivative is."""
     for node in nodes:
@@ -556,9 +586,9 @@ def _warn_of_small_roots(order: int, nodes: list[Any], leaves: Sequence[Tensor])
         p, size = _versions.root_of(node)
         name = type(node).__name__
         zeros = name in _versions.DEVIATIONS or (3 <= p < torch.inf and name not in _versions.ROOTS)
-        near = size.is_floating_point() and _near_zero.is_near(order, size, at_zero=zeros)
+        near = size.is_floating_point() and is_near(order, size, at_zero=zeros)
         if near and _nodes.reaches([node], leaves):
-            return _near_zero.warn_of_near(order)
+            return warn_of_near(order)
 
 
 def _loses_part(node: Any, most: int, least: int = 0) -> bool:
@@ -730,7 +760,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
             "or write F.cross_entropy(F.linear(x, weight), target).",
         ),
     ),
-    *((node, order, _refuse_near_zero) for node, (_, order) in _near_zero.NODES.items()),
+    *((node, order, _refuse_near_zero) for node, (_, order) in _messages.DIVIDING.items()),
     *((_messages.POWER, order, partial(_refuse_power, order - 2)) for order in _ORDERS),
     *(
         (name, order, partial(_refuse_product, order))

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import repeat, starmap
@@ -47,6 +47,7 @@ __all__ = [
     "is_batched",
     "is_wrapped",
     "levels_entered",
+    "named_by_torch",
     "pass_at_hand",
     "received",
     "reduction",
@@ -359,6 +360,16 @@ _Operator: Any = type(torch.ops.aten.add.Tensor)
 def schema_of(operator: Any) -> Any:
     """The schema of an operator's arguments; None of operators that take functions."""
     return operator._schema if isinstance(operator, _Operator) else None
+
+
+def named_by_torch(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments by PyTorch's names, where they were given by those of NumPy,
+    which it takes as well.
+    """
+    return {_NUMPYS.get(name, name): value for name, value in kwargs.items()}
+
+
+_NUMPYS = {"axis": "dim", "keepdims": "keepdim"}
 
 
 KERNEL_KEY: Any = None

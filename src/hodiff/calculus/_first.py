@@ -9,14 +9,19 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _independence, _reverse, _settings, _tree
+from hodiff._core import _arguments, _reverse, _settings, _tree
 from hodiff._core._arguments import Allowed, ChunkSize, is_set
 from hodiff._core._call import call
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Space, generic
 from hodiff._core._where import Selection, Where
-from hodiff.calculus._options import BatchedOptions, ChunkedBatchedOptions, ChunkedOptions
+from hodiff.calculus._options import (
+    BatchedOptions,
+    ChunkedBatchedOptions,
+    ChunkedOptions,
+    check_samples,
+)
 
 T = TypeVar("T")
 What = Callable[..., Any] | Tensor
@@ -112,8 +117,16 @@ def grad(
         ... )
         {'a': tensor(9.), 'b': tensor(12.)}
     """
-    if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
+    if check_independence is not False:
+        check_samples(
+            check_independence,
+            f,
+            x,
+            batch_ndim=batch_ndim,
+            args=args,
+            kwargs=kwargs,
+            has_aux=has_aux,
+        )
     with OutputGraph(
         call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
@@ -198,8 +211,16 @@ def value_and_grad(
         >>> hodiff.value_and_grad(lambda x: x @ x, torch.tensor([3.0, 4.0]))
         (tensor(25.), tensor([6., 8.]))
     """
-    if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
+    if check_independence is not False:
+        check_samples(
+            check_independence,
+            f,
+            x,
+            batch_ndim=batch_ndim,
+            args=args,
+            kwargs=kwargs,
+            has_aux=has_aux,
+        )
     with OutputGraph(
         call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
@@ -360,8 +381,8 @@ def jacobian(
                 [4., 0.]])
     """
     chunk = _arguments.check_chunk_size(chunk_size)
-    if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    if check_independence is not False:
+        check_samples(check_independence, f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim)) as graph:
         outputs = graph.tensors()
         for output in outputs:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _substitutes, _tree, _versions
+from hodiff._core import _tree, _versions
 from hodiff._core._faults import is_fault
 from hodiff._core._loans import memory_of
 from hodiff.errors import HodiffError
@@ -124,7 +124,7 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     given = kwargs
     if kwargs:
         if name in RULES.known:  # segment_reduce, of which none is, has an `axis` by no other name
-            kwargs = _substitutes.named_by_torch(kwargs)
+            kwargs = _versions.named_by_torch(kwargs)
         if kwargs.get("out") is not None:
             raise NoRule(f"{name}(out=...)", "a jet cannot be written into a tensor")
         if kwargs.get("inplace") is True and RULES.known.get(f"{name}_") is None:

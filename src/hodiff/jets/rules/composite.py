@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hodiff._core import _near_zero
+from hodiff._core import _near_zero, _refusals
 from hodiff._core._substitutes import BY_DEFINITION
 from hodiff.jets import _jet
 from hodiff.jets._jet import (
@@ -66,7 +66,7 @@ def _powers(x: Any, p: Any, dims: Any, keepdim: bool) -> Any:
     """The sum of powers Σ |x|^p."""
     if p == 2:
         return x.square().sum(dims, keepdim=keepdim)
-    size = x if _near_zero.is_even(p) else torch.abs(x)
+    size = x if _refusals.is_even(p) else torch.abs(x)
     return (size if p == 1 else size**p).sum(dims, keepdim=keepdim)
 
 
