@@ -350,8 +350,8 @@ class OutputGraph:
                         f"strict=True: the result does not depend on {_refusals.listed(missing)}."
                     )
             if call.order >= 2:
-                if _refusals.BIASED.among(survey):
-                    _refusals.refuse_biased(survey, self.leaves)
+                if biased := _refusals.BIASED.among(survey):
+                    _refusals.BIAS(2, biased, self.leaves)
                 # of which nothing need be said
                 known = survey.kinds <= _nodes.UNREMARKABLE[call.order]
                 self.recorded = not known and _refusals.judge(

@@ -573,8 +573,8 @@ def _refuse_missing(
     for J v.
     """
     survey = _nodes.survey(gradients)
-    if third:
-        _refusals.refuse_third_order(survey)
+    for name, row in _refusals.THIRD.items() if third else ():
+        row(3, [*survey.named(name)], inputs)
     _refusals.refuse_without_backward(survey, inputs)
     bad = list(survey.named("NotImplemented", "Error", *_messages.UNMARKED))
     if not bad or not _nodes.reaches(bad, inputs):

@@ -173,7 +173,7 @@ def test_the_proof_disturbs_nothing_and_is_made_once(fresh: pytest.MonkeyPatch) 
 
 def test_names_of_classes_that_are_used_are_proved() -> None:
     names = {name for name, _, _ in _refusals.REMARKS}
-    names |= {*_messages.UNMARKED, *_messages.WRITTEN_OUT, *_messages.NORM_GRADIENTS, *_versions.BATCHED_WRONGLY}
+    names |= {*_messages.UNMARKED, *_messages.WRITTEN_OUT, *_refusals.THIRD, *_versions.BATCHED_WRONGLY}
     assert names <= {*_versions.GRAPHS, *_versions.NOT_TRIED, *_versions.LOOKED_AT}
 
 
