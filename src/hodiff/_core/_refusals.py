@@ -509,7 +509,7 @@ class Row(NamedTuple):
     told: Callable[[Any], object] = str
 
     def __call__(self, order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-        """Raise, or warn."""
+        """Raise, or warn, where it holds of a node that leads to a leaf."""
         met = [node for node in nodes if self.wrong(node, order)]
         if not _nodes.reaches(met, leaves):
             return
@@ -656,7 +656,7 @@ FIRST = {
 
 
 def _close(node: Any) -> float:
-    """How near 0 no digits are left of the derivatives of what divides by its argument."""
+    """The size of an argument below which derivatives of what divides by it lose all digits."""
     return torch.finfo(_versions.argument(node).dtype).eps ** (1 / 6)
 
 

@@ -409,8 +409,9 @@ def _engine_pass(
         gradients = _engine_pass(outputs, cotangents, inputs, keep=keep, build=True, device=device)
         return [part if part is None else part.detach() for part in gradients]
     try:
-        if _versions.autocasts() and torch.is_autocast_enabled(device or inputs[0].device.type):
-            with _settings.autocast(device or inputs[0].device.type):
+        device = device or inputs[0].device.type
+        if torch.is_autocast_enabled(device):
+            with _settings.autocast(device):
                 return _versions.grad(outputs, inputs, cotangents, keep=keep, build=build)
         return _versions.grad(outputs, inputs, cotangents, keep=keep, build=build)
     except (RuntimeError, NotImplementedError) as error:

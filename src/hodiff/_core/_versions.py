@@ -26,12 +26,11 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, overrides
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn.utils import parametrize, stateless
-from torch.overrides import has_torch_function
 from torch.utils import _python_dispatch, checkpoint
 
 from hodiff._core import _needed
@@ -95,7 +94,7 @@ def grad(
     # ones for samples' scalars, too
     for output, cotangent in zip(outputs, cotangents, strict=True):
         ones += [torch.ones_like(output) if cotangent is None else cotangent]
-    if has_torch_function(outputs + inputs):
+    if overrides.has_torch_function(outputs + inputs):
         return public(outputs, inputs, ones, keep=keep, build=build)
     return _run(
         outputs, tuple(ones), keep, build, inputs, allow_unreachable=True, accumulate_grad=False
@@ -148,14 +147,9 @@ forward_mode_on: Callable[[], bool] = _torch._is_fwd_grad_enabled
 """Whether tangents are carried: not in the forward of a Function."""
 set_forward_mode: Callable[[bool], None] = _torch._set_fwd_grad_enabled
 """Set whether tangents are carried."""
-multithreading_on: Callable[[], bool] = _torch._is_multithreading_enabled
-set_multithreading: Callable[[bool], None] = _torch._set_multithreading_enabled
 
 # The modes that see calls, from the outermost on; below them those that see operations.
-count_of_modes: Callable[[], int] = _torch._len_torch_function_stack
-mode_at: Callable[[int], Any] = _torch._get_function_stack_at
-pop_mode: Callable[[], Any] = _torch._pop_torch_function_stack
-push_mode: Callable[[Any], None] = _torch._push_on_torch_function_stack
+modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 count_below: Callable[[], int] = _torch._len_torch_dispatch_stack
 pop_below: Callable[[None], Any] = _torch._pop_torch_dispatch_stack
 mode_below: Callable[[], Any] = _python_dispatch._get_current_dispatch_mode
@@ -179,7 +173,6 @@ CACHE = "_cache"
 """Where, and as what, `parametrize.cached()` keeps what it has computed, for all threads."""
 forward, LEVEL = vars(forward_ad), "_current_level"
 """Where, and as what, PyTorch keeps the level of forward mode that is on; below 0 none is."""
-autocasts = _torch._is_any_autocast_enabled  # for some kind of device
 _dynamo: Any = _torch._dynamo
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -196,7 +189,7 @@ def mapped(
 
     An error may leave the batch's level on.
     """
-    if not _Batches.direct or has_torch_function(tuple(vectors)):
+    if not _Batches.direct or overrides.has_torch_function(tuple(vectors)):
         result = torch.vmap(function, randomness="same")(*vectors)
         _Batches.direct = True
         return [result] if isinstance(result, Tensor) else list(result)
@@ -209,11 +202,14 @@ def mapped(
     return whole
 
 
-levels_entered: Callable[[], int] = _functorch.get_dynamic_layer_stack_depth
-"""How many levels of `torch.func` are on."""
-
 transforms: Callable[[], Any] = _functorch.get_interpreter_stack
-"""Those, from the outermost on; None without any."""
+"""The levels of `torch.func` that are on, from the outermost on; None without any."""
+
+
+def levels_entered() -> int:
+    """The number of levels of `torch.func` that are on."""
+    return len(transforms() or ())
+
 
 is_batched: Callable[[Tensor], bool] = _functorch.is_batchedtensor
 """Whether `torch.vmap` hides a dimension of a tensor."""

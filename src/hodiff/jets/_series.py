@@ -76,7 +76,7 @@ def surroundings() -> tuple[Any, ...]:
         _versions.levels_entered(),
         _torch._get_dispatch_mode(_torch._TorchDispatchModeKey.PROXY),
         _torch._dispatch_tls_is_dispatch_key_included(torch.DispatchKey.PreDispatch),
-        _torch._is_tracing(),
+        torch.jit.is_tracing(),
     )
 
 
