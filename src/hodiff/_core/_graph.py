@@ -9,7 +9,6 @@ alone.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Collection, Container, Iterable, Sequence, Set
 from typing import Any
 
@@ -193,13 +192,11 @@ class OutputGraph:
         context.remember()
         exact = order >= 3 or context.forward_mode
         survey = failure = None
-        compiles = _versions.DYNAMO not in sys.modules
         try:
             survey = self._run(exact=order if exact else 0)
         except RuntimeError as error:
             # of a second pass by hand, where there is no second derivative
-            compiles = compiles and _versions.DYNAMO in sys.modules  # too late to switch it
-            if context.by_hand is None and not compiles:
+            if context.by_hand is None and not context.has_loaded_dynamo:
                 raise
             failure = error
         rare = _refusals.WRONG_AT_ONCE if order < 2 else _refusals.WRITTEN
@@ -208,7 +205,7 @@ class OutputGraph:
         )
         if survey is not None and self._common:
             return survey  # as nearly always
-        return self._evaluate_otherwise(survey, failure, exact=exact, compiles=compiles)
+        return self._evaluate_otherwise(survey, failure, exact=exact)
 
     def _evaluate_otherwise(
         self,
@@ -216,7 +213,6 @@ class OutputGraph:
         failure: RuntimeError | None,
         *,
         exact: bool,
-        compiles: bool,
     ) -> _nodes.Survey:
         """The outputs, or those of `f` once more,
         by routes that are right for the operations that were met.
@@ -247,7 +243,7 @@ class OutputGraph:
             plain_attention.enter(context.undo)
         elif "CudnnRnnBackward0" in names:
             _settings.no_cudnn.enter(context.undo)
-        elif failure is not None and compiles:
+        elif failure is not None and context.has_loaded_dynamo:
             _settings.eager.enter(context.undo)
         elif failure is not None:
             raise failure

@@ -435,11 +435,17 @@ class EvaluationContext(_settings.Scope[Any]):
     # --- random numbers
 
     def remember(self) -> None:
-        """Note the random state that `f` begins with, and the hooks."""
+        """Note the random state that `f` begins with, the hooks, and whether Dynamo is there."""
+        self._loaded = _versions.DYNAMO in sys.modules
         self.hooks.before = RemovableHandle.next_id
         tensors = self.call.where.tensors
         first = next(filter(_is_cuda, tensors)) if True in map(_is_cuda, tensors) else tensors[0]
         self.random = RandomState(first.device)
+
+    @property
+    def has_loaded_dynamo(self) -> bool:
+        """Whether `f` was the first to load it: that was too late to switch it off."""
+        return not self._loaded and _versions.DYNAMO in sys.modules
 
     def again(self, leaves: Sequence[Tensor]) -> Any:
         """The result of `f` when it is called once more, with the same random numbers;

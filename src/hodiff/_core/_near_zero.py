@@ -21,10 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core._refusals import is_even, is_near, warn_of_near
-
-__all__ = ["BESSEL"]
-
+from hodiff._core._refusals import is_even, warn_if_near
 
 _SINC = [(-1) ** k * math.pi ** (2 * k) / math.factorial(2 * k + 1) for k in range(10)]
 
@@ -212,8 +209,8 @@ def norm(function: Callable[..., Tensor], first: str) -> Callable[..., Tensor]:
         dims, still = tuple(range(x.ndim)) if dim is None else dim, x.detach()
         wide, size = still.abs().amax(dims, keepdim=True), still.abs().amax(dims, keepdim=keep)
         plain = (size == 0) | ~size.isfinite()
-        if x.requires_grad and is_near(order, size, at_zero=order > 1):
-            warn_of_near(order)
+        if x.requires_grad:
+            warn_if_near(order, size, at_zero=order > 1)
         total = ((x / torch.where((wide == 0) | ~wide.isfinite(), 1.0, wide)) ** p).sum(
             dims, keepdim=keep
         )

@@ -31,12 +31,11 @@ __all__ = [
     "MIXING",
     "bypass",
     "is_even",
-    "is_near",
     "judge",
     "listed",
     "of_a_block",
     "said",
-    "warn_of_near",
+    "warn_if_near",
     "warn_of_non_finite",
     "warn_of_zeros",
 ]
@@ -415,7 +414,7 @@ def is_even(p: Any) -> bool:
     return isinstance(p, (int, float)) and p >= 4 and p % 2 == 0 and not math.isinf(p)
 
 
-def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
+def _is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
     """Whether a norm or a root has entries so small that few digits of such a derivative are left.
 
     A derivative of what is smooth there, as its square is: it is made of parts that are as large as
@@ -428,31 +427,30 @@ def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
     return bool(((near & (size != 0)) | ((size == 0) & at_zero)).any())
 
 
-def warn_of_near(order: int) -> None:
-    """Say that a derivative of that order is lost there."""
-    warnings.warn(
-        "f contains a norm, a standard deviation or a square root that is near 0. "
-        f"A derivative of order {order} has few correct digits, or none, "
-        "if f itself is smooth there, as norm(x) ** 2 is: large terms cancel. "
-        "Write x.square().sum(), or x.var() for std(x) ** 2. (If f has a kink or a cusp there, "
-        "ignore this warning.)",
-        HodiffWarning,
-        stacklevel=outside(),
-    )
+NEAR = (
+    "f contains a norm, a standard deviation or a square root that is near 0. "
+    "A derivative of order {order} has few correct digits, or none, "
+    "if f itself is smooth there, as norm(x) ** 2 is: large terms cancel. "
+    "Write x.square().sum(), or x.var() for std(x) ** 2. (If f has a kink or a cusp there, "
+    "ignore this warning.)"
+)
 
 
-def _warn_of_small_roots(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    """Warn of norms and roots near 0; of norms that are 0, where PyTorch's second derivative is."""
-    known = {*_versions.NORMS, *_versions.ROOTS} - {"RenormBackward0"}
-    for node in nodes:
-        if type(node).__name__ not in known:  # of lists, or another that its name is a part of
-            continue
-        p, size = _versions.root_of(node)
-        name = type(node).__name__
-        zeros = name in _versions.DEVIATIONS or (3 <= p < torch.inf and name not in _versions.ROOTS)
-        near = size.is_floating_point() and is_near(order, size, at_zero=zeros)
-        if near and _nodes.reaches([node], leaves):
-            return warn_of_near(order)
+def warn_if_near(order: int, size: Tensor, *, at_zero: bool = False) -> None:
+    """Say that a derivative of that order is lost, where it is."""
+    if _is_near(order, size, at_zero=at_zero):
+        warnings.warn(NEAR.format(order=order), HodiffWarning, stacklevel=outside())
+
+
+def _is_small(node: Any, order: int) -> bool:
+    """Whether a norm or a root is near 0, or a norm is 0, where PyTorch's second derivative is."""
+    name = type(node).__name__
+    # of lists, or another that its name is a part of
+    if name not in {*_versions.NORMS, *_versions.ROOTS} - {"RenormBackward0"}:
+        return False
+    p, size = _versions.root_of(node)
+    zeros = name in _versions.DEVIATIONS or (3 <= p < torch.inf and name not in _versions.ROOTS)
+    return size.is_floating_point() and _is_near(order, size, at_zero=zeros)
 
 
 def _loses_part(node: Any, most: int, least: int = 0) -> bool:
@@ -599,6 +597,7 @@ POWER = Row(
     "if the power is written into a view (x[i].pow_(b)), make it a new tensor.",
     lambda node, order: _loses_part(node, order - 2),
 )
+SMALL = Row("", NEAR, _is_small)
 HIDDEN_POWER = POWER._replace(wrong=lambda node, order: _loses_part(node, order - 3, -1))
 HIDDEN_PRODUCT = Row(
     "",
@@ -756,8 +755,8 @@ REMARKS: list[tuple[str, int, Remark]] = [
         )
         for name in _versions.NORMS
     ),
-    *((name, 2, _warn_of_small_roots) for name in (*_versions.NORMS, *_versions.DEVIATIONS)),
-    *((n, 3, _warn_of_small_roots) for n in _versions.ROOTS if n not in _versions.DEVIATIONS),
+    *((name, 2, SMALL) for name in (*_versions.NORMS, *_versions.DEVIATIONS)),
+    *((name, 3, SMALL) for name in _versions.ROOTS if name not in _versions.DEVIATIONS),
     (
         "BatchNormWithUpdateBackward0",
         3,

@@ -32,7 +32,6 @@ from hodiff.errors import GraphError
 
 __all__ = [
     "CHUNK_BYTES",
-    "agree",
     "auto_chunk",
     "basis",
     "batched",
@@ -44,7 +43,6 @@ __all__ = [
     "gradient",
     "has_second_derivatives",
     "jvp",
-    "largest",
     "products",
     "search_block",
     "transposed_product",
@@ -677,30 +675,6 @@ def _copied(results: list[Tensor], memories: list[Any], taken: set[Any]) -> list
         ]
         taken |= {memory}
     return result
-
-
-def agree(result: Tensor, expected: Tensor, size: float, leaves: Sequence[Tensor] = ()) -> bool:
-    """Whether two results of that size are equal up to what batches of another size, or another
-    order, may change.
-
-    They round as the leaves do where those are coarser: float32 parameters beside float64 data.
-    Not where the size is infinite: anything would agree.
-    """
-    if not result.numel() or not math.isfinite(size):
-        return not result.numel()
-    eps = max(torch.finfo(x.dtype).eps for x in (result, expected, *leaves)) ** 0.5
-    apart = result - expected
-    # The first tells nearly always.
-    return (
-        largest(apart) <= eps * size
-        or float(apart.abs_().sub_(expected.abs(), alpha=eps).max()) <= eps * size
-    )  # NaN is not
-
-
-def largest(values: Tensor) -> float:
-    """The largest size of values, at least one of them; NaN where one is."""
-    least, most = torch.aminmax(values)
-    return max(-float(least), float(most))
 
 
 def warned_if_not_finite(

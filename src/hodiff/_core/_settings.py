@@ -33,7 +33,6 @@ from hodiff.errors import HodiffWarning
 __all__ = [
     "Counted",
     "DispatchMode",
-    "InTime",
     "Offered",
     "RandomState",
     "Scope",
@@ -41,6 +40,7 @@ __all__ = [
     "assign",
     "autocast",
     "autocast_now",
+    "carry_tangents",
     "eager",
     "grad_mode",
     "on",
@@ -372,6 +372,12 @@ def grad_mode(on: bool) -> Context:
         guard.__exit__(None, None, None)
         raise
     return guard
+
+
+def carry_tangents(undo: Undo) -> None:
+    """Let tangents be carried until it is undone."""
+    undo += [InTime(_versions.set_forward_mode, _versions.forward_mode_on())]
+    _versions.set_forward_mode(True)
 
 
 def autocast(device: str, dtype: torch.dtype | None = None, *, enabled: bool = False) -> Context:

@@ -487,5 +487,6 @@ BY_DEFINITION: dict[str, Callable[..., Any]] = {
     "cumprod": _near_zero.cumprod,
     "sinc": _near_zero.sinc,
     "det": _near_zero.det,
+    **{f"special_{name}": function for name, function in _near_zero.BESSEL.items()},
 }
 """By name, by its definition, what has a derivative of PyTorch's that is wrong at some order."""

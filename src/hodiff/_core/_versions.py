@@ -38,7 +38,6 @@ from hodiff._core._needed import NEWEST, OLDEST, RELEASE
 from hodiff.errors import HodiffError
 
 __all__ = [
-    "DYNAMO",
     "LARGEST",
     "count_below",
     "forward_mode_on",
@@ -48,10 +47,8 @@ __all__ = [
     "levels_entered",
     "named_by_torch",
     "pass_at_hand",
-    "received",
     "reduction",
     "schema_of",
-    "set_forward_mode",
     "set_grad_enabled",
     "transforms",
     "unwrapped",

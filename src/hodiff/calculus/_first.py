@@ -613,7 +613,31 @@ def _add_up(sums: list[Tensor], sizes: list[Tensor], expected: Tensor) -> bool:
     total = sums[0] if len(sums) == 1 else torch.cat(sums)
     # How large a sum would be, about, were the signs random.
     size = math.hypot(*map(float, sizes)) / max(1, expected.numel()) ** 0.5
-    return _reverse.agree(total.reshape(expected.T.shape).T, expected, size, sums)
+    return agree(total.reshape(expected.T.shape).T, expected, size, sums)
+
+
+def agree(result: Tensor, expected: Tensor, size: float, leaves: Sequence[Tensor] = ()) -> bool:
+    """Whether two results of that size are equal up to what batches of another size, or another
+    order, may change.
+
+    They round as the leaves do where those are coarser: float32 parameters beside float64 data.
+    Not where the size is infinite: anything would agree.
+    """
+    if not result.numel() or not math.isfinite(size):
+        return not result.numel()
+    eps = max(torch.finfo(x.dtype).eps for x in (result, expected, *leaves)) ** 0.5
+    apart = result - expected
+    # The first tells nearly always.
+    return (
+        largest(apart) <= eps * size
+        or float(apart.abs_().sub_(expected.abs(), alpha=eps).max()) <= eps * size
+    )  # NaN is not
+
+
+def largest(values: Tensor) -> float:
+    """The largest size of values, at least one of them; NaN where one is."""
+    least, most = torch.aminmax(values)
+    return max(-float(least), float(most))
 
 
 def joined(

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _versions
-from hodiff._core._settings import InTime, Undo
+from hodiff._core._settings import Undo, carry_tangents
 
 Series = list[Any]
 """Coefficients: tensors (or jets of an outer expansion), numbers among derivatives,
@@ -91,8 +91,7 @@ def begin(undo: Undo) -> int:
     if not numbers:
         # An interrupt may have kept them from being counted out.
         inside.rules, inside.bodies = 0, []
-        undo += [InTime(_versions.set_forward_mode, _versions.forward_mode_on())]
-        _versions.set_forward_mode(True)
+        carry_tangents(undo)
     numbers += [number]
     return number
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hodiff._core import _near_zero, _refusals
+from hodiff._core import _refusals
 from hodiff._core._substitutes import BY_DEFINITION
 from hodiff.jets import _jet
 from hodiff.jets._jet import (
@@ -211,11 +211,12 @@ def _named(func: Any, args: Any, kwargs: Any, mode: str) -> dict[str, Any]:
     return dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
 
 
-@rule("composite", "i0", *(f"special_{name}" for name in _near_zero.BESSEL))
+@rule("composite", "i0", *(name for name in BY_DEFINITION if name.startswith("special_")))
 def bessel(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Bessel functions from their series near 0, by PyTorch's derivatives elsewhere."""
     far = lambda x: _jet.wrap(fallback(expansion, func, (x,), {}), expansion)  # noqa: E731
-    return _near_zero.BESSEL[operation(func).removeprefix("special_")](*args, **kwargs, far=far)
+    name = operation(func).removeprefix("special_")
+    return BY_DEFINITION[f"special_{name}"](*args, **kwargs, far=far)
 
 
 @composite("group_norm")

@@ -60,8 +60,8 @@ def looked(root: Any, order: int, *, at_zero: bool = False) -> Any:
     while isinstance(value, _jet.Jet):
         order += value.expansion.order
         value = value.series[0]
-    if order > 2 - at_zero and value.is_cpu and _refusals.is_near(order, value, at_zero=at_zero):
-        _refusals.warn_of_near(order)
+    if order > 2 - at_zero and value.is_cpu:
+        _refusals.warn_if_near(order, value, at_zero=at_zero)
     return root
 
 
