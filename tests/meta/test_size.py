@@ -46,9 +46,9 @@ ROOMS_OF_THEIR_OWN = ("steps", "memory", "curvature", "graph")
 LONGEST_BODY = 45
 IMPORTED_ONCE = 8  # 7 before rows in factors, which know nothing of losses or batches
 PRIVATE_NAMES = {
-    "_core._versions": 58,
+    "_core._versions": 54,
     "graph._saved": 5,
-    "jets._series": 4,
+    "jets._series": 3,
     "memory._chunked": 6,
     "steps._backends": 14,
     "steps._dynamo": 8,

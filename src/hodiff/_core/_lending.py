@@ -426,7 +426,7 @@ class EvaluationContext(_settings.Scope[Any]):
             mark = tag_of(watched[changed])
             raise _refusals.changed_in_place(self.call.where.names[mark[1] if mark else 0])
         for leaf, table, name in self._tables:
-            if not _versions.is_batched(leaf) and not torch.equal(
+            if not _versions.is_wrapped(leaf) and not torch.equal(
                 leaf.detach(), table.detach().to(leaf.dtype)
             ):
                 _refusals.warn_of_renormalization(name)

@@ -47,7 +47,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "torch._C._functorch: pop_dynamic_layer_stack",
         "torch._C._functorch: push_dynamic_layer_stack",
         "torch._C._functorch: pop_dynamic_layer_stack_and_undo_to_depth get_interpreter_stack",
-        "torch._C._functorch: get_unwrapped is_batchedtensor is_functorch_wrapped_tensor",
+        "torch._C._functorch: get_unwrapped is_functorch_wrapped_tensor",
         "torch._C: _enter_dual_level"
         if RELEASE < (2, 13)
         else "torch._functorch.predispatch: _enter_dual_level",

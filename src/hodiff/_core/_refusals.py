@@ -32,7 +32,6 @@ __all__ = [
     "bypass",
     "is_even",
     "judge",
-    "listed",
     "of_a_block",
     "said",
     "warn_if_near",

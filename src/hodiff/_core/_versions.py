@@ -42,7 +42,7 @@ __all__ = [
     "count_below",
     "forward_mode_on",
     "hooks_on",
-    "is_batched",
+    "is_included",
     "is_wrapped",
     "levels_entered",
     "named_by_torch",
@@ -208,9 +208,6 @@ def levels_entered() -> int:
     return len(transforms() or ())
 
 
-is_batched: Callable[[Tensor], bool] = _functorch.is_batchedtensor
-"""Whether `torch.vmap` hides a dimension of a tensor."""
-
 is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 """Whether a transform of `torch.func` hides the values of a tensor, as `vmap` does."""
 
@@ -371,9 +368,7 @@ if not _needed.lacks(_needed.KERNELS):
         KERNEL_KEY = _torch._dispatch_key_parse(KERNEL_KEY_NAME)
 
 
-is_included: Callable[[Any], bool] = (
-    bool if KERNEL_KEY is None else _torch._dispatch_tls_is_dispatch_key_included
-)
+is_included: Callable[[Any], bool] = _torch._dispatch_tls_is_dispatch_key_included
 """Whether a thread has what stands under a key."""
 include: Callable[..., object] = (
     bool if KERNEL_KEY is None else _torch._dispatch_tls_set_dispatch_key_included
@@ -398,7 +393,8 @@ OPERATORS: dict[str, Any] = _ops._higher_order_ops
 def plain_flex_attention(*args: Any, **kwargs: Any) -> Any:
     """`flex_attention` by its definition, in operations that have derivatives of every order."""
     _needed.check("flex_attention inside hodiff")
-    return sys.modules["torch._higher_order_ops.flex_attention"].math_attention(*args, **kwargs)
+    home = sys.modules[type(OPERATORS["flex_attention"]).__module__]
+    return home.math_attention(*args, **kwargs)
 
 
 def key_is_taken() -> bool:
@@ -490,7 +486,8 @@ def _read(node: Node, name: str) -> Any:
     return tuple(map(_Read, kept)) if isinstance(kept, (tuple, list)) else _Read(kept, error=fault)
 
 
-SAVED, RAW = "_saved_", "_raw_saved_"
+SAVED = "_saved_"
+RAW = f"_raw{SAVED}"
 """What begins the names under which nodes show what they saved, and that packed."""
 
 look = _read if RELEASE < (2, 12) else getattr
@@ -845,6 +842,12 @@ _WITHOUT = () if DISTANCES else ("PdistBackwardBackward0",)
 """Classes that matter in other releases alone."""
 
 
+def _says(function: Any, *names: str) -> bool:
+    """Whether the code of a function has these names."""
+    code = getattr(function, "__code__", function)
+    return {*names} <= {*getattr(code, "co_names", ()), *getattr(code, "co_varnames", ())}
+
+
 def _levels_are_told() -> bool:
     """Whether all use of forward mode passes the name that `_hooks` takes while a call runs."""
     way = (
@@ -856,19 +859,16 @@ def _levels_are_told() -> bool:
             _ENTER_LEVEL,
         ),
     )
-    return _ENTER_LEVEL in vars(levels) and all(
-        name in caller.__code__.co_names for caller, name in way
-    )
+    return _ENTER_LEVEL in vars(levels) and all(_says(*each) for each in way)
 
 
 def _passes_are_told() -> bool:
     """Whether all that users write for a reverse pass goes by the name that
     `_hooks` takes while a call runs.
     """
-    public = [vars(torch.autograd)[name] for name in ("grad", "backward")]
-    return "grad" in eager_transforms._autograd_grad.__code__.co_names and all(
-        PASSES[1] in each.__code__.co_names and each.__globals__ is vars(torch.autograd)
-        for each in public
+    home, name = PASSES
+    return _says(eager_transforms._autograd_grad, "grad") and all(
+        _says(home[each], name) and home[each].__globals__ is home for each in ("grad", "backward")
     )
 
 
@@ -879,10 +879,9 @@ def _repeats_are_told() -> bool:
     home, name = vars(checkpoint), "_checkpoint_without_reentrant_generator"
     within = home.get(f"{name}_impl", home[name])  # from 2.14 on; before
     hooks = home["_checkpoint_hook"].__init__
-    runs = any(REPEATS[1] in getattr(code, "co_names", ()) for code in hooks.__code__.co_consts)
     return (
-        runs
-        and FRAMES[1] in within.__code__.co_names
+        any(_says(code, REPEATS[1]) for code in hooks.__code__.co_consts)
+        and _says(within, FRAMES[1])
         and within.__globals__ is hooks.__globals__ is home
     )
 
@@ -890,25 +889,22 @@ def _repeats_are_told() -> bool:
 def _checkpoints_are_told() -> bool:
     """Whether `checkpoint` looks up at each call, by the name that `memory` takes, what to do."""
     wrapper = vars(checkpoint)["checkpoint"]
-    return "__dynamo_disable" in wrapper.__code__.co_names and hasattr(wrapper, "__wrapped__")
+    return _says(wrapper, "__dynamo_disable") and hasattr(wrapper, "__wrapped__")
 
 
 def _swaps_are_told() -> bool:
     """Whether `torch.func.functional_call` runs a module in a frame that says which,
     swapped by the name we take.
     """
-    named = "_functional_call" in torch.func.functional_call.__code__.co_names
-    return (
-        named
-        and FUNCTIONAL_CALL.co_varnames[0] == "module"
-        and SWAPS[1] in FUNCTIONAL_CALL.co_names
+    return _says(torch.func.functional_call, "_functional_call") and _says(
+        FUNCTIONAL_CALL, "module", SWAPS[1]
     )
 
 
 def _module_hooks_are_told() -> bool:
     """Whether a module looks up what runs its backward hooks by the names that `_hooks` takes."""
-    codes, taken = torch.nn.Module._call_impl.__code__.co_consts, {"BackwardHook", WRAPPED[1]}
-    return any(taken <= set(getattr(code, "co_names", ())) for code in codes)
+    codes = torch.nn.Module._call_impl.__code__.co_consts
+    return any(_says(code, "BackwardHook", WRAPPED[1]) for code in codes)
 
 
 class _Plain(torch.autograd.Function):
@@ -1009,34 +1005,6 @@ DEVIATIONS = {"StdBackward0": "result", "StdMeanBackward0": "result0"}
 
 ROOTS = ("SqrtBackward0", "HypotBackward0", "PdistBackward0", "CdistBackward0", *DEVIATIONS)
 """Others that are near 0."""
-
-LOOKED_AT = (
-    "EmbeddingBackward0",
-    "MeanBackward0",
-    "MeanBackward1",
-    "NativeBatchNormBackward0",
-    "ScaledDotProductFlashAttentionForCpuBackward0",
-    "SumBackward0",
-    "SumBackward1",
-)
-"""Those that `LOOKS` makes for what they tell."""
-
-NOT_TRIED = {
-    _COLLECTIVE: "made in a process group alone",
-    "MkldnnRnnLayerBackward0": "made by oneDNN alone, which some builds lack",
-    "CudnnRnnBackward0": "cuDNN's: without a second derivative in any case, and PyTorch says so",
-    "CudnnBatchNormBackward0": "cuDNN's",
-    "MiopenBatchNormBackward0": "MIOpen's",
-    **dict.fromkeys(
-        (
-            *("SpecialBesselJ0Backward0", "SpecialBesselJ1Backward0"),
-            *("SpecialModifiedBesselI0Backward0", "SpecialModifiedBesselI1Backward0"),
-        ),
-        "until 2.14 PyTorch makes none",
-    ),
-    "linear_cross_entropy": "3 s; a Function, of which one unknown would be warned of",
-}
-"""Those of which none can be made here, or not at once."""
 
 LOOKS: dict[str, Callable[[Tensor], bool]] = {
     "whether an embedding scales gradients": lambda x: (

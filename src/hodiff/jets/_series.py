@@ -75,7 +75,7 @@ def surroundings() -> tuple[Any, ...]:
     return (
         _versions.levels_entered(),
         _torch._get_dispatch_mode(_torch._TorchDispatchModeKey.PROXY),
-        _torch._dispatch_tls_is_dispatch_key_included(torch.DispatchKey.PreDispatch),
+        _versions.is_included(torch.DispatchKey.PreDispatch),
         torch.jit.is_tracing(),
     )
 
