@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
@@ -135,7 +135,6 @@ class EvaluationContext(_settings.Scope[Any]):
     nests = packs_blocks = _normal = _ran = _whole = False
     _evaluation: Evaluation | None = None
     _loan: StateLoan | None = None
-    _tables: Sequence[tuple[Tensor, Tensor, str]] = ()
 
     def __init__(self, call: Call, leaves: Sequence[Tensor] = ()) -> None:
         """Prepare an evaluation; `leaves` stand at once in place of the parameters of the point."""
@@ -260,44 +259,15 @@ class EvaluationContext(_settings.Scope[Any]):
     def leaves(self, given: Sequence[Tensor] | None = None) -> list[Tensor]:
         """A leaf for each tensor of the point, with its value; or `given` ones, with theirs."""
         call, tag = self.call, self.leaf_tag
-        renormed = self._renormed() if call.where.module_slices else ()
-        if given is None:
-            leaves = aliases(call, renormed, tangents=self.forward_mode)
-        else:
-            leaves = [
-                leaf.clone() if index in renormed else leaf for index, leaf in enumerate(given)
-            ]
+        leaves = aliases(call, tangents=self.forward_mode) if given is None else [*given]
         for index, tensor in enumerate(call.where.tensors):
             attributes: Any = leaves[index].__dict__
             attributes[LEAF_TAG] = tag, index
             # as `mark_as_parameter`
             if tensor.__class__ is nn.Parameter or "_is_param" in tensor.__dict__:
                 attributes["_is_param"] = True
-        self._watched = (
-            [leaf for index, leaf in enumerate(leaves) if index not in renormed]
-            if renormed
-            else leaves
-        )
-        if renormed:
-            self._tables = [
-                (leaves[i], call.where.tensors[i], call.where.names[i]) for i in renormed
-            ]
+        self._watched = leaves
         return leaves
-
-    def _renormed(self) -> Collection[int]:
-        """The numbers of leaves that `f` changes in place by itself:
-        tables of `Embedding(max_norm=...)`.
-        """
-        tables: list[Any] = []
-        for module in self._parameters.modules:
-            if "max_norm" in module.__dict__ and module.max_norm is not None:
-                tables += [module.weight]
-        tensors = self.call.where.tensors
-        return (
-            {index for table in tables for index, tensor in enumerate(tensors) if tensor is table}
-            if tables
-            else ()
-        )
 
     def at(self, arguments: Sequence[Any]) -> Any:
         """The result of `f` when `arguments` stand in place of the point's tensors.
@@ -425,11 +395,6 @@ class EvaluationContext(_settings.Scope[Any]):
             )
             mark = tag_of(watched[changed])
             raise _refusals.changed_in_place(self.call.where.names[mark[1] if mark else 0])
-        for leaf, table, name in self._tables:
-            if not _versions.is_wrapped(leaf) and not torch.equal(
-                leaf.detach(), table.detach().to(leaf.dtype)
-            ):
-                _refusals.warn_of_renormalization(name)
         return value
 
     # --- random numbers

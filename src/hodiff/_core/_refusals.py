@@ -800,18 +800,6 @@ def leftover(names: str) -> GraphError:
     )
 
 
-def warn_of_renormalization(name: str) -> None:
-    """Say at which table an `Embedding(max_norm=...)` is differentiated."""
-    warnings.warn(
-        f"f renormalizes rows of {name} (Embedding(max_norm=...)). The result is taken at the "
-        "renormalized rows, with their scaling as a constant, as backward() does; "
-        "the module keeps its table. To have both at one point, renormalize it first: "
-        "with torch.no_grad(), table.weight.renorm_(table.norm_type, 0, table.max_norm).",
-        HodiffWarning,
-        stacklevel=outside(),
-    )
-
-
 def warn_of_hooks() -> None:
     """Say that a hook takes part in every pass."""
     warnings.warn(

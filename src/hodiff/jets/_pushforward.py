@@ -163,7 +163,7 @@ def _refuse_bypass(
     plain = isinstance(value, Tensor) and value.requires_grad
     roots = [*expansion.constants.values(), *([value] if plain else [])]
     made = [root for root in roots if root.grad_fn is not None] if roots else []
-    if made and any(map(_jet.is_jet, _nodes.leaves_below(made))):
+    if made and any(map(_jet.is_jet, _nodes.survey(made).variables())):
         raise NoRule(*_jet.BY_A_FUNCTION)
     wanted = [point for point in points if point.requires_grad]
     if not wanted or _jet.jets_among(points):
