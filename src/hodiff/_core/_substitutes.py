@@ -239,72 +239,20 @@ _REPLACED |= {
 }
 
 
-def _solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
-    """`torch.linalg.solve` by its two steps."""
-    factors, pivots = torch.linalg.lu_factor(A)
-    vectors = B.ndim == 1 or (B.ndim == A.ndim - 1 and B.shape == A.shape[:-1])
-    solution = torch.linalg.lu_solve(factors, pivots, B.unsqueeze(-1) if vectors else B, left=left)
-    return solution.squeeze(-1) if vectors else solution
-
-
-def _det(A: Tensor) -> Tensor:
-    """`torch.linalg.det` by its two steps."""
-    diagonal, sign = _diagonal(A)
-    return diagonal.prod(-1) * sign
-
-
-def _slogdet(A: Tensor) -> Any:
-    """`torch.linalg.slogdet`, in operations with right second derivatives."""
-    diagonal, sign = _diagonal(A)
-    return torch.return_types.slogdet(
-        (diagonal.sgn().prod(-1) * sign, diagonal.abs().log().sum(-1))
-    )
-
-
-def _logdet(A: Tensor) -> Tensor:
-    """`torch.logdet`, in operations with right second derivatives."""
-    sign, size = _slogdet(A)
-    return sign.log() + size
-
-
-def _diagonal(A: Tensor) -> tuple[Tensor, Tensor]:
-    """The pivots of a matrix, whose product is its determinant but for the sign
-    that comes with them.
-    """
-    factors, places, _ = torch.linalg.lu_factor_ex(A)
-    swaps = (places != torch.arange(1, A.shape[-1] + 1, device=A.device)).sum(-1)
-    return factors.diagonal(dim1=-2, dim2=-1), 1 - 2 * (swaps % 2)
-
-
-_INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.linalg.solve: _solve,
-    **dict.fromkeys((torch.linalg.det, torch.det, Tensor.det), _det),
-    **dict.fromkeys((torch.linalg.slogdet, torch.slogdet, Tensor.slogdet), _slogdet),
-    **dict.fromkeys((torch.logdet, Tensor.logdet), _logdet),
-}  # pyright: ignore[reportAssignmentType]
-"""What is right of those below that are in the way of many."""
-
-
-def _by_tangents(
-    name: str, function: Callable[..., Any], instead: Callable[..., Any] | None
-) -> Callable[..., Any]:
-    """An operation, and what takes its place where an argument carries a tangent: an error,
-    where that is nothing.
-    """
+def _by_tangents(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation that is refused where an argument carries a tangent."""
 
     def choose(*args: Any, **kwargs: Any) -> Any:
-        if not _call.tangents() or not any(map(_call.carries_tangent, (*args, *kwargs.values()))):
-            return function(*args, **kwargs)
-        if instead is None:
+        if _call.tangents() and any(map(_call.carries_tangent, (*args, *kwargs.values()))):
             raise _messages.wrong_tangent(name)
-        return instead(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return choose
 
 
 for _name in _messages.WRONG_TANGENTS:
     for _function in _spellings(_name):
-        _REPLACED.setdefault(_function, _by_tangents(_name, _function, _INSTEAD.get(_function)))
+        _REPLACED.setdefault(_function, _by_tangents(_name, _function))
 _REPLACED |= {
     each: _near_zero.det(_REPLACED.get(each, each))
     for each in (torch.linalg.det, torch.det, Tensor.det)
