@@ -425,7 +425,7 @@ def hessian(
 
 @overload
 def hessian(
-    f: What, x: Tensor, *, matrix: Literal[False] = False, **options: Unpack[WithoutExtra]
+    f: What, x: Tensor, *, matrix: bool = False, **options: Unpack[WithoutExtra]
 ) -> Tensor: ...
 
 
@@ -455,10 +455,6 @@ def hessian(
 def hessian(
     f: What, x: Pair, *, matrix: Literal[False] = False, **options: Unpack[WithoutExtra]
 ) -> tuple[Pair, Pair]: ...
-
-
-@overload
-def hessian(f: What, x: Tensor, *, matrix: bool, **options: Unpack[WithoutExtra]) -> Tensor: ...
 
 
 @overload
