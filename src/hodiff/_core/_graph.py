@@ -59,7 +59,7 @@ class OutputGraph:
     higher = recorded = surrogates = _mixes = _common = False
     last: Callable[[OutputGraph], object] | None = None
     _first: Sequence[Tensor] = ()  # where there are several evaluations, the leaves of the first
-    _starts: Collection[_nodes.Node] = ()  # of leaves that stand for the caller's own
+    _starts: Collection[_nodes.Node] = ()  # of leaves that stand for the caller's own graph
 
     def __init__(self, call: Call, leaves: Sequence[Tensor] | None = None) -> None:
         """Evaluate `f`; with `leaves`, at those, of other values than the point's: a step on,
@@ -85,7 +85,7 @@ class OutputGraph:
                 survey = self._evaluate(self._at)
             else:
                 self.outputs, self.leaves = self.call.what, self.call.where.tensors
-                survey = self._survey(_tensors(self.outputs))
+                survey = _nodes.survey(_tensors(self.outputs), self._starts)
             self._judge(survey)
         except BaseException as error:
             self._note_memory(error)
@@ -265,9 +265,8 @@ class OutputGraph:
         else:
             outputs = self.context.run(self.leaves)
         self.outputs, self.aux = split(outputs) if self.call.has_aux else (outputs, None)
-        return self._survey(
-            [self.outputs] if self.outputs.__class__ is Tensor else _tensors(self.outputs)
-        )
+        outputs = [self.outputs] if self.outputs.__class__ is Tensor else _tensors(self.outputs)
+        return _nodes.survey(outputs, self._starts)
 
     # --- what came out
 
@@ -296,7 +295,8 @@ class OutputGraph:
             if self.outputs.__class__ is Tensor
             else _arguments.check_output(self.outputs)
         )
-        _arguments.check_scalars(output, self.call.batch_ndim, self.call.batch)
+        if self.call.batch_ndim or output.numel() != 1:
+            _arguments.check_scalars(output, self.call.batch_ndim, self.call.batch)
         return output
 
     def value(self) -> Any:
@@ -321,10 +321,6 @@ class OutputGraph:
         return detached(value, {memory_of(tensor) for tensor in theirs})
 
     # --- what one look at the graph tells
-
-    def _survey(self, outputs: Sequence[Tensor]) -> _nodes.Survey:
-        """The graph of outputs, down to the leaves; below an alias begins the caller's own."""
-        return _nodes.survey(outputs, self._starts)
 
     def _judge(self, survey: _nodes.Survey) -> None:
         """Judge all that the result depends on: custom Functions, norms, samples that mix."""
@@ -370,7 +366,7 @@ class OutputGraph:
             outputs: What a pass begins at.
             beside: What it leads to beside the leaves.
         """
-        survey = self._survey(outputs)
+        survey = _nodes.survey(outputs, self._starts)
         if self.call.order < 2:
             self.recorded |= _refusals.refuse_first(survey, [*self.leaves, *beside])
         return self._unreached(survey)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _call, _locks, _tree
+from hodiff._core import _arguments, _locks, _tree
 from hodiff._core._call import Call
 from hodiff._core._where import Where
 from hodiff.errors import InputError
@@ -48,47 +48,6 @@ class LeafTag:
 def tag_of(leaf: Tensor) -> tuple[LeafTag, int] | None:
     """The owner of a leaf, and its number there; None for a tensor of the user's."""
     return leaf.__dict__.get(LEAF_TAG)
-
-
-def aliases(call: Call, *, tangents: bool) -> list[Tensor]:
-    """A leaf for each tensor.
-
-    Inside a `torch.func` transform, where PyTorch forbids leaves of our own, raise.
-    """
-    leaves, tensors = list[Tensor](), call.where.tensors
-    try:
-        if call.create_graph:
-            # refused there, as the leaves of a detached result are
-            torch.empty(0, device="cpu").requires_grad_()
-        elif not (tangents or call.cast or any(map(Tensor.is_inference, tensors))):
-            return [*map(Tensor.requires_grad_, map(Tensor.detach, tensors))]  # as nearly always
-        for tensor in tensors:
-            if call.create_graph and tensor.requires_grad:
-                leaf = _connected(tensor)
-            else:
-                if tangents:
-                    _call.refuse_tangent(tensor)
-                leaf = tensor.clone() if tensor.is_inference() else tensor
-                leaf = leaf.detach() if call.cast is None else cast(leaf, call.cast)
-            leaves += [leaf.requires_grad_()]
-    except RuntimeError as error:
-        if "functorch" not in str(error):
-            raise
-        raise InputError(_call.INSIDE_A_TRANSFORM) from error
-    return leaves
-
-
-def _connected(tensor: Tensor) -> Tensor:
-    """A leaf that stands for the caller's tensor and is connected to it,
-    where the result is differentiable.
-    """
-    if tensor.is_inference():
-        return tensor.clone()
-    if tensor.is_leaf:
-        return tensor.view_as(tensor)
-    # An in-place operation in f must not reach the caller's tensor. PyTorch refuses it on a leaf's
-    # view by itself, and on this one because `unbind` may return several.
-    return tensor.unsqueeze(0).unbind()[0]
 
 
 def mark_as_parameter(stand_in: Tensor, theirs: Tensor) -> None:

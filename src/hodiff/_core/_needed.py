@@ -47,7 +47,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "torch._C._functorch: pop_dynamic_layer_stack",
         "torch._C._functorch: push_dynamic_layer_stack",
         "torch._C._functorch: pop_dynamic_layer_stack_and_undo_to_depth get_interpreter_stack",
-        "torch._C._functorch: get_unwrapped is_functorch_wrapped_tensor",
+        "torch._C._functorch: get_unwrapped is_batchedtensor is_functorch_wrapped_tensor",
         "torch._C: _enter_dual_level"
         if RELEASE < (2, 13)
         else "torch._functorch.predispatch: _enter_dual_level",
@@ -85,10 +85,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "torch.autograd.Function: _backward_cls",
         "torch._C._functorch: is_legacy_batchedtensor",
     ),
-    "Taylor mode": (
-        "torch.Tensor: _make_wrapper_subclass",
-        "torch._C: _TorchDispatchModeKey.PROXY DispatchKey.PreDispatch _get_dispatch_mode",
-    ),
+    "Taylor mode": ("torch.Tensor: _make_wrapper_subclass",),
     "sparse": (
         "torch.ops.aten: _linalg_check_errors _pack_padded_sequence",
         "torch.ops.aten: _to_sparse _to_sparse_bsc _to_sparse_bsr _to_sparse_csc _to_sparse_csr",

@@ -42,9 +42,8 @@ __all__ = [
     "count_below",
     "forward_mode_on",
     "hooks_on",
-    "is_included",
+    "is_batched",
     "is_wrapped",
-    "levels_entered",
     "named_by_torch",
     "pass_at_hand",
     "reduction",
@@ -207,6 +206,9 @@ def levels_entered() -> int:
     """The number of levels of `torch.func` that are on."""
     return len(transforms() or ())
 
+
+is_batched: Callable[[Tensor], bool] = _functorch.is_batchedtensor
+"""Whether `torch.vmap` hides a dimension of a tensor."""
 
 is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 """Whether a transform of `torch.func` hides the values of a tensor, as `vmap` does."""

@@ -267,7 +267,7 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *v: Tensor) -> tuple[Any, ...]:
         chain, residual = ctx.chain, ctx.saved_tensors
-        if any(map(_versions.is_wrapped, v)):
+        if any(map(_versions.is_batched, v)):
             raise InputError(
                 f"{chain.system.name}: the backward pass solves a linear system, which torch.vmap "
                 f"cannot batch. Use hodiff.jacobian or hodiff.hessian, which then take one vector "

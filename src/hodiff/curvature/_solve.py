@@ -451,7 +451,7 @@ def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vector
     """
     given = b if isinstance(b, Vectors) else operator._domain.parse(b, name)
     rows = flat_rows(operator, given).detach()
-    if _versions.is_wrapped(rows):
+    if _versions.is_batched(rows):
         raise InputError(
             f"{name} is batched by torch.vmap, but solve looks at values. Call it once, outside: K "
             f"right-hand sides are columns (D, K), and an operator with batch_ndim=1 holds one "

@@ -36,7 +36,6 @@ from hodiff.jets._jet import (
 from hodiff.jets._series import (
     Expansion,
     inside,
-    is_hidden,
     surroundings,
 )
 
@@ -57,7 +56,7 @@ _PLACES = frozenset(
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Apply an operation of PyTorch to arguments that hold jets."""
-    if is_hidden():
+    if not _versions.forward_mode_on():  # see `begin`
         _refuse_hidden()
     name = operation(func)
     if name in METADATA:

@@ -18,6 +18,7 @@ Reference:
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -59,7 +60,8 @@ inside = _Inside()
 
 # --- what jets ask of PyTorch by private names ----------------------------------------------------
 
-_torch: Any = torch._C
+TRACERS = "torch.fx.experimental.proxy_tensor"
+"""The module of `make_fx`, which whoever traces has loaded."""
 
 
 def without_data(cls: type, value: Tensor, **options: Any) -> Any:
@@ -72,18 +74,18 @@ def surroundings() -> tuple[Any, ...]:
     """The transform of `torch.func` and the tracer that operations run in now:
     a jet knows those it was made in.
     """
-    return (
-        _versions.levels_entered(),
-        _torch._get_dispatch_mode(_torch._TorchDispatchModeKey.PROXY),
-        _versions.is_included(torch.DispatchKey.PreDispatch),
-        torch.jit.is_tracing(),
-    )
+    # another thread may be loading it
+    tracer = getattr(sys.modules.get(TRACERS), "get_proxy_mode", type(None))()
+    return len(_versions.transforms() or ()), tracer, torch.jit.is_tracing()
 
 
 def begin(undo: Undo) -> int:
     """Begin an expansion, until it is undone, and give its number: later ones have higher numbers.
 
-    Of the outermost the beginning switches forward mode on (see `is_hidden`).
+    Of the outermost the beginning switches forward mode on: the engine switches it off for the
+    forward of an `autograd.Function`, and nothing else does but the user's inference mode. So it is
+    on where `f` begins, also where hodiff itself is called inside the forward of a Function, and
+    off where jets are seen in one, which they must not pass.
     """
     numbers = inside.numbers
     number = numbers[-1] + 1 if numbers else 1
@@ -99,17 +101,6 @@ def begin(undo: Undo) -> int:
 def _end(numbers: list[int], number: int) -> None:
     if number in numbers:
         numbers.remove(number)
-
-
-def is_hidden() -> bool:
-    """Whether jets are seen in an `autograd.Function`, which they must not pass, or in inference
-    mode.
-
-    The engine switches forward mode off for the forward of a Function, and nothing else does but
-    the user's inference mode. So it is on where `f` begins, also where hodiff itself is called
-    inside the forward of a Function.
-    """
-    return not _versions.forward_mode_on()
 
 
 class Expansion:

@@ -74,7 +74,7 @@ def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         parts = [items[place] for place in places] + [
             c for jet in jets for c in jet.series if c is not None
         ]
-        if places and any(map(_versions.is_wrapped, parts)):
+        if places and any(map(_versions.is_batched, parts)):
             raise ByNoRoute(
                 name,
                 "it takes nested reverse mode of that operation, whose graph torch.vmap around a "
