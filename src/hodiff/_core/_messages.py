@@ -152,35 +152,44 @@ def fused(names: Iterable[str]) -> bool:
     return any("ScaledDotProduct" in name for name in names)
 
 
-_POLYNOMIALS = (
-    *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
-    *(
-        "hermite_polynomial_h",
-        "hermite_polynomial_he",
-        "laguerre_polynomial_l",
-        "legendre_polynomial_p",
-    ),
-)
 _FUNCTION = "write an autograd.Function whose backward multiplies by its derivative, "
-_BESSEL = {
-    "bessel_j0": _FUNCTION + "-bessel_j1(x)",
-    "bessel_j1": _FUNCTION + "bessel_j0(x) - bessel_j1(x) / x",
-    "bessel_y0": _FUNCTION + "-bessel_y1(x)",
-    "bessel_y1": _FUNCTION + "bessel_y0(x) - bessel_y1(x) / x",
-    "modified_bessel_i0": "use torch.special.i0",
-    "modified_bessel_i1": "use torch.special.i1",
-    "modified_bessel_k0": _FUNCTION + "-modified_bessel_k1(x)",
-    "modified_bessel_k1": _FUNCTION + "-modified_bessel_k0(x) - modified_bessel_k1(x) / x",
-}
 _SPECIAL = {
-    **(_BESSEL if _versions.BESSEL_IS_CONSTANT else {}),
+    **(
+        {
+            "bessel_j0": _FUNCTION + "-bessel_j1(x)",
+            "bessel_j1": _FUNCTION + "bessel_j0(x) - bessel_j1(x) / x",
+            "bessel_y0": _FUNCTION + "-bessel_y1(x)",
+            "bessel_y1": _FUNCTION + "bessel_y0(x) - bessel_y1(x) / x",
+            "modified_bessel_i0": "use torch.special.i0",
+            "modified_bessel_i1": "use torch.special.i1",
+            "modified_bessel_k0": _FUNCTION + "-modified_bessel_k1(x)",
+            "modified_bessel_k1": _FUNCTION + "-modified_bessel_k0(x) - modified_bessel_k1(x) / x",
+        }
+        if _versions.BESSEL_IS_CONSTANT
+        else {}
+    ),
     "scaled_modified_bessel_k0": _FUNCTION
     + "scaled_modified_bessel_k0(x) - scaled_modified_bessel_k1(x)",
     "scaled_modified_bessel_k1": _FUNCTION
     + "(1 - 1 / x) scaled_modified_bessel_k1(x) - scaled_modified_bessel_k0(x)",
     "spherical_bessel_j0": "use torch.sinc(x / math.pi)",
     "airy_ai": _FUNCTION + "Ai', which PyTorch lacks",
-    **dict.fromkeys(_POLYNOMIALS, "write its recurrence in n"),
+    **dict.fromkeys(
+        (
+            *(
+                f"{shifted}chebyshev_polynomial_{kind}"
+                for shifted in ("", "shifted_")
+                for kind in "tuvw"
+            ),
+            *(
+                "hermite_polynomial_h",
+                "hermite_polynomial_he",
+                "laguerre_polynomial_l",
+                "legendre_polynomial_p",
+            ),
+        ),
+        "write its recurrence in n",
+    ),
 }
 CONSTANTS = {
     **{f"special_{name}": way for name, way in _SPECIAL.items()},
@@ -205,10 +214,6 @@ def constant(name: str) -> GraphError:
 
 
 _BATCH_NORM = "torch.nn.functional.batch_norm"
-_BY_LU = {
-    **dict.fromkeys(("det", "slogdet", "logdet"), "torch.linalg.slogdet"),
-    **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), "torch.linalg.solve"),
-}
 WRONG_TANGENTS = {
     **dict.fromkeys(("layer_norm", "native_layer_norm"), "torch.nn.functional.layer_norm"),
     **dict.fromkeys(
@@ -220,7 +225,14 @@ WRONG_TANGENTS = {
     ),
     "instance_norm": "torch.nn.functional.instance_norm",
     **dict.fromkeys(("householder_product", "orgqr"), "products of I - tau v v'"),
-    **(_BY_LU if _versions.LU_IS_CONSTANT else {}),
+    **(
+        {
+            **dict.fromkeys(("det", "slogdet", "logdet"), "torch.linalg.slogdet"),
+            **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), "torch.linalg.solve"),
+        }
+        if _versions.LU_IS_CONSTANT
+        else {}
+    ),
 }
 """Operations whose tangent in forward mode has a wrong derivative, under the names that no
 definition serves.

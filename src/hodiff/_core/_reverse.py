@@ -506,11 +506,12 @@ def batched(
     """`function` of each of the stacked vectors, in one batch;
     what it draws at random is drawn once for all.
     """
-    depth = _versions.levels_entered()
+    entered = _versions.transforms()
     try:
         return _versions.mapped(function, vectors)
     except BaseException as error:
-        _versions.leave_levels(depth)  # between two of its own lines it leaves a level on
+        # between two of its own lines it leaves a level on
+        _versions.leave_levels(len(entered or ()))
         behind = interrupt_behind(error)
         if behind is not None and behind is not error:
             raise behind from None

@@ -888,27 +888,6 @@ def _repeats_are_told() -> bool:
     )
 
 
-def _checkpoints_are_told() -> bool:
-    """Whether `checkpoint` looks up at each call, by the name that `memory` takes, what to do."""
-    wrapper = vars(checkpoint)["checkpoint"]
-    return _says(wrapper, "__dynamo_disable") and hasattr(wrapper, "__wrapped__")
-
-
-def _swaps_are_told() -> bool:
-    """Whether `torch.func.functional_call` runs a module in a frame that says which,
-    swapped by the name we take.
-    """
-    return _says(torch.func.functional_call, "_functional_call") and _says(
-        FUNCTIONAL_CALL, "module", SWAPS[1]
-    )
-
-
-def _module_hooks_are_told() -> bool:
-    """Whether a module looks up what runs its backward hooks by the names that `_hooks` takes."""
-    codes = torch.nn.Module._call_impl.__code__.co_consts
-    return any(_says(code, "BackwardHook", WRAPPED[1]) for code in codes)
-
-
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -1123,9 +1102,18 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     "whether f uses forward mode": lambda x: _levels_are_told(),
     "whether f takes derivatives itself": lambda x: _passes_are_told(),
     "how a checkpoint runs again": lambda x: _repeats_are_told(),
-    "which functions checkpoints run": lambda x: _checkpoints_are_told(),
-    "for which module functional_call runs": lambda x: _swaps_are_told(),
-    "which hooks a module runs": lambda x: _module_hooks_are_told(),
+    "which functions checkpoints run": lambda x: (
+        _says(vars(checkpoint)["checkpoint"], "__dynamo_disable")
+        and hasattr(vars(checkpoint)["checkpoint"], "__wrapped__")
+    ),
+    "for which module functional_call runs": lambda x: (
+        _says(torch.func.functional_call, "_functional_call")
+        and _says(FUNCTIONAL_CALL, "module", SWAPS[1])
+    ),
+    "which hooks a module runs": lambda x: any(
+        _says(code, "BackwardHook", WRAPPED[1])
+        for code in torch.nn.Module._call_impl.__code__.co_consts
+    ),
     **{
         f"what {name} is": lambda x, name=name, graph=graph: name in _names(graph(x))
         for name, graph in GRAPHS.items()

@@ -27,7 +27,6 @@ from hodiff.jets._jet import (
     Several,
     in_one_direction,
     jets_among,
-    listed,
     operation,
     replaced,
     value_of,
@@ -49,7 +48,7 @@ _FLAGS = {
 
 
 _PLACES = frozenset(
-    listed("device is_cpu is_cuda is_meta is_mps is_xpu is_xla is_mtia is_maia is_vulkan is_ipu")
+    str.split("device is_cpu is_cuda is_meta is_mps is_xpu is_xla is_mtia is_maia is_vulkan is_ipu")
 )
 """Attributes that a jet, which lies nowhere, has of its value."""
 

@@ -76,7 +76,7 @@ def surroundings() -> tuple[Any, ...]:
     """
     # another thread may be loading it
     tracer = getattr(sys.modules.get(TRACERS), "get_proxy_mode", type(None))()
-    return len(_versions.transforms() or ()), tracer, torch.jit.is_tracing()
+    return len(_versions.transforms() or ()), tracer, torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def begin(undo: Undo) -> int:

@@ -239,13 +239,13 @@ def einsum(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 
     def multiply(*parts: Any) -> Any:
         """The sum of products, of values or of coefficients."""
-        values, subscripts, lead = list(operands), list(terms), ""
-        for i, part in zip(places, parts, strict=True):
-            if part.ndim > operands[i].ndim:
-                subscripts[i], lead = letter + terms[i], letter
-            values[i] = part
-        return torch.einsum(f"{','.join(subscripts)}->{lead}{right}", *values)
+        given = dict(zip(places, parts, strict=True))
+        wider = [i for i, part in given.items() if part.ndim > operands[i].ndim]
+        left = ",".join(letter * (i in wider) + term for i, term in enumerate(terms))
+        values = [given.get(i, operand) for i, operand in enumerate(operands)]
+        return torch.einsum(f"{left}->{letter * bool(wider)}{right}", *values)
 
     if len(wide) == 1:
         return each(wide[0], multiply)
-    return [convolved(expansion, *wide, k, multiply) for k in range(expansion.order + 1)]
+    a, b = wide
+    return [convolved(expansion, a, b, k, multiply) for k in range(expansion.order + 1)]

@@ -408,6 +408,13 @@ def logit(input: Any, eps: float | None = None) -> Any:
     return torch.log(input) - torch.log1p(-input)
 
 
+@composite("prelu", "_prelu_kernel")
+def prelu(input: Any, weight: Any) -> Any:
+    """A learned slope below zero, one for each channel."""
+    shape = () if weight.numel() == 1 else (-1, *[1] * (input.ndim - 2))
+    return torch.where(input > 0, input, weight.reshape(shape) * input)
+
+
 DEFINITIONS: dict[str, Definition] = {
     # PyTorch's own derivatives of these are wrong at some order, or divide by the entries.
     **{
@@ -428,6 +435,7 @@ DEFINITIONS: dict[str, Definition] = {
         "linalg_vector_norm", x, ord, dim, keepdim, dtype
     ),
     "softmin": lambda input, dim=None, dtype=None: softmax(-input, dim, dtype),
+    "masked_fill": lambda input, mask, value: torch.where(mask, value, input),
     "mish": lambda input: input * torch.tanh(F.softplus(input)),
     "softsign": lambda input: input / (1 + torch.abs(input)),
     "tanhshrink": lambda input: input - torch.tanh(input),
