@@ -213,8 +213,8 @@ def choose(
         )
         return call.finish(_by_reverse(reverse, call, *given))
     if not nested:
-        given = result.values() if isinstance(result, dict) else result
-        value, *parts = map(_jet.value_of, given) if _jet.is_jet(call.x) else given
+        made: Any = result.values() if isinstance(result, dict) else result
+        value, *parts = map(_jet.value_of, made) if _jet.is_jet(call.x) else made
         # on other devices to look is to wait, and inside `vmap` there is nothing to be seen
         met = (_jet.value_of(call.x), value, *parts)
         for part in parts if all(_is_seen(each) for each in met if each is not None) else ():
