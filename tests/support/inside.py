@@ -228,7 +228,7 @@ WITH_KEPT: dict[str, tuple[Entrywise, Entrywise]] = {
 }
 """Entrywise functions through operations whose tangent reads what they keep beside their result; and their slopes."""
 
-REFUSED = ("native", "aten", "householder", "as_strided", "solve_ex", "tensorsolve")
+REFUSED = ("native", "aten", "householder", "as_strided", "slogdet", "logdet", "solve", "tensorsolve")
 """Those that are refused where forward mode meets them (some releases have right ones)."""
 
 

@@ -30,3 +30,32 @@ LACKING = frozenset({"compile_step"} if RELEASE < (2, 13) else ())
 """Public names that do nothing but say so: the tables of what names do leave them out."""
 UNLOADED = ("steps._dynamo", "steps._shadows") if LACKING else ()
 """Modules that stand on what only newer releases have; nothing loads them here."""
+
+
+LOOKED_AT = (
+    "EmbeddingBackward0",
+    "MeanBackward0",
+    "MeanBackward1",
+    "NativeBatchNormBackward0",
+    "ScaledDotProductFlashAttentionForCpuBackward0",
+    "SumBackward0",
+    "SumBackward1",
+)
+"""Classes of nodes that `_versions.LOOKS` makes for what they tell."""
+
+NOT_TRIED = {
+    "GeneratedBackwardFor__c10d_functional__wrap_tensor_autograd_defaultBackward": "made in a process group alone",
+    "MkldnnRnnLayerBackward0": "made by oneDNN alone, which some builds lack",
+    "CudnnRnnBackward0": "cuDNN's: without a second derivative in any case, and PyTorch says so",
+    "CudnnBatchNormBackward0": "cuDNN's",
+    "MiopenBatchNormBackward0": "MIOpen's",
+    **dict.fromkeys(
+        (
+            *("SpecialBesselJ0Backward0", "SpecialBesselJ1Backward0"),
+            *("SpecialModifiedBesselI0Backward0", "SpecialModifiedBesselI1Backward0"),
+        ),
+        "until 2.14 PyTorch makes none",
+    ),
+    "linear_cross_entropy": "3 s; a Function, of which one unknown would be warned of",
+}
+"""Classes of which none can be made there, or not at once."""

@@ -19,11 +19,9 @@ rules.read("")  # all of them
 pytest.importorskip("expecttest", reason="PyTorch's operator database needs expecttest")
 
 OPERATIONS = {
-    "linear": "nn.functional.linear",
     "matmul": "matmul",
     "mm": "mm",
     "bmm": "bmm",
-    "batch_norm": "nn.functional.batch_norm",
     "layer_norm": "nn.functional.layer_norm",
     "rms_norm": "nn.functional.rms_norm",
     "relu": "nn.functional.relu",
@@ -45,7 +43,7 @@ OPERATIONS = {
 GENERAL = (
     "nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv3d", "nn.functional.conv_transpose1d",
     "nn.functional.conv_transpose2d", "nn.functional.conv_transpose3d", "nn.functional.embedding",
-    "nn.functional.group_norm", "nn.functional.instance_norm",
+    "nn.functional.group_norm", "nn.functional.instance_norm", "nn.functional.batch_norm", "nn.functional.linear",
 )  # fmt: skip
 """Operations that have the rule for any order there, with every argument varying."""
 

@@ -9,7 +9,6 @@ alone.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Collection, Container, Iterable, Sequence, Set
 from typing import Any
 
@@ -30,7 +29,6 @@ from hodiff._core._call import Call, cut
 from hodiff._core._kernels import plain_attention
 from hodiff._core._lending import EvaluationContext
 from hodiff._core._loans import LEAF_TAG, LeafTag, memory_of, tag_of
-from hodiff._core._substitutes import ExactNorms
 from hodiff.errors import GraphError, InputError
 
 __all__ = ["OutputGraph", "Watched", "detached", "split"]
@@ -61,7 +59,7 @@ class OutputGraph:
     higher = recorded = surrogates = _mixes = _common = False
     last: Callable[[OutputGraph], object] | None = None
     _first: Sequence[Tensor] = ()  # where there are several evaluations, the leaves of the first
-    _starts: Collection[_nodes.Node] = ()  # of leaves that stand for the caller's own
+    _starts: Collection[_nodes.Node] = ()  # of leaves that stand for the caller's own graph
 
     def __init__(self, call: Call, leaves: Sequence[Tensor] | None = None) -> None:
         """Evaluate `f`; with `leaves`, at those, of other values than the point's: a step on,
@@ -87,7 +85,7 @@ class OutputGraph:
                 survey = self._evaluate(self._at)
             else:
                 self.outputs, self.leaves = self.call.what, self.call.where.tensors
-                survey = self._survey(_tensors(self.outputs))
+                survey = _nodes.survey(_tensors(self.outputs), self._starts)
             self._judge(survey)
         except BaseException as error:
             self._note_memory(error)
@@ -194,13 +192,11 @@ class OutputGraph:
         context.remember()
         exact = order >= 3 or context.forward_mode
         survey = failure = None
-        compiles = _versions.DYNAMO not in sys.modules
         try:
             survey = self._run(exact=order if exact else 0)
         except RuntimeError as error:
             # of a second pass by hand, where there is no second derivative
-            compiles = compiles and _versions.DYNAMO in sys.modules  # too late to switch it
-            if context.by_hand is None and not compiles:
+            if context.by_hand is None and not context.has_loaded_dynamo:
                 raise
             failure = error
         rare = _refusals.WRONG_AT_ONCE if order < 2 else _refusals.WRITTEN
@@ -209,7 +205,7 @@ class OutputGraph:
         )
         if survey is not None and self._common:
             return survey  # as nearly always
-        return self._evaluate_otherwise(survey, failure, exact=exact, compiles=compiles)
+        return self._evaluate_otherwise(survey, failure, exact=exact)
 
     def _evaluate_otherwise(
         self,
@@ -217,7 +213,6 @@ class OutputGraph:
         failure: RuntimeError | None,
         *,
         exact: bool,
-        compiles: bool,
     ) -> _nodes.Survey:
         """The outputs, or those of `f` once more,
         by routes that are right for the operations that were met.
@@ -248,7 +243,7 @@ class OutputGraph:
             plain_attention.enter(context.undo)
         elif "CudnnRnnBackward0" in names:
             _settings.no_cudnn.enter(context.undo)
-        elif failure is not None and compiles:
+        elif failure is not None and context.has_loaded_dynamo:
             _settings.eager.enter(context.undo)
         elif failure is not None:
             raise failure
@@ -261,16 +256,17 @@ class OutputGraph:
         """Evaluate `f`, where `exact` is an order of derivatives by definitions
         that are right up to it.
         """
-        if exact:
+        if exact:  # which few calls need
+            from hodiff._core._substitutes import ExactNorms
+
             with _settings.on(ExactNorms(exact)) as norms:
                 outputs = self.context.run(self.leaves)
             self._mixes = norms.mixes_samples
         else:
             outputs = self.context.run(self.leaves)
         self.outputs, self.aux = split(outputs) if self.call.has_aux else (outputs, None)
-        return self._survey(
-            [self.outputs] if self.outputs.__class__ is Tensor else _tensors(self.outputs)
-        )
+        outputs = [self.outputs] if self.outputs.__class__ is Tensor else _tensors(self.outputs)
+        return _nodes.survey(outputs, self._starts)
 
     # --- what came out
 
@@ -299,7 +295,8 @@ class OutputGraph:
             if self.outputs.__class__ is Tensor
             else _arguments.check_output(self.outputs)
         )
-        _arguments.check_scalars(output, self.call.batch_ndim, self.call.batch)
+        if self.call.batch_ndim or output.numel() != 1:
+            _arguments.check_scalars(output, self.call.batch_ndim, self.call.batch)
         return output
 
     def value(self) -> Any:
@@ -325,10 +322,6 @@ class OutputGraph:
 
     # --- what one look at the graph tells
 
-    def _survey(self, outputs: Sequence[Tensor]) -> _nodes.Survey:
-        """The graph of outputs, down to the leaves; below an alias begins the caller's own."""
-        return _nodes.survey(outputs, self._starts)
-
     def _judge(self, survey: _nodes.Survey) -> None:
         """Judge all that the result depends on: custom Functions, norms, samples that mix."""
         call, context = self.call, self.context
@@ -349,8 +342,8 @@ class OutputGraph:
                         f"strict=True: the result does not depend on {_refusals.listed(missing)}."
                     )
             if call.order >= 2:
-                if _refusals.BIASED.among(survey):
-                    _refusals.refuse_biased(survey, self.leaves)
+                if biased := _refusals.BIASED.among(survey):
+                    _refusals.BIAS(2, biased, self.leaves)
                 # of which nothing need be said
                 known = survey.kinds <= _nodes.UNREMARKABLE[call.order]
                 self.recorded = not known and _refusals.judge(
@@ -373,7 +366,7 @@ class OutputGraph:
             outputs: What a pass begins at.
             beside: What it leads to beside the leaves.
         """
-        survey = self._survey(outputs)
+        survey = _nodes.survey(outputs, self._starts)
         if self.call.order < 2:
             self.recorded |= _refusals.refuse_first(survey, [*self.leaves, *beside])
         return self._unreached(survey)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hodiff._core import _call, _kernels, _locks, _nodes, _refusals, _settings, _versions
+from hodiff._core import (
+    _call,
+    _kernels,
+    _locks,
+    _messages,
+    _nodes,
+    _refusals,
+    _settings,
+    _versions,
+)
 from hodiff._core._settings import Counted, Undo
 from hodiff.errors import GraphError
 
@@ -209,7 +218,55 @@ class _Beginners:
 met = _Beginners()
 
 
-WHILE_CALLS: list[tuple[dict[str, Any], str, Any, Any]] = []
+# Operators that take functions. PyTorch traces what such an operator runs, to lift what its
+# functions capture into arguments. Where nothing is traced (compiled functions run as they are, or
+# a mode sees each operation) it takes what they capture for constants, silently; and where it is
+# right, its derivative has none. So control flow is refused, and attention is computed by its
+# definition. Both stand in the operators' way while a call of hodiff runs, in whatever thread: its
+# switch for compiled functions is everybody's.
+
+
+def _refused(name: str, *args: Any, **kwargs: Any) -> Any:
+    operation, instead = _messages.CONTROL_FLOW[name]
+    raise GraphError(
+        f"{operation} inside the function of a hodiff call, or in another thread meanwhile: "
+        "compiled functions run as they are then, so what its branches or steps capture would "
+        f"silently count as constants; {instead}."
+    )
+
+
+DEFINITIONS: dict[str, Callable[..., Any]] = {
+    **{name: functools.partial(_refused, name) for name in _messages.CONTROL_FLOW},
+    "flex_attention": _versions.plain_flex_attention,
+}
+"""What is done in the place of each operator, by its name."""
+
+
+def operators() -> Iterator[tuple[str, Any]]:
+    """Operators that this PyTorch has (`switch` is new in 2.15), with their names."""
+    yield from ((n, each) for n, each in _versions.OPERATORS.items() if n in DEFINITIONS)
+
+
+def _instead(
+    theirs: Callable[..., Any], definition: Callable[..., Any], key: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """An operator's own way, or what stands for it where a call of hodiff runs
+    and nothing is traced.
+    """
+    node = _versions.node_at_hand()
+    if _settings.tracing() or (node is not None and "AutogradOp" in node.name()):
+        # in the backward pass of such an operator nothing is captured
+        return theirs(key, *args, **kwargs)
+    return definition(*args, **kwargs)
+
+
+WHILE_CALLS: list[tuple[dict[str, Any], str, Any, Any]] = [
+    _versions.telling_where_forward_mode_begins(_call.note_forward_mode),
+    *(
+        (vars(each), "dispatch", functools.partial(_instead, each.dispatch, DEFINITIONS[n]), None)
+        for n, each in operators()
+    ),
+]
 """What else stands in PyTorch's place while calls run: in a namespace, under a name, ours for
 theirs (or a class's).
 """

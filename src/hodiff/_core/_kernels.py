@@ -37,7 +37,7 @@ OURS: dict[str, Callable[..., Tensor]] = {}
 registered: list[Any] = []  # held here, for what a library registers goes with it
 
 _KEY = _versions.KERNEL_KEY
-included = partial(_versions.is_included, _KEY)
+included = partial(bool if _KEY is None else _versions.is_included, _KEY)
 """Whether this thread has our kernels."""
 without: Callable[[], _settings.Context] = partial(_versions.key_left_out, _KEY)
 """A block in which the thread does not have our kernels. It begins when it is entered."""

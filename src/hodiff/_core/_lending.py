@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
@@ -32,19 +32,17 @@ from hodiff._core import (
     _messages,
     _refusals,
     _settings,
-    _substitutes,
     _tree,
     _versions,
 )
 from hodiff._core._call import Call
-from hodiff._core._hooks import WATCH, WHILE_CALLS, Hooks, watch_hooks, watch_modules
+from hodiff._core._hooks import WATCH, Hooks, watch_hooks, watch_modules
 from hodiff._core._loans import (
     LEAF_TAG,
     Kept,
     LeafTag,
     ParameterLoan,
     StateLoan,
-    aliases,
     cast,
     mark_as_parameter,
     put,
@@ -55,11 +53,6 @@ from hodiff._core._where import TRAINABLE, is_trainable
 from hodiff.errors import InputError
 
 __all__ = ["EvaluationContext"]
-
-WHILE_CALLS += [
-    *_substitutes.of_operators(),
-    _versions.telling_where_forward_mode_begins(_call.note_forward_mode),
-]
 
 T = TypeVar("T")
 _version, _is_cuda = attrgetter("_version"), attrgetter("is_cuda")
@@ -141,7 +134,6 @@ class EvaluationContext(_settings.Scope[Any]):
     nests = packs_blocks = _normal = _ran = _whole = False
     _evaluation: Evaluation | None = None
     _loan: StateLoan | None = None
-    _tables: Sequence[tuple[Tensor, Tensor, str]] = ()
 
     def __init__(self, call: Call, leaves: Sequence[Tensor] = ()) -> None:
         """Prepare an evaluation; `leaves` stand at once in place of the parameters of the point."""
@@ -266,44 +258,15 @@ class EvaluationContext(_settings.Scope[Any]):
     def leaves(self, given: Sequence[Tensor] | None = None) -> list[Tensor]:
         """A leaf for each tensor of the point, with its value; or `given` ones, with theirs."""
         call, tag = self.call, self.leaf_tag
-        renormed = self._renormed() if call.where.module_slices else ()
-        if given is None:
-            leaves = aliases(call, renormed, tangents=self.forward_mode)
-        else:
-            leaves = [
-                leaf.clone() if index in renormed else leaf for index, leaf in enumerate(given)
-            ]
+        leaves = aliases(call, tangents=self.forward_mode) if given is None else [*given]
         for index, tensor in enumerate(call.where.tensors):
             attributes: Any = leaves[index].__dict__
             attributes[LEAF_TAG] = tag, index
             # as `mark_as_parameter`
             if tensor.__class__ is nn.Parameter or "_is_param" in tensor.__dict__:
                 attributes["_is_param"] = True
-        self._watched = (
-            [leaf for index, leaf in enumerate(leaves) if index not in renormed]
-            if renormed
-            else leaves
-        )
-        if renormed:
-            self._tables = [
-                (leaves[i], call.where.tensors[i], call.where.names[i]) for i in renormed
-            ]
+        self._watched = leaves
         return leaves
-
-    def _renormed(self) -> Collection[int]:
-        """The numbers of leaves that `f` changes in place by itself:
-        tables of `Embedding(max_norm=...)`.
-        """
-        tables: list[Any] = []
-        for module in self._parameters.modules:
-            if "max_norm" in module.__dict__ and module.max_norm is not None:
-                tables += [module.weight]
-        tensors = self.call.where.tensors
-        return (
-            {index for table in tables for index, tensor in enumerate(tensors) if tensor is table}
-            if tables
-            else ()
-        )
 
     def at(self, arguments: Sequence[Any]) -> Any:
         """The result of `f` when `arguments` stand in place of the point's tensors.
@@ -339,7 +302,7 @@ class EvaluationContext(_settings.Scope[Any]):
         modules have what they had.
         """
         evaluations, swapped = [context.evaluation() for context in _call.state.running], _swapped()
-        modes, begun = _settings.those_on(OURS), self.loan.at_hand()
+        modes, begun = _settings.those_on(OfCall), self.loan.at_hand()
         tags = [context.leaf_tag for context in _call.state.running]
         self.packs_blocks = self.packs_blocks or _versions.hooks_on(True) is not None
 
@@ -359,7 +322,7 @@ class EvaluationContext(_settings.Scope[Any]):
             if swapped:
                 put(swapped, undo)
             for mode in modes:
-                if mode not in _settings.those_on(OURS):
+                if mode not in _settings.those_on(OfCall):
                     _settings.push_calls(mode, undo)
 
         def again(*args: Any) -> object:
@@ -431,21 +394,22 @@ class EvaluationContext(_settings.Scope[Any]):
             )
             mark = tag_of(watched[changed])
             raise _refusals.changed_in_place(self.call.where.names[mark[1] if mark else 0])
-        for leaf, table, name in self._tables:
-            if not _versions.is_batched(leaf) and not torch.equal(
-                leaf.detach(), table.detach().to(leaf.dtype)
-            ):
-                _refusals.warn_of_renormalization(name)
         return value
 
     # --- random numbers
 
     def remember(self) -> None:
-        """Note the random state that `f` begins with, and the hooks."""
+        """Note the random state that `f` begins with, the hooks, and whether Dynamo is there."""
+        self._loaded = _versions.DYNAMO in sys.modules
         self.hooks.before = RemovableHandle.next_id
         tensors = self.call.where.tensors
         first = next(filter(_is_cuda, tensors)) if True in map(_is_cuda, tensors) else tensors[0]
         self.random = RandomState(first.device)
+
+    @property
+    def has_loaded_dynamo(self) -> bool:
+        """Whether `f` was the first to load it: that was too late to switch it off."""
+        return not self._loaded and _versions.DYNAMO in sys.modules
 
     def again(self, leaves: Sequence[Tensor]) -> Any:
         """The result of `f` when it is called once more, with the same random numbers;
@@ -453,6 +417,47 @@ class EvaluationContext(_settings.Scope[Any]):
         """
         with self.random.replayed():
             return self.at(leaves)
+
+
+def aliases(call: Call, *, tangents: bool) -> list[Tensor]:
+    """A leaf for each tensor.
+
+    Inside a `torch.func` transform, where PyTorch forbids leaves of our own, raise.
+    """
+    leaves, tensors = list[Tensor](), call.where.tensors
+    try:
+        if call.create_graph:
+            # refused there, as the leaves of a detached result are
+            torch.empty(0, device="cpu").requires_grad_()
+        elif not (tangents or call.cast or any(map(Tensor.is_inference, tensors))):
+            return [*map(Tensor.requires_grad_, map(Tensor.detach, tensors))]  # as nearly always
+        for tensor in tensors:
+            if call.create_graph and tensor.requires_grad:
+                leaf = _connected(tensor)
+            else:
+                if tangents:
+                    _call.refuse_tangent(tensor)
+                leaf = tensor.clone() if tensor.is_inference() else tensor
+                leaf = leaf.detach() if call.cast is None else cast(leaf, call.cast)
+            leaves += [leaf.requires_grad_()]
+    except RuntimeError as error:
+        if "functorch" not in str(error):
+            raise
+        raise InputError(_call.INSIDE_A_TRANSFORM) from error
+    return leaves
+
+
+def _connected(tensor: Tensor) -> Tensor:
+    """A leaf that stands for the caller's tensor and is connected to it,
+    where the result is differentiable.
+    """
+    if tensor.is_inference():
+        return tensor.clone()
+    if tensor.is_leaf:
+        return tensor.view_as(tensor)
+    # An in-place operation in f must not reach the caller's tensor. PyTorch refuses it on a leaf's
+    # view by itself, and on this one because `unbind` may return several.
+    return tensor.unsqueeze(0).unbind()[0]
 
 
 def _swapped() -> Kept:
@@ -533,12 +538,16 @@ def _way_out(signature: inspect.Signature, points: Sequence[Any], args: Sequence
     return "f receives the point first, then args= and kwargs=."
 
 
-# --- tensors made in inference mode, which cannot be saved for a backward pass --------------------
+# --- modes in which `f` runs ----------------------------------------------------------------------
 
 
-class NormalTensors(TorchFunctionMode):
+class OfCall(TorchFunctionMode):
+    """A mode of ours in which `f` runs, and each part of it that runs again."""
+
+
+class NormalTensors(OfCall):
     """A context in which every operation gets ordinary copies of tensors made in inference mode
-    (outside of that mode).
+    (outside of that mode), which cannot be saved for a backward pass.
     """
 
     def __init__(self) -> None:
@@ -566,7 +575,3 @@ class NormalTensors(TorchFunctionMode):
             # the original is held, so that its id stays its own
             self._copies[id(value)] = value, value.clone()
         return self._copies[id(value)][1]
-
-
-OURS: Any = NormalTensors | _substitutes.ExactNorms
-"""The modes of ours in which `f` runs."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _call, _locks, _tree
+from hodiff._core import _arguments, _locks, _tree
 from hodiff._core._call import Call
 from hodiff._core._where import Where
 from hodiff.errors import InputError
@@ -48,47 +48,6 @@ class LeafTag:
 def tag_of(leaf: Tensor) -> tuple[LeafTag, int] | None:
     """The owner of a leaf, and its number there; None for a tensor of the user's."""
     return leaf.__dict__.get(LEAF_TAG)
-
-
-def aliases(call: Call, copied: Collection[int], *, tangents: bool) -> list[Tensor]:
-    """A leaf for each tensor.
-
-    Inside a `torch.func` transform, where PyTorch forbids leaves of our own, raise.
-    """
-    leaves, tensors = list[Tensor](), call.where.tensors
-    try:
-        if call.create_graph:
-            # refused there, as the leaves of a detached result are
-            torch.empty(0, device="cpu").requires_grad_()
-        elif not (tangents or copied or call.cast or any(map(Tensor.is_inference, tensors))):
-            return [*map(Tensor.requires_grad_, map(Tensor.detach, tensors))]  # as nearly always
-        for index, tensor in enumerate(tensors):
-            if call.create_graph and tensor.requires_grad:
-                leaf = _connected(tensor, index in copied)
-            else:
-                if tangents:
-                    _call.refuse_tangent(tensor)
-                leaf = tensor.clone() if index in copied or tensor.is_inference() else tensor
-                leaf = leaf.detach() if call.cast is None else cast(leaf, call.cast)
-            leaves += [leaf.requires_grad_()]
-    except RuntimeError as error:
-        if "functorch" not in str(error):
-            raise
-        raise InputError(_call.INSIDE_A_TRANSFORM) from error
-    return leaves
-
-
-def _connected(tensor: Tensor, copied: bool) -> Tensor:
-    """A leaf that stands for the caller's tensor and is connected to it,
-    where the result is differentiable.
-    """
-    if copied or tensor.is_inference():
-        return tensor.clone()
-    if tensor.is_leaf:
-        return tensor.view_as(tensor)
-    # An in-place operation in f must not reach the caller's tensor. PyTorch refuses it on a leaf's
-    # view by itself, and on this one because `unbind` may return several.
-    return tensor.unsqueeze(0).unbind()[0]
 
 
 def mark_as_parameter(stand_in: Tensor, theirs: Tensor) -> None:
@@ -159,23 +118,28 @@ graph are a part.
 """
 
 
+RENORMALIZES = (
+    "f calls an Embedding(max_norm=...), which changes its table in place each time it runs: its "
+    "derivatives would be those at another point. Set its max_norm to None, and renormalize the "
+    "table yourself, between steps: with torch.no_grad(): table.weight.renorm_(2, 0, max_norm)."
+)
+
+
 class StateLoan:
     """The modules whose buffers and attributes one evaluation has borrowed.
 
     Attributes:
         attributes: What the attributes of each were, when it was borrowed; None of one that keeps
             nothing.
-        put_back: What else is done when they are given back.
     """
 
-    __slots__ = ("_call", "_claimed", "_cloned", "attributes", "put_back")
+    __slots__ = ("_call", "_claimed", "_cloned", "attributes")
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._cloned: list[nn.Module] = []
         self._claimed: list[nn.Module] = []
         self.attributes: dict[nn.Module, dict[str, Any] | None] = {}
-        self.put_back: list[Callable[[], object]] = []
 
     def take_called(self, module: nn.Module) -> None:
         """Borrow a module that `f` calls; of a `Sequential` all that it will call, at once."""
@@ -199,13 +163,13 @@ class StateLoan:
             self._claimed += held
             _locks.claim(held, self, first=root is None)
         for module in modules:
+            if "max_norm" in module.__dict__ and module.max_norm is not None:
+                raise InputError(RENORMALIZES)
             known = module.__class__ in _KEEP_NOTHING and module is not root
             plain = known and not (module._forward_pre_hooks or module._forward_hooks)
             self.attributes[module] = None if plain else module.__dict__.copy()
             if module._buffers and not isinstance(module, torch.jit.ScriptModule):
                 self._clone_buffers(module)
-            if root is None and "max_norm" in module.__dict__ and module.max_norm is not None:
-                self._copy_table(module)
 
     def _clone_buffers(self, module: nn.Module) -> None:
         self._cloned += [module]
@@ -219,18 +183,6 @@ class StateLoan:
             name: cast(buffer, self._call.cast).clone() for name, buffer in clones.originals.items()
         }
         module._buffers.update(clones.lent)
-
-    def _copy_table(self, module: nn.Module) -> None:
-        """Let an `Embedding(max_norm=...)` renormalize a copy of its table."""
-        theirs: Any = module._parameters["weight"]
-        copy = theirs.clone() if self._call.create_graph else theirs.detach().clone()
-        mark_as_parameter(copy, theirs)
-
-        def restore() -> None:
-            module._parameters["weight"] = theirs
-
-        self.put_back += [restore]
-        module._parameters["weight"] = copy
 
     def tidy(self) -> dict[nn.Module, dict[str, Any]]:
         """Put back attributes in which `f` has left tensors with a graph: that is ours,
@@ -304,9 +256,6 @@ class StateLoan:
         if self.attributes:
             self.tidy()
             self.attributes.clear()
-        for step in self.put_back:
-            step()
-        self.put_back = []
         for module in self._cloned:
             if module in _lent:
                 clones = _lent[module]

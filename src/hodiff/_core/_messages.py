@@ -10,13 +10,13 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _near_zero, _versions
+from hodiff._core import _arguments, _versions
 from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError, HodiffWarning, printable
 
@@ -99,6 +99,19 @@ _WAYS_OUT = {
 # Nodes that carry no marker of their own, yet raise as soon as they are differentiated.
 UNMARKED = ("EmbeddingBagBackwardBackward0", *_versions.DISTANCES)
 
+DIVIDING = {
+    "SincBackward0": ("sinc", 2),
+    "SpecialI0EBackward0": ("special.i0e", 3),
+    "SpecialI1Backward0": ("special.i1", 2),
+    "SpecialI1EBackward0": ("special.i1e", 2),
+    "SpecialBesselJ0Backward0": ("special.bessel_j0", 3),
+    "SpecialBesselJ1Backward0": ("special.bessel_j1", 2),
+    "SpecialModifiedBesselI0Backward0": ("special.modified_bessel_i0", 3),
+    "SpecialModifiedBesselI1Backward0": ("special.modified_bessel_i1", 2),
+    "I0Backward0": ("special.i0", 3),
+}
+"""What divides by its argument, what it is called, and the order that is wrong near 0."""
+
 WEIGHT_NORM = "WeightNormInterfaceBackward0"
 POWER = "PowBackward1"  # of two tensors
 ZERO_POWER = "PowBackward2"  # of a number, to a tensor
@@ -123,7 +136,7 @@ WRITTEN_OUT = {
     "HardsigmoidBackward0",
     "LogcumsumexpBackward0",
     "SpecialI0EBackward0",  # for its value at 0, the mean of those on either side
-    *(node for node, (_, order) in _near_zero.NODES.items() if order == 2),
+    *(node for node, (_, order) in DIVIDING.items() if order == 2),
 }  # at second order; at third all that `_substitutes` has
 
 
@@ -139,38 +152,44 @@ def fused(names: Iterable[str]) -> bool:
     return any("ScaledDotProduct" in name for name in names)
 
 
-NORM_GRADIENTS = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0")
-
-
-_POLYNOMIALS = (
-    *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
-    *(
-        "hermite_polynomial_h",
-        "hermite_polynomial_he",
-        "laguerre_polynomial_l",
-        "legendre_polynomial_p",
-    ),
-)
 _FUNCTION = "write an autograd.Function whose backward multiplies by its derivative, "
-_BESSEL = {
-    "bessel_j0": _FUNCTION + "-bessel_j1(x)",
-    "bessel_j1": _FUNCTION + "bessel_j0(x) - bessel_j1(x) / x",
-    "bessel_y0": _FUNCTION + "-bessel_y1(x)",
-    "bessel_y1": _FUNCTION + "bessel_y0(x) - bessel_y1(x) / x",
-    "modified_bessel_i0": "use torch.special.i0",
-    "modified_bessel_i1": "use torch.special.i1",
-    "modified_bessel_k0": _FUNCTION + "-modified_bessel_k1(x)",
-    "modified_bessel_k1": _FUNCTION + "-modified_bessel_k0(x) - modified_bessel_k1(x) / x",
-}
 _SPECIAL = {
-    **(_BESSEL if _versions.BESSEL_IS_CONSTANT else {}),
+    **(
+        {
+            "bessel_j0": _FUNCTION + "-bessel_j1(x)",
+            "bessel_j1": _FUNCTION + "bessel_j0(x) - bessel_j1(x) / x",
+            "bessel_y0": _FUNCTION + "-bessel_y1(x)",
+            "bessel_y1": _FUNCTION + "bessel_y0(x) - bessel_y1(x) / x",
+            "modified_bessel_i0": "use torch.special.i0",
+            "modified_bessel_i1": "use torch.special.i1",
+            "modified_bessel_k0": _FUNCTION + "-modified_bessel_k1(x)",
+            "modified_bessel_k1": _FUNCTION + "-modified_bessel_k0(x) - modified_bessel_k1(x) / x",
+        }
+        if _versions.BESSEL_IS_CONSTANT
+        else {}
+    ),
     "scaled_modified_bessel_k0": _FUNCTION
     + "scaled_modified_bessel_k0(x) - scaled_modified_bessel_k1(x)",
     "scaled_modified_bessel_k1": _FUNCTION
     + "(1 - 1 / x) scaled_modified_bessel_k1(x) - scaled_modified_bessel_k0(x)",
     "spherical_bessel_j0": "use torch.sinc(x / math.pi)",
     "airy_ai": _FUNCTION + "Ai', which PyTorch lacks",
-    **dict.fromkeys(_POLYNOMIALS, "write its recurrence in n"),
+    **dict.fromkeys(
+        (
+            *(
+                f"{shifted}chebyshev_polynomial_{kind}"
+                for shifted in ("", "shifted_")
+                for kind in "tuvw"
+            ),
+            *(
+                "hermite_polynomial_h",
+                "hermite_polynomial_he",
+                "laguerre_polynomial_l",
+                "legendre_polynomial_p",
+            ),
+        ),
+        "write its recurrence in n",
+    ),
 }
 CONSTANTS = {
     **{f"special_{name}": way for name, way in _SPECIAL.items()},
@@ -195,10 +214,6 @@ def constant(name: str) -> GraphError:
 
 
 _BATCH_NORM = "torch.nn.functional.batch_norm"
-_BY_LU = {
-    **dict.fromkeys(("det", "slogdet", "logdet"), "torch.linalg.slogdet"),
-    **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), "torch.linalg.solve"),
-}
 WRONG_TANGENTS = {
     **dict.fromkeys(("layer_norm", "native_layer_norm"), "torch.nn.functional.layer_norm"),
     **dict.fromkeys(
@@ -210,7 +225,14 @@ WRONG_TANGENTS = {
     ),
     "instance_norm": "torch.nn.functional.instance_norm",
     **dict.fromkeys(("householder_product", "orgqr"), "products of I - tau v v'"),
-    **(_BY_LU if _versions.LU_IS_CONSTANT else {}),
+    **(
+        {
+            **dict.fromkeys(("det", "slogdet", "logdet"), "torch.linalg.slogdet"),
+            **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), "torch.linalg.solve"),
+        }
+        if _versions.LU_IS_CONSTANT
+        else {}
+    ),
 }
 """Operations whose tangent in forward mode has a wrong derivative, under the names that no
 definition serves.
@@ -277,68 +299,6 @@ def collective(name: str) -> GraphError:
     )
 
 
-_FREED_WAY_OUT = (
-    "Call hodiff before that pass (hodiff never frees your graphs), or give this call the function "
-    "instead of its value: f, not f(x)."
-)
-_FREED = (
-    "the graph has already been freed: a backward() or autograd.grad() without retain_graph ran "
-    "through part of it."
-)
-_CHANGED = (
-    "a tensor that the graph needs was changed in place after it was used. Compute the result "
-    "again after the change, or replace the in-place operation (x += 1) with x = x + 1."
-)
-_COMPILED = (
-    "a compiled function has no second derivative. Compute the tensor uncompiled, "
-    "or give hodiff the function, which runs it eagerly."
-)
-_REENTRANT = (
-    "a re-entrant activation checkpoint cannot be differentiated with respect to inputs. "
-    "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-)
-_RECOMPUTED = (
-    "an activation checkpoint recomputed something different from its forward pass: its block "
-    "reads something that has changed since (an attribute, a global), or it is differentiated "
-    "under modes other than those it was run under. Give the block what it reads as an argument, "
-    "or switch checkpointing off for this call; for a checkpoint inside another one, in a "
-    'Laplacian or the like that is differentiated, choose method="reverse".'
-)
-_SINGULAR = (
-    "a matrix is singular, and the derivative (as that of slogdet and logdet) solves a linear "
-    "system with it: there is none at this point. Choose another point, add a multiple of the "
-    "identity to the matrix, or differentiate torch.linalg.det, which has a derivative everywhere."
-)
-_SELECTIVE = (
-    "a selective activation checkpoint (context_fn=) allows one backward pass, and this derivative "
-    "takes several. Leave context_fn= out, or switch checkpointing off for this call."
-)
-_ONCE = (
-    "a @once_differentiable autograd.Function was asked for a second derivative. "
-    "Remove the decorator if its backward consists of differentiable operations."
-)
-
-_SPARSE_ROWS = (
-    "the gradient of an embedding with sparse=True is a sparse tensor, which the operation that "
-    "computed its table does not accept. Use sparse=False."
-)
-_OUTPUT_PADDING = (
-    "PyTorch has no further derivative of a transposed convolution (conv_transpose) with "
-    "output_padding. Leave it out, and pad the result (F.pad)."
-)
-_ODD_PLACE = (
-    "PyTorch views a gradient as complex numbers, which must begin at an even offset in memory, "
-    "and this gradient is a slice of a longer one that begins at an odd offset. Instead of "
-    "torch.view_as_real(z) write torch.stack([z.real, z.imag], -1), and instead of "
-    "torch.view_as_complex(p) torch.complex(p[..., 0], p[..., 1])."
-)
-_UNUSED_RESULT = (
-    "PyTorch's derivative of an operation with several results fails if only some of them are "
-    "used. Use another operation: torch.nn.functional.layer_norm for torch.native_layer_norm, and "
-    "so on."
-)
-
-
 # PyTorch's own words are all that it gives: here alone they are read. Of several that are in one
 # text the first counts.
 _KINDS = {
@@ -388,24 +348,83 @@ _KINDS = {
     "forward AD": "no forward mode",
     "forward mode AD": "no forward mode",
 }
+_about = partial(partial, GraphError.about)
 _OURS: dict[str, Callable[[], GraphError]] = {
-    "freed": lambda: GraphError.about(_FREED, kind="freed", advice=_FREED_WAY_OUT),
-    "changed": lambda: GraphError.about(_CHANGED, kind="changed"),
-    "compiled": lambda: GraphError.about(_COMPILED, operations=["compiledfunction"]),
-    "reentrant": lambda: GraphError.about(_REENTRANT, operations=["checkpointfunction"]),
-    "selective": lambda: GraphError.about(_SELECTIVE),
+    "freed": _about(
+        "the graph has already been freed: a backward() or autograd.grad() without retain_graph "
+        "ran through part of it.",
+        kind="freed",
+        advice="Call hodiff before that pass (hodiff never frees your graphs), or give this call "
+        "the function instead of its value: f, not f(x).",
+    ),
+    "changed": _about(
+        "a tensor that the graph needs was changed in place after it was used. Compute the result "
+        "again after the change, or replace the in-place operation (x += 1) with x = x + 1.",
+        kind="changed",
+    ),
+    "compiled": _about(
+        "a compiled function has no second derivative. Compute the tensor uncompiled, "
+        "or give hodiff the function, which runs it eagerly.",
+        operations=["compiledfunction"],
+    ),
+    "reentrant": _about(
+        "a re-entrant activation checkpoint cannot be differentiated with respect to inputs. "
+        "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
+        operations=["checkpointfunction"],
+    ),
+    "selective": _about(
+        "a selective activation checkpoint (context_fn=) allows one backward pass, and this "
+        "derivative takes several. Leave context_fn= out, or switch checkpointing off for this "
+        "call.",
+    ),
+    "once": _about(
+        "a @once_differentiable autograd.Function was asked for a second derivative. "
+        "Remove the decorator if its backward consists of differentiable operations.",
+    ),
+    "singular": _about(
+        "a matrix is singular, and the derivative (as that of slogdet and logdet) solves a linear "
+        "system with it: there is none at this point. Choose another point, add a multiple of the "
+        "identity to the matrix, or differentiate torch.linalg.det, which has a derivative "
+        "everywhere.",
+        operations=["linalgslogdet"],
+    ),
+    "result unused": _about(
+        "PyTorch's derivative of an operation with several results fails if only some of them are "
+        "used. Use another operation: torch.nn.functional.layer_norm for torch.native_layer_norm, "
+        "and so on.",
+    ),
+    "sparse rows": _about(
+        "the gradient of an embedding with sparse=True is a sparse tensor, which the operation "
+        "that computed its table does not accept. Use sparse=False.",
+        operations=["embedding"],
+    ),
+    "output padding": _about(
+        "PyTorch has no further derivative of a transposed convolution (conv_transpose) with "
+        "output_padding. Leave it out, and pad the result (F.pad).",
+        operations=["convolution"],
+    ),
+    "odd place": _about(
+        "PyTorch views a gradient as complex numbers, which must begin at an even offset in "
+        "memory, and this gradient is a slice of a longer one that begins at an odd offset. "
+        "Instead of torch.view_as_real(z) write torch.stack([z.real, z.imag], -1), and instead of "
+        "torch.view_as_complex(p) torch.complex(p[..., 0], p[..., 1]).",
+        operations=["viewasreal", "viewascomplex"],
+    ),
     **dict.fromkeys(
         ("recomputed", "recomputed in number", "unpacked twice"),
-        lambda: GraphError.about(_RECOMPUTED),
+        _about(
+            "an activation checkpoint recomputed something different from its forward pass: its "
+            "block reads something that has changed since (an attribute, a global), or it is "
+            "differentiated under modes other than those it was run under. Give the block what it "
+            "reads as an argument, or switch checkpointing off for this call; for a checkpoint "
+            "inside another one, in a Laplacian or the like that is differentiated, choose "
+            'method="reverse".',
+        ),
     ),
-    "once": lambda: GraphError.about(_ONCE),
     "storage freed": _arguments.freed,
-    "singular": lambda: GraphError.about(_SINGULAR, operations=["linalgslogdet"]),
-    "result unused": lambda: GraphError.about(_UNUSED_RESULT),
-    "sparse rows": lambda: GraphError.about(_SPARSE_ROWS, operations=["embedding"]),
-    "output padding": lambda: GraphError.about(_OUTPUT_PADDING, operations=["convolution"]),
-    "odd place": lambda: GraphError.about(_ODD_PLACE, operations=["viewasreal", "viewascomplex"]),
 }
+"""Our words for an error of PyTorch's, by its kind."""
+
 _NOT_IMPLEMENTED = re.compile(r"derivative for '?(?:aten::)?(\w+)'? is not implemented")
 
 

@@ -14,7 +14,6 @@ p-th derivative at 0.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -22,38 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _settings, _versions
-from hodiff._core._arguments import outside
-from hodiff.errors import HodiffWarning
-
-__all__ = ["BESSEL", "is_even", "is_near", "warn_of_near"]
-
-
-def is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
-    """Whether a norm or a root has entries so small that few digits of such a derivative are left.
-
-    A derivative of what is smooth there, as its square is: it is made of parts that are as large as
-    the root's power 2 - order, and cancel. With `at_zero`, entries that are 0 count: PyTorch has
-    zeros there.
-    """
-    if _versions.levels_entered() or _settings.tracing() or not _versions.has_numbers(size):
-        return False
-    near = size.detach() < (torch.finfo(size.dtype).eps ** (0.75 / (order - 2)) if order > 2 else 0)
-    return bool(((near & (size != 0)) | ((size == 0) & at_zero)).any())
-
-
-def warn_of_near(order: int) -> None:
-    """Say that a derivative of that order is lost there."""
-    warnings.warn(
-        "f contains a norm, a standard deviation or a square root that is near 0. "
-        f"A derivative of order {order} has few correct digits, or none, "
-        "if f itself is smooth there, as norm(x) ** 2 is: large terms cancel. "
-        "Write x.square().sum(), or x.var() for std(x) ** 2. (If f has a kink or a cusp there, "
-        "ignore this warning.)",
-        HodiffWarning,
-        stacklevel=outside(),
-    )
-
+from hodiff._core._refusals import is_even, warn_if_near
 
 _SINC = [(-1) ** k * math.pi ** (2 * k) / math.factorial(2 * k + 1) for k in range(10)]
 
@@ -102,19 +70,6 @@ BESSEL: dict[str, Callable[..., Tensor]] = {
     "modified_bessel_i1": _bessel(torch.special.modified_bessel_i1, 1, 1),
 }
 """Those of `torch.special`; `far` is what they call for the other entries."""
-
-NODES = {
-    "SincBackward0": ("sinc", 2),
-    "SpecialI0EBackward0": ("special.i0e", 3),
-    "SpecialI1Backward0": ("special.i1", 2),
-    "SpecialI1EBackward0": ("special.i1e", 2),
-    "SpecialBesselJ0Backward0": ("special.bessel_j0", 3),
-    "SpecialBesselJ1Backward0": ("special.bessel_j1", 2),
-    "SpecialModifiedBesselI0Backward0": ("special.modified_bessel_i0", 3),
-    "SpecialModifiedBesselI1Backward0": ("special.modified_bessel_i1", 2),
-    "I0Backward0": ("special.i0", 3),
-}
-"""PyTorch's own nodes, what they are called, and the order that is wrong near 0."""
 
 
 def _even(x: Tensor, coefficients: list[float]) -> Tensor:
@@ -229,11 +184,6 @@ def det(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return written
 
 
-def is_even(p: Any) -> bool:
-    """Whether the norm of that power is smooth where single entries are 0, and PyTorch's is not."""
-    return isinstance(p, (int, float)) and p >= 4 and p % 2 == 0 and not math.isinf(p)
-
-
 def norm(function: Callable[..., Tensor], first: str) -> Callable[..., Tensor]:
     """A norm whose power is called `first`: of even powers from 4 on,
     the root of a sum of those.
@@ -259,8 +209,8 @@ def norm(function: Callable[..., Tensor], first: str) -> Callable[..., Tensor]:
         dims, still = tuple(range(x.ndim)) if dim is None else dim, x.detach()
         wide, size = still.abs().amax(dims, keepdim=True), still.abs().amax(dims, keepdim=keep)
         plain = (size == 0) | ~size.isfinite()
-        if x.requires_grad and is_near(order, size, at_zero=order > 1):
-            warn_of_near(order)
+        if x.requires_grad:
+            warn_if_near(order, size, at_zero=order > 1)
         total = ((x / torch.where((wide == 0) | ~wide.isfinite(), 1.0, wide)) ** p).sum(
             dims, keepdim=keep
         )

@@ -31,7 +31,6 @@ __all__ = [
     "coarsest",
     "is_once_differentiable",
     "largest_output",
-    "leaves_below",
     "made_since",
     "mark_results",
     "node_of",
@@ -310,28 +309,6 @@ def made_since(
                     return graph, None
                 begins[id(edges[edge])] = edges[edge]
     return graph, None if any(x.grad_fn in stop for x in outputs) else [*begins.values()]
-
-
-def leaves_below(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The leaf tensors in the graphs of `tensors`, as they are met: for who needs no more than the
-    first of a kind.
-    """
-    roots: list[Any] = [tensor.grad_fn or node_of(tensor) for tensor in tensors]
-    stack, met = [*roots], 0
-    visited: dict[Node, bool] = {None: True}
-    while stack:
-        node = stack[-1]
-        del stack[-1]
-        if node in visited:
-            continue
-        visited[node] = True
-        met += 1
-        if met == MANY:
-            Survey(roots)  # which sees that all of it can be freed
-        if node.__class__ is ACCUMULATE:
-            yield node.variable
-        for below, _ in node.next_functions:
-            stack += [below]
 
 
 RESULT = "a result of hodiff"

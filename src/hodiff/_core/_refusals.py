@@ -4,13 +4,14 @@ and the words for them.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cache, partial
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from hodiff._core import (
     _arguments,
     _call,
     _messages,
-    _near_zero,
     _nodes,
     _versions,
 )
@@ -30,10 +30,11 @@ __all__ = [
     "BENDS",
     "MIXING",
     "bypass",
+    "is_even",
     "judge",
-    "listed",
     "of_a_block",
     "said",
+    "warn_if_near",
     "warn_of_non_finite",
     "warn_of_zeros",
 ]
@@ -103,13 +104,14 @@ def judge(
     for kind in graph.kinds:
         if kind in unremarkable:
             continue
-        remark = next(
-            (remark for name, least, remark in REMARKS if order >= least and name in kind.__name__),
-            None,
-        )
-        if remark is not None:
-            recorded |= _said(remark, graph.of(kind), leaves)
-        elif _nodes.is_function(kind):
+        remarks = [
+            remark for name, least, remark in REMARKS if order >= least and name in kind.__name__
+        ]
+        for remark in remarks:
+            recorded |= _said(remark, min(order, HIGHEST), graph.of(kind), leaves)
+        if remarks:
+            continue
+        if _nodes.is_function(kind):
             function = _versions.function_of(kind)
             if _is_unknown(function, graph.of(kind), leaves, allow):
                 functions[function] = _nodes.varying(graph.of(kind)) | graph.names()
@@ -126,27 +128,18 @@ def judge(
     return recorded
 
 
-def _said(remark: Remark, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
+def _said(remark: Remark, order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
     """Make a remark, for which what nodes have saved may be read: of a graph that is there no more,
     say that.
     """
     try:
         with _versions.without_modes():  # it is we who look, not `f`
-            return remark(nodes, leaves) is True
+            return remark(order, nodes, leaves) is True
     except RuntimeError as error:
         ours = _messages.engine_error(error)
         if ours is None:
             raise
         raise ours from error
-
-
-def refuse_third_order(graph: _nodes.Survey) -> None:
-    """Raise where a differentiable pass would form what PyTorch gets wrong:
-    the third derivative of a norm.
-    """
-    nodes = [*graph.named(*_messages.NORM_GRADIENTS)]
-    if nodes:
-        _refuse_norm(nodes, ())
 
 
 def _is_unknown(
@@ -215,67 +208,6 @@ def _refuse_without_backward(function: type) -> None:
         )
 
 
-def _refuse_norm(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    names = {type(node).__name__ for node in nodes}
-    layer = (
-        "layer_norm"
-        if "NativeLayerNormBackwardBackward0" in names
-        else "batch_norm or instance_norm"
-    )
-    # by fixed statistics it is right
-    if layer != "layer_norm" and not any(map(_versions.was_training, nodes)):
-        return
-    raise GraphError.about(
-        f"a third derivative through PyTorch's {layer} is silently wrong (by 3-81 %), and this "
-        f"graph allows one. Give hodiff the function instead of its value: hodiff.hvp(f, x, v, "
-        f"create_graph=True) and nested hodiff calls compute the norm from its definition.",
-        operations=["nativelayernorm" if layer == "layer_norm" else "nativebatchnorm"],
-    )
-
-
-def _refuse_sparse(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    if _nodes.reaches(nodes, leaves):
-        csr = "Compressed" in type(nodes[0]).__name__
-        if any(map(_nodes.is_result, nodes)):  # a sparse matrix of ours
-            what = "the sparse matrix that sparse_hessian or sparse_jacobian returned"
-            way_out = (
-                "Use its entries, hodiff.sparse.plan_hessian(f, x).values(x) (or plan_jacobian), "
-                "or the dense matrix, hodiff.hessian or hodiff.jacobian with matrix=True; these "
-                "have derivatives of any order"
-            )
-        else:
-            constructor = "sparse_csr_tensor (or csc, bsr)" if csr else "sparse_coo_tensor"
-            what = f"torch.{constructor} of values that are differentiated"
-            way_out = (
-                "Write the values into a dense tensor, x.new_zeros(shape).index_put(indices, "
-                "values), or gather and sum them (index_add); a constant sparse matrix and "
-                "dense.to_sparse() are right as they are"
-            )
-        raise GraphError.about(
-            f"a second derivative through {what} is silently wrong: PyTorch treats the backward "
-            f"of that constructor as a constant. {way_out}.",
-            operations=["sparsecompressedtensor" if csr else "sparsecootensor"],
-        )
-
-
-def _refuse_near_zero(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    points = {node: _versions.argument(node).detach() for node in nodes}
-    near = [
-        node
-        for node, x in points.items()
-        if bool((x.abs() < torch.finfo(x.dtype).eps ** (1 / 6)).any())
-    ]
-    if _nodes.reaches(near, leaves):
-        name = _near_zero.NODES[type(near[0]).__name__][0]
-        raise GraphError.about(
-            f"higher derivatives through PyTorch's {name} are wrong near 0 (its formula divides "
-            f"by x), and an entry of its argument is closer to 0 than "
-            f"{torch.finfo(points[near[0]].dtype).eps ** (1 / 6):.1g}. Give hodiff the function "
-            f"instead of its value; it then uses the series of {name} there.",
-            operations=[name.partition(".")[2] or name],
-        )
-
-
 _STATISTICS = _nodes.Rare(
     "NativeLayerNormBackward0",
     "NativeBatchNormBackward0",
@@ -314,28 +246,6 @@ def batched_norm() -> GraphError:
         "torch.native_layer_norm or native_batch_norm call F.layer_norm or F.batch_norm, which "
         "hodiff computes from their definitions, or take the derivatives with hodiff.jacobian.",
         operations=["nativelayernorm", "nativebatchnorm"],
-    )
-
-
-def _refuse_rounded_attention(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    if not _nodes.reaches(nodes, leaves):
-        return
-    kernel = "PyTorch's fused attention on the CPU"
-    rows = "a row that is fully masked by a large finite number (finfo.min, -1e9)"
-    way_out = (
-        "Compute it inside `with hodiff.twice_differentiable():`, use a boolean or -inf mask for "
-        "such rows, or give hodiff the function instead of its value."
-    )
-    if any(_versions.rounds_rows(node) for node in nodes):
-        raise GraphError.about(
-            f"the gradient of {kernel} is silently wrong (by 100 % and more) for {rows}. {way_out}",
-            operations=["scaleddotproduct"],
-        )
-    warnings.warn(
-        f"the gradient of {kernel} is wrong for {rows}, and an activation checkpoint (or a hook) "
-        f"hides whether there is such a row here. {way_out}",
-        HodiffWarning,
-        stacklevel=outside(),
     )
 
 
@@ -382,8 +292,10 @@ def loses_digits(graph: _nodes.Survey) -> bool:
 
 def _divides(node: Any, order: int) -> bool:
     """Whether a product has entries, not 0 and so small that few digits are left
-    of a derivative of that order.
+    of a derivative of that order; of a first one, whichever was found to underflow.
     """
+    if order < 2:
+        return True
     sizes = [x.detach().abs() for x in _versions.factors(node)]
     return any(
         bool(((x != 0) & (x < torch.finfo(x.dtype).eps ** (1 / (2 * order - 2)))).any())
@@ -397,23 +309,6 @@ def _meets_zeros(node: Any) -> bool:
     """
     factors = _versions.factors(node)
     return len(factors) > 1 and any(bool((x == 0).any()) for x in factors)
-
-
-def _refuse_product(
-    order: int,
-    nodes: list[Any],
-    leaves: Sequence[Tensor],
-    wrong: Callable[[Any, int], bool] = _divides,
-) -> None:
-    small = [node for node in nodes if wrong(node, order)]
-    if _nodes.reaches(small, leaves):
-        name = _versions.PRODUCTS[type(small[0]).__name__]
-        raise GraphError.about(
-            f"a derivative of order {order} through PyTorch's {name} is wrong where an entry is "
-            f"near 0 (it divides by the entries), as one is here. Give hodiff the function "
-            f"instead of its value; it then multiplies the entries one by one.",
-            operations=[name],
-        )
 
 
 def _inverts(node: Any, order: int) -> bool:
@@ -432,20 +327,6 @@ def _inverts(node: Any, order: int) -> bool:
         return bool(tiny.any())
     values = torch.linalg.svdvals(matrix[tiny])
     return bool((values.diff() >= -least * values[..., :-1]).any())
-
-
-def _refuse_singular(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
-    if _nodes.reaches([node for node in nodes if _inverts(node, order)], leaves):
-        raise GraphError.about(
-            f"a derivative of order {order} through PyTorch's det has few correct digits, or "
-            f"none, at a singular or nearly singular matrix, as there is here (it divides by "
-            f"pivots, or by differences of singular values). Give hodiff the function instead of "
-            f"its value; it then multiplies out determinants of up to three rows. Expand a larger "
-            f"one along a row, as det = a * d - b * c for two rows.",
-            operations=["linalgdet"],
-        )
-    # Without a graph the gradient of a determinant that is 0 is 0, whatever it should be.
-    return any(map(_versions.is_singular, nodes))
 
 
 SPECTRA = {
@@ -527,38 +408,48 @@ def _watch_spectrum(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> N
             spectrum.handles += [node.register_prehook(spectrum.warn)]
 
 
-def _refuse_even_norm(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    norms = [
-        (node, *_versions.norm_of(node)) for node in nodes if type(node).__name__ in _versions.NORMS
-    ]
-    lost = [
-        node
-        for node, p, x in norms
-        if _near_zero.is_even(p) and p <= order and bool((x == 0).any())
-    ]
-    if _nodes.reaches(lost, leaves):
-        p = _versions.norm_of(lost[0])[0]
-        raise GraphError.about(
-            f"the derivative of order {p:g} of PyTorch's {p:g}-norm is 0 where an entry is 0, as "
-            f"one is here, even where the true derivative is not. Give hodiff the function "
-            f"instead of its value, and use torch.linalg.vector_norm in it, or write "
-            f"x.pow({p:g}).sum().pow(1 / {p:g}).",
-            operations=["norm"],
-        )
-    _warn_of_small_roots(order, [node for node, *_ in norms], leaves)
+def is_even(p: Any) -> bool:
+    """Whether the norm of that power is smooth where single entries are 0, and PyTorch's is not."""
+    return isinstance(p, (int, float)) and p >= 4 and p % 2 == 0 and not math.isinf(p)
 
 
-def _warn_of_small_roots(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    """Warn of norms and roots near 0; of norms that are 0, where PyTorch's second derivative is."""
-    for node in nodes:
-        if "Foreach" in type(node).__name__ or "Renorm" in type(node).__name__:
-            continue
-        p, size = _versions.root_of(node)
-        name = type(node).__name__
-        zeros = name in _versions.DEVIATIONS or (3 <= p < torch.inf and name not in _versions.ROOTS)
-        near = size.is_floating_point() and _near_zero.is_near(order, size, at_zero=zeros)
-        if near and _nodes.reaches([node], leaves):
-            return _near_zero.warn_of_near(order)
+def _is_near(order: int, size: Tensor, *, at_zero: bool = False) -> bool:
+    """Whether a norm or a root has entries so small that few digits of such a derivative are left.
+
+    A derivative of what is smooth there, as its square is: it is made of parts that are as large as
+    the root's power 2 - order, and cancel. With `at_zero`, entries that are 0 count: PyTorch has
+    zeros there.
+    """
+    if _call.is_hidden(size) or not _versions.has_numbers(size):
+        return False
+    near = size.detach() < (torch.finfo(size.dtype).eps ** (0.75 / (order - 2)) if order > 2 else 0)
+    return bool(((near & (size != 0)) | ((size == 0) & at_zero)).any())
+
+
+NEAR = (
+    "f contains a norm, a standard deviation or a square root that is near 0. "
+    "A derivative of order {order} has few correct digits, or none, "
+    "if f itself is smooth there, as norm(x) ** 2 is: large terms cancel. "
+    "Write x.square().sum(), or x.var() for std(x) ** 2. (If f has a kink or a cusp there, "
+    "ignore this warning.)"
+)
+
+
+def warn_if_near(order: int, size: Tensor, *, at_zero: bool = False) -> None:
+    """Say that a derivative of that order is lost, where it is."""
+    if _is_near(order, size, at_zero=at_zero):
+        warnings.warn(NEAR.format(order=order), HodiffWarning, stacklevel=outside())
+
+
+def _is_small(node: Any, order: int) -> bool:
+    """Whether a norm or a root is near 0, or a norm is 0, where PyTorch's second derivative is."""
+    name = type(node).__name__
+    # of lists, or another that its name is a part of
+    if name not in {*_versions.NORMS, *_versions.ROOTS} - {"RenormBackward0"}:
+        return False
+    p, size = _versions.root_of(node)
+    zeros = name in _versions.DEVIATIONS or (3 <= p < torch.inf and name not in _versions.ROOTS)
+    return size.is_floating_point() and _is_near(order, size, at_zero=zeros)
 
 
 def _loses_part(node: Any, most: int, least: int = 0) -> bool:
@@ -576,18 +467,6 @@ def _loses_part(node: Any, most: int, least: int = 0) -> bool:
     return any(bool((positive & (exponent == k)).any()) for k in range(least, most + 1))
 
 
-def _refuse_power(most: int, nodes: list[Any], leaves: Sequence[Tensor], least: int = 0) -> None:
-    if _nodes.reaches([node for node in nodes if _loses_part(node, most, least)], leaves):
-        orders = range(most - least + 1)
-        raise GraphError.about(
-            f"a derivative of order {most - least + 2} of a ** b is silently wrong in PyTorch "
-            f"where b is {' or '.join(map(str, orders))} and is differentiated: a part of it is "
-            f"taken as 0. Give hodiff the function instead of its value, or write torch.exp(b * "
-            f"a.log()); if the power is written into a view (x[i].pow_(b)), make it a new tensor.",
-            operations=["pow"],
-        )
-
-
 def refuse_hidden(
     graph: _nodes.Survey,
     gradient: _nodes.Survey,
@@ -601,53 +480,41 @@ def refuse_hidden(
     Where the graph was `given`, nothing that a write to a view hides has been written out.
     """
     unary = given and any(map(_nodes.hides, graph.named(_messages.VIEW)))
-    for remark, names in (
-        (partial(_refuse_power, order - 3, least=-1), [_messages.POWER]),
-        (
-            partial(_warn_of_hidden, order),
-            [*_versions.PRODUCTS, *(["DivBackward0"] if unary else [])],
-        ),
-    ):
-        _said(
-            remark, [node for node in gradient.named(*names) if node not in graph.visited], leaves
-        )
+    divided = [*_versions.PRODUCTS, *(["DivBackward0"] if unary else [])]
+    for remark, names in (HIDDEN_POWER, [_messages.POWER]), (HIDDEN_PRODUCT, divided):
+        hidden = [node for node in gradient.named(*names) if node not in graph.visited]
+        _said(remark, order, hidden, leaves)
 
 
-def _warn_of_hidden(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    """Warn where what is hidden is differentiated by dividing by numbers near 0."""
-    if any(_divides(node, order) for node in nodes):
-        warnings.warn(
-            f"an operation was written into a view in place (y[i].cumprod_(0), y[i].sinc_()), "
-            f"which hides it, and its gradient divides by a number near 0: if it is a product or "
-            f"sinc, a derivative of order {order} has few correct digits, or none. Give hodiff "
-            f"the function instead of its value, or use the version that makes a new tensor (no "
-            f"underscore).",
-            HodiffWarning,
-            stacklevel=outside(),
-        )
+Remark = Callable[[int, list[Any], Sequence[Tensor]], bool | None]
+"""Raises or warns of such a derivative; True where a pass must be recorded to be right."""
 
 
-Remark = Callable[[list[Any], Sequence[Tensor]], bool | None]
-"""Raises or warns; True where a pass must be recorded to be right."""
+class Row(NamedTuple):
+    """A remark on nodes of which something holds, and that lead to a leaf.
 
+    Attributes:
+        operation: A piece of their names, for who looks for the place; empty where it is a warning.
+        text: What is said, of a derivative of `{order}`; of the first of them, by `told`, `{it}`.
+        wrong: What holds of such a node, for that order.
+        told: What is said of it.
+    """
 
-def _refusing(operation: str, text: str, matters: Callable[[Any], object] = bool) -> Remark:
-    """Refuses nodes that matter, where they lead to a leaf."""
+    operation: str
+    text: str
+    wrong: Callable[[Any, int], object] = lambda node, order: True
+    told: Callable[[Any], object] = str
 
-    def refuse(nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-        if _nodes.reaches([node for node in nodes if matters(node)], leaves):
-            raise GraphError.about(text, operations=[operation])
-
-    return refuse
-
-
-_refuse_strided_scatter = _refusing(
-    "asstridedscatter",
-    "the gradient of PyTorch's as_strided_scatter is silently wrong: it goes to the entries that "
-    "are overwritten, and not to those that stay. Write y = x.clone() and then y.as_strided(size, "
-    "stride, offset).copy_(source), or use slice_scatter, select_scatter, "
-    "diagonal_scatter or index_put.",
-)
+    def __call__(self, order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+        """Raise, or warn, where it holds of a node that leads to a leaf."""
+        met = [node for node in nodes if self.wrong(node, order)]
+        if not _nodes.reaches(met, leaves):
+            return
+        powers = " or ".join(map(str, range(order - 1)))
+        text = self.text.format(order=order, powers=powers, it=self.told(met[0]))
+        if self.operation:
+            raise GraphError.about(text, operations=[self.operation])
+        warnings.warn(text, HodiffWarning, stacklevel=outside())
 
 
 SCATTER = "AsStridedScatterBackward0"
@@ -680,89 +547,219 @@ WRITTEN = _nodes.Rare(
 BIASED = _nodes.Rare(*_messages.NORMS, of_which=_versions.lacks_weight)
 
 
-def refuse_biased(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> None:
-    """Raise for a norm with a bias and no weight that is not written out."""
-    if _nodes.reaches(BIASED.among(graph), leaves):
-        raise GraphError.about(
-            "a second derivative with respect to the bias of a norm without a weight is silently "
-            "wrong. Give hodiff the function instead of its value, or add the bias after the norm.",
-            operations=["norm"],
+FUNCTION = "Give hodiff the function instead of its value"
+KERNEL = "the gradient of PyTorch's fused attention on the CPU is"
+MASKED = "a row that is fully masked by a large finite number (finfo.min, -1e9)"
+MASK_WAY_OUT = (
+    "Compute it inside `with hodiff.twice_differentiable():`, use a boolean or -inf mask for such "
+    "rows, or give hodiff the function instead of its value."
+)
+SPARSE_WAY_OUT = (
+    "is silently wrong: PyTorch treats the backward of that constructor as a constant. "
+)
+
+
+def _third(layer: str) -> str:
+    return (
+        f"a third derivative through PyTorch's {layer} is silently wrong (by 3-81 %), and this "
+        f"graph allows one. {FUNCTION}: hodiff.hvp(f, x, v, create_graph=True) and nested hodiff "
+        "calls compute the norm from its definition."
+    )
+
+
+def _sparse(operation: str, constructor: str) -> tuple[Row, Row]:
+    """The sparse matrices that we return, and a constructor of the user's."""
+    ours = (
+        "a second derivative through the sparse matrix that sparse_hessian or sparse_jacobian "
+        f"returned {SPARSE_WAY_OUT}Use its entries, hodiff.sparse.plan_hessian(f, x).values(x) (or "
+        "plan_jacobian), or the dense matrix, hodiff.hessian or hodiff.jacobian with matrix=True; "
+        "these have derivatives of any order."
+    )
+    theirs = (
+        f"a second derivative through torch.{constructor} of values that are differentiated "
+        f"{SPARSE_WAY_OUT}Write the values into a dense tensor, x.new_zeros(shape).index_put("
+        "indices, values), or gather and sum them (index_add); a constant sparse matrix and "
+        "dense.to_sparse() are right as they are."
+    )
+    return Row(operation, ours, lambda node, order: _nodes.is_result(node)), Row(operation, theirs)
+
+
+BIAS = Row(
+    "norm",
+    "a second derivative with respect to the bias of a norm without a weight is silently wrong. "
+    f"{FUNCTION}, or add the bias after the norm.",
+)
+POWER = Row(
+    "pow",
+    "a derivative of order {order} of a ** b is silently wrong in PyTorch where b is {powers} and "
+    f"is differentiated: a part of it is taken as 0. {FUNCTION}, or write torch.exp(b * a.log()); "
+    "if the power is written into a view (x[i].pow_(b)), make it a new tensor.",
+    lambda node, order: _loses_part(node, order - 2),
+)
+SMALL = Row("", NEAR, _is_small)
+HIDDEN_POWER = POWER._replace(wrong=lambda node, order: _loses_part(node, order - 3, -1))
+HIDDEN_PRODUCT = Row(
+    "",
+    "an operation was written into a view in place (y[i].cumprod_(0), y[i].sinc_()), which hides "
+    "it, and its gradient divides by a number near 0: if it is a product or sinc, a derivative of "
+    f"order {{order}} has few correct digits, or none. {FUNCTION}, or use the version that makes a "
+    "new tensor (no underscore).",
+    _divides,
+)
+THIRD = {
+    "NativeLayerNormBackwardBackward0": Row("nativelayernorm", _third("layer_norm")),
+    # by fixed statistics it is right
+    "NativeBatchNormBackwardBackward0": Row(
+        "nativebatchnorm",
+        _third("batch_norm or instance_norm"),
+        lambda node, order: _versions.was_training(node),
+    ),
+}
+FIRST = {
+    SCATTER: [
+        Row(
+            "asstridedscatter",
+            "the gradient of PyTorch's as_strided_scatter is silently wrong: it goes to the "
+            "entries that are overwritten, and not to those that stay. Write y = x.clone() and "
+            "then y.as_strided(size, stride, offset).copy_(source), or use slice_scatter, "
+            "select_scatter, diagonal_scatter or index_put.",
         )
+    ],
+    ATTENTION: [
+        Row(
+            "scaleddotproduct",
+            f"{KERNEL} silently wrong (by 100 % and more) for {MASKED}. {MASK_WAY_OUT}",
+            lambda node, order: _versions.rounds_rows(node),
+        ),
+        Row(
+            "",
+            f"{KERNEL} wrong for {MASKED}, and an activation checkpoint (or a hook) hides whether "
+            f"there is such a row here. {MASK_WAY_OUT}",
+        ),
+    ],
+    **{
+        node: [
+            Row(
+                name,
+                f"a derivative of order {{order}} through PyTorch's {name} is wrong where an entry "
+                "is near 0 (it divides by the entries), as one is here. "
+                f"{FUNCTION}; it then multiplies the entries one by one.",
+                _divides,
+            )
+        ]
+        for node, name in _versions.PRODUCTS.items()
+    },
+}
+"""What is said of a first derivative, too."""
 
 
-_ORDERS = range(9, 1, -1)  # the highest first, for the first that fits is taken
+def _close(node: Any) -> float:
+    """The size of an argument below which derivatives of what divides by it lose all digits."""
+    return torch.finfo(_versions.argument(node).dtype).eps ** (1 / 6)
+
+
+def _loses_power(node: Any, order: int) -> bool:
+    """Whether a norm of an even power has lost a derivative at an entry that is 0."""
+    if type(node).__name__ not in _versions.NORMS:
+        return False
+    p, x = _versions.norm_of(node)
+    return is_even(p) and p <= order and bool((x == 0).any())
+
+
+def _recorded(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> bool:
+    """Without a graph the gradient of a determinant that is 0 is 0, whatever it should be."""
+    return any(map(_versions.is_singular, nodes))
+
+
+_GIVEN: dict[str, Row] = {
+    "WeightNormInterfaceBackward0": Row(
+        "weightnorm",
+        "a second derivative through PyTorch's weight_norm is silently wrong (by 30-120 %). "
+        f"{FUNCTION}; it then computes the norm from its definition.",
+    ),
+    "EmbeddingBackward0": Row(
+        "embedding",
+        "a second derivative through an embedding with scale_grad_by_freq=True is wrong in "
+        "PyTorch: its second backward leaves the scaling out. Use scale_grad_by_freq=False (it "
+        "scales gradients and is not part of the function).",
+        lambda node, order: _versions.scales_by_frequency(node),
+    ),
+    "linear_cross_entropy": Row(
+        "linearcrossentropy",
+        "a second derivative through linear_cross_entropy in its chunked form (options=...) is "
+        "missing: PyTorch silently treats its gradient as a constant. Call it without options, "
+        "or write F.cross_entropy(F.linear(x, weight), target).",
+    ),
+    "LogcumsumexpBackward0": Row(
+        "logcumsumexp",
+        "a second derivative through PyTorch's logcumsumexp is silently wrong where an incoming "
+        "gradient is 0, and a third one not finite: its backward takes the logarithm. "
+        f"{FUNCTION}.",
+    ),
+    _messages.DET: Row(
+        "linalgdet",
+        "a derivative of order {order} through PyTorch's det has few correct digits, or none, at a "
+        "singular or nearly singular matrix, as there is here (it divides by pivots, or by "
+        f"differences of singular values). {FUNCTION}; it then multiplies out determinants of up "
+        "to three rows. Expand a larger one along a row, as det = a * d - b * c for two rows.",
+        _inverts,
+    ),
+    _messages.POWER: POWER,
+}
+"""What is said of a second derivative, and of those above."""
+
+HIGHEST = 9
+"""The order of derivative up to which bounds on digits grow."""
 
 REMARKS: list[tuple[str, int, Remark]] = [
-    (SCATTER, 2, _refuse_strided_scatter),
-    *((_messages.DET, order, partial(_refuse_singular, order)) for order in _ORDERS),
-    ("NativeLayerNormBackwardBackward0", 2, _refuse_norm),
-    ("NativeBatchNormBackwardBackward0", 2, _refuse_norm),
-    (
-        _messages.WEIGHT_NORM,
-        2,
-        _refusing(
-            "weightnorm",
-            "a second derivative through PyTorch's weight_norm is silently wrong (by 30-120 %). "
-            "Give hodiff the function instead of its value; it then computes the norm from its "
-            "definition.",
-        ),
-    ),
-    ("SparseCooTensorWithDimsAndTensorsBackward0", 2, _refuse_sparse),
-    ("SparseCompressedTensorBackward0", 2, _refuse_sparse),
-    (
-        "EmbeddingBackward0",
-        2,
-        _refusing(
-            "embedding",
-            "a second derivative through an embedding with scale_grad_by_freq=True is wrong in "
-            "PyTorch: its second backward leaves the scaling out. Use scale_grad_by_freq=False (it "
-            "scales gradients and is not part of the function).",
-            _versions.scales_by_frequency,
-        ),
-    ),
-    (
-        "linear_cross_entropy",
-        2,
-        _refusing(
-            "linearcrossentropy",
-            "a second derivative through linear_cross_entropy in its chunked form (options=...) is "
-            "missing: PyTorch silently treats its gradient as a constant. Call it without options, "
-            "or write F.cross_entropy(F.linear(x, weight), target).",
-        ),
-    ),
-    *((node, order, _refuse_near_zero) for node, (_, order) in _near_zero.NODES.items()),
-    *((_messages.POWER, order, partial(_refuse_power, order - 2)) for order in _ORDERS),
+    *((node, 2, row) for node, row in {**THIRD, **_GIVEN}.items()),
+    *((node, 2, row) for node, rows in FIRST.items() if node != ATTENTION for row in rows),
+    (_messages.DET, 2, _recorded),
     *(
-        (name, order, partial(_refuse_product, order))
-        for name in _versions.PRODUCTS
-        for order in _ORDERS
+        ("SparseCooTensorWithDimsAndTensorsBackward0", 2, row)
+        for row in _sparse("sparsecootensor", "sparse_coo_tensor")
     ),
-    *((name, order, partial(_watch_spectrum, order)) for name in SPECTRA for order in _ORDERS),
     *(
-        (name, order, partial(_refuse_even_norm, order))
+        ("SparseCompressedTensorBackward0", 2, row)
+        for row in _sparse("sparsecompressedtensor", "sparse_csr_tensor (or csc, bsr)")
+    ),
+    *(
+        (
+            node,
+            least,
+            Row(
+                name.rpartition(".")[2],
+                f"higher derivatives through PyTorch's {name} are wrong near 0 (its formula "
+                "divides by x), and an entry of its argument is closer to 0 than {it:.1g}. "
+                f"{FUNCTION}; it then uses the series of {name} there.",
+                lambda node, order: bool((_versions.argument(node).abs() < _close(node)).any()),
+                _close,
+            ),
+        )
+        for node, (name, least) in _messages.DIVIDING.items()
+    ),
+    *((name, 2, _watch_spectrum) for name in SPECTRA),
+    *(
+        (
+            name,
+            2,
+            Row(
+                "norm",
+                "the derivative of order {it:g} of PyTorch's {it:g}-norm is 0 where an entry is 0, "
+                f"as one is here, even where the true derivative is not. {FUNCTION}, and use "
+                "torch.linalg.vector_norm in it, or write x.pow({it:g}).sum().pow(1 / {it:g}).",
+                _loses_power,
+                lambda node: _versions.norm_of(node)[0],
+            ),
+        )
         for name in _versions.NORMS
-        for order in _ORDERS
     ),
-    *(
-        (name, order, partial(_warn_of_small_roots, order))
-        for name in _versions.ROOTS
-        for order in _ORDERS[:-1]
-    ),
-    *((name, 2, partial(_warn_of_small_roots, 2)) for name in _versions.DEVIATIONS),
-    (
-        "LogcumsumexpBackward0",
-        2,
-        _refusing(
-            "logcumsumexp",
-            "a second derivative through PyTorch's logcumsumexp is silently wrong where an "
-            "incoming gradient is 0, and a third one not finite: its backward takes the logarithm. "
-            "Give hodiff the function instead of its value.",
-        ),
-    ),
+    *((name, 2, SMALL) for name in (*_versions.NORMS, *_versions.DEVIATIONS)),
+    *((name, 3, SMALL) for name in _versions.ROOTS if name not in _versions.DEVIATIONS),
     (
         "BatchNormWithUpdateBackward0",
         3,
-        _refusing(
+        Row(
             "batchnormwithupdate",
             "a third derivative through torch's _batch_norm_with_update is silently wrong. Use "
             "F.batch_norm, which hodiff computes from its definition.",
@@ -779,12 +776,9 @@ def refuse_first(graph: _nodes.Survey, leaves: Sequence[Tensor]) -> bool:
     where it leads to one of `leaves`.
     """
     nodes = WRONG_AT_ONCE.among(graph)
-    if not nodes:
-        return False
-    _refuse_strided_scatter([node for node in nodes if type(node).__name__ == SCATTER], leaves)
-    _refuse_rounded_attention([node for node in nodes if type(node).__name__ == ATTENTION], leaves)
-    products = [node for node in nodes if type(node).__name__ in _versions.PRODUCTS]
-    _refuse_product(1, products, leaves, lambda node, order: True)
+    for name, rows in FIRST.items() if nodes else ():
+        for row in rows:
+            row(1, [node for node in nodes if type(node).__name__ == name], leaves)
     return any(type(node).__name__ == _messages.DET for node in nodes)
 
 
@@ -803,18 +797,6 @@ def leftover(names: str) -> GraphError:
         f"that call's leaves, so here it would be a constant, and its part of the derivative would "
         f"be missing. Clear what f keeps between calls (a cache, a global, a list, a hidden "
         f"state), or compute it inside f each time; if a constant is meant, keep it detached."
-    )
-
-
-def warn_of_renormalization(name: str) -> None:
-    """Say at which table an `Embedding(max_norm=...)` is differentiated."""
-    warnings.warn(
-        f"f renormalizes rows of {name} (Embedding(max_norm=...)). The result is taken at the "
-        "renormalized rows, with their scaling as a constant, as backward() does; "
-        "the module keeps its table. To have both at one point, renormalize it first: "
-        "with torch.no_grad(), table.weight.renorm_(table.norm_type, 0, table.max_norm).",
-        HodiffWarning,
-        stacklevel=outside(),
     )
 
 

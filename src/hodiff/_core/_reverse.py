@@ -32,7 +32,6 @@ from hodiff.errors import GraphError
 
 __all__ = [
     "CHUNK_BYTES",
-    "agree",
     "auto_chunk",
     "basis",
     "batched",
@@ -44,7 +43,6 @@ __all__ = [
     "gradient",
     "has_second_derivatives",
     "jvp",
-    "largest",
     "products",
     "search_block",
     "transposed_product",
@@ -409,8 +407,9 @@ def _engine_pass(
         gradients = _engine_pass(outputs, cotangents, inputs, keep=keep, build=True, device=device)
         return [part if part is None else part.detach() for part in gradients]
     try:
-        if _versions.autocasts() and torch.is_autocast_enabled(device or inputs[0].device.type):
-            with _settings.autocast(device or inputs[0].device.type):
+        device = device or inputs[0].device.type
+        if torch.is_autocast_enabled(device):
+            with _settings.autocast(device):
                 return _versions.grad(outputs, inputs, cotangents, keep=keep, build=build)
         return _versions.grad(outputs, inputs, cotangents, keep=keep, build=build)
     except (RuntimeError, NotImplementedError) as error:
@@ -507,11 +506,12 @@ def batched(
     """`function` of each of the stacked vectors, in one batch;
     what it draws at random is drawn once for all.
     """
-    depth = _versions.levels_entered()
+    entered = _versions.transforms()
     try:
         return _versions.mapped(function, vectors)
     except BaseException as error:
-        _versions.leave_levels(depth)  # between two of its own lines it leaves a level on
+        # between two of its own lines it leaves a level on
+        _versions.leave_levels(len(entered or ()))
         behind = interrupt_behind(error)
         if behind is not None and behind is not error:
             raise behind from None
@@ -573,8 +573,8 @@ def _refuse_missing(
     for J v.
     """
     survey = _nodes.survey(gradients)
-    if third:
-        _refusals.refuse_third_order(survey)
+    for name, row in _refusals.THIRD.items() if third else ():
+        row(3, [*survey.named(name)], inputs)
     _refusals.refuse_without_backward(survey, inputs)
     bad = list(survey.named("NotImplemented", "Error", *_messages.UNMARKED))
     if not bad or not _nodes.reaches(bad, inputs):
@@ -676,30 +676,6 @@ def _copied(results: list[Tensor], memories: list[Any], taken: set[Any]) -> list
         ]
         taken |= {memory}
     return result
-
-
-def agree(result: Tensor, expected: Tensor, size: float, leaves: Sequence[Tensor] = ()) -> bool:
-    """Whether two results of that size are equal up to what batches of another size, or another
-    order, may change.
-
-    They round as the leaves do where those are coarser: float32 parameters beside float64 data.
-    Not where the size is infinite: anything would agree.
-    """
-    if not result.numel() or not math.isfinite(size):
-        return not result.numel()
-    eps = max(torch.finfo(x.dtype).eps for x in (result, expected, *leaves)) ** 0.5
-    apart = result - expected
-    # The first tells nearly always.
-    return (
-        largest(apart) <= eps * size
-        or float(apart.abs_().sub_(expected.abs(), alpha=eps).max()) <= eps * size
-    )  # NaN is not
-
-
-def largest(values: Tensor) -> float:
-    """The largest size of values, at least one of them; NaN where one is."""
-    least, most = torch.aminmax(values)
-    return max(-float(least), float(most))
 
 
 def warned_if_not_finite(

@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _locks, _needed, _versions
 from hodiff._core._compiled_callers import uncompiled
@@ -32,7 +33,6 @@ from hodiff.errors import HodiffWarning
 __all__ = [
     "Counted",
     "DispatchMode",
-    "InTime",
     "Offered",
     "RandomState",
     "Scope",
@@ -40,6 +40,7 @@ __all__ = [
     "assign",
     "autocast",
     "autocast_now",
+    "carry_tangents",
     "eager",
     "grad_mode",
     "on",
@@ -362,16 +363,21 @@ def grad_mode(on: bool) -> Context:
 
     It begins when this is called.
     """
-    forward, threads = _versions.forward_mode_on(), _versions.multithreading_on()
+    forward = _versions.forward_mode_on()
     guard = _versions.inference(torch.is_inference_mode_enabled())
     try:
         _versions.set_grad_enabled(on)
         _versions.set_forward_mode(forward)
-        _versions.set_multithreading(threads)
     except BaseException:
         guard.__exit__(None, None, None)
         raise
     return guard
+
+
+def carry_tangents(undo: Undo) -> None:
+    """Let tangents be carried until it is undone."""
+    undo += [InTime(_versions.set_forward_mode, _versions.forward_mode_on())]
+    _versions.set_forward_mode(True)
 
 
 def autocast(device: str, dtype: torch.dtype | None = None, *, enabled: bool = False) -> Context:
@@ -421,8 +427,7 @@ def push_calls(mode: M, undo: Undo) -> M:
 
 def those_on(kind: type[M]) -> list[M]:
     """The modes of a kind that see calls at this moment."""
-    depths = range(_versions.count_of_modes())
-    return [mode for mode in map(_versions.mode_at, depths) if isinstance(mode, kind)]
+    return [mode for mode in _versions.modes() if isinstance(mode, kind)]
 
 
 class _Absent(threading.local):
@@ -439,13 +444,14 @@ def take_off(mode: Any) -> None:
     """Take a mode off the stack of those that see calls, wherever on it;
     the next call looks for one not there.
     """
-    depth = _versions.count_of_modes()
-    at = next((at for at in range(depth) if _versions.mode_at(at) is mode), depth)
-    if at == depth:
+    modes = _versions.modes()
+    at = next((at for at, each in enumerate(modes) if each is mode), len(modes))
+    if at == len(modes):
         absent.modes += (weakref.ref(mode),)
-    modes = [_versions.pop_mode() for _ in range(at, depth)]
-    for other in modes[-2::-1]:
-        _versions.push_mode(other)
+    for other in modes[at:]:  # whatever their own classes do beside
+        TorchFunctionMode.__exit__(other, None, None, None)
+    for other in modes[at + 1 :]:
+        TorchFunctionMode.__enter__(other)
 
 
 def _flags() -> dict[str, bool]:

@@ -19,24 +19,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, product, repeat
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from hodiff._core import _call, _messages, _near_zero, _settings, _versions
-from hodiff._core._settings import tracing
-from hodiff.errors import GraphError
+from hodiff._core import _call, _hooks, _messages, _near_zero, _settings, _versions
+from hodiff._core._lending import OfCall
 
 __all__ = [
     "BY_DEFINITION",
-    "TAKEN_FOR_CONSTANTS",
     "ExactNorms",
-    "named_by_torch",
 ]
 
 
@@ -235,83 +231,28 @@ def _refusing(name: str, function: Callable[..., Tensor]) -> Callable[..., Tenso
     return refuse
 
 
-TAKEN_FOR_CONSTANTS: dict[Callable[..., Tensor], str] = {
-    getattr(
-        torch.special if name.startswith("special_") else torch, name.removeprefix("special_")
-    ): name
+_REPLACED |= {
+    function: _refusing(name, function)
     for name in _messages.CONSTANTS
+    for home in (torch.special if name.startswith("special_") else torch,)
+    for function in (getattr(home, name.removeprefix("special_")),)
 }
-"""Smooth functions that PyTorch takes for constants silently, and their names."""
-
-_REPLACED |= {function: _refusing(name, function) for function, name in TAKEN_FOR_CONSTANTS.items()}
 
 
-def _solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
-    """`torch.linalg.solve` by its two steps."""
-    factors, pivots = torch.linalg.lu_factor(A)
-    vectors = B.ndim == 1 or (B.ndim == A.ndim - 1 and B.shape == A.shape[:-1])
-    solution = torch.linalg.lu_solve(factors, pivots, B.unsqueeze(-1) if vectors else B, left=left)
-    return solution.squeeze(-1) if vectors else solution
-
-
-def _det(A: Tensor) -> Tensor:
-    """`torch.linalg.det` by its two steps."""
-    diagonal, sign = _diagonal(A)
-    return diagonal.prod(-1) * sign
-
-
-def _slogdet(A: Tensor) -> Any:
-    """`torch.linalg.slogdet`, in operations with right second derivatives."""
-    diagonal, sign = _diagonal(A)
-    return torch.return_types.slogdet(
-        (diagonal.sgn().prod(-1) * sign, diagonal.abs().log().sum(-1))
-    )
-
-
-def _logdet(A: Tensor) -> Tensor:
-    """`torch.logdet`, in operations with right second derivatives."""
-    sign, size = _slogdet(A)
-    return sign.log() + size
-
-
-def _diagonal(A: Tensor) -> tuple[Tensor, Tensor]:
-    """The pivots of a matrix, whose product is its determinant but for the sign
-    that comes with them.
-    """
-    factors, places, _ = torch.linalg.lu_factor_ex(A)
-    swaps = (places != torch.arange(1, A.shape[-1] + 1, device=A.device)).sum(-1)
-    return factors.diagonal(dim1=-2, dim2=-1), 1 - 2 * (swaps % 2)
-
-
-_INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.linalg.solve: _solve,
-    **dict.fromkeys((torch.linalg.det, torch.det, Tensor.det), _det),
-    **dict.fromkeys((torch.linalg.slogdet, torch.slogdet, Tensor.slogdet), _slogdet),
-    **dict.fromkeys((torch.logdet, Tensor.logdet), _logdet),
-}  # pyright: ignore[reportAssignmentType]
-"""What is right of those below that are in the way of many."""
-
-
-def _by_tangents(
-    name: str, function: Callable[..., Any], instead: Callable[..., Any] | None
-) -> Callable[..., Any]:
-    """An operation, and what takes its place where an argument carries a tangent: an error,
-    where that is nothing.
-    """
+def _by_tangents(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation that is refused where an argument carries a tangent."""
 
     def choose(*args: Any, **kwargs: Any) -> Any:
-        if not _call.tangents() or not any(map(_call.carries_tangent, (*args, *kwargs.values()))):
-            return function(*args, **kwargs)
-        if instead is None:
+        if _call.tangents() and any(map(_call.carries_tangent, (*args, *kwargs.values()))):
             raise _messages.wrong_tangent(name)
-        return instead(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return choose
 
 
 for _name in _messages.WRONG_TANGENTS:
     for _function in _spellings(_name):
-        _REPLACED.setdefault(_function, _by_tangents(_name, _function, _INSTEAD.get(_function)))
+        _REPLACED.setdefault(_function, _by_tangents(_name, _function))
 _REPLACED |= {
     each: _near_zero.det(_REPLACED.get(each, each))
     for each in (torch.linalg.det, torch.det, Tensor.det)
@@ -439,7 +380,18 @@ def _noted(definition: Callable[..., Tensor]) -> Callable[..., Tensor]:
 _TOLD |= {function: _noted(_REPLACED[function]) for function in (F.batch_norm, torch.batch_norm)}
 
 
-class ExactNorms(TorchFunctionMode):
+def _seen(operator: Any, mode: ExactNorms, *args: Any, **kwargs: Any) -> Any:
+    """An operator that takes functions, under a mode that sees what these call as well."""
+    if _settings.tracing():
+        return operator(*args, **kwargs)
+    with _settings.on(mode):
+        return operator.dispatch(None, *args, **kwargs)
+
+
+_TOLD |= {operator: functools.partial(_seen, operator) for _, operator in _hooks.operators()}
+
+
+class ExactNorms(OfCall):
     """A context in which layer, batch, instance and weight norm (and a few others) are computed
     from their definition.
 
@@ -466,19 +418,11 @@ class ExactNorms(TorchFunctionMode):
             return func(*args, **given)
         definition = _TOLD.get(func)
         if definition is not None:
-            return definition(self, *args, **named_by_torch(given))
+            return definition(self, *args, **_versions.named_by_torch(given))
         definition = _REPLACED.get(func, func)
-        return definition(*args, **(given if definition is func else named_by_torch(given)))
-
-
-def named_by_torch(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments by PyTorch's names, where they were given by those of NumPy,
-    which it takes as well.
-    """
-    return {_NUMPYS.get(name, name): value for name, value in kwargs.items()}
-
-
-_NUMPYS = {"axis": "dim", "keepdims": "keepdim"}
+        return definition(
+            *args, **(given if definition is func else _versions.named_by_torch(given))
+        )
 
 
 BY_DEFINITION: dict[str, Callable[..., Any]] = {
@@ -491,70 +435,6 @@ BY_DEFINITION: dict[str, Callable[..., Any]] = {
     "cumprod": _near_zero.cumprod,
     "sinc": _near_zero.sinc,
     "det": _near_zero.det,
+    **{f"special_{name}": function for name, function in _near_zero.BESSEL.items()},
 }
 """By name, by its definition, what has a derivative of PyTorch's that is wrong at some order."""
-
-
-# --- operators that take functions ----------------------------------------------------------------
-# PyTorch traces what such an operator runs, to lift what its functions capture into arguments.
-# Where nothing is traced (compiled functions run as they are, or a mode sees each operation) it
-# takes what they capture for constants, silently; and where it is right, its derivative has none.
-# So control flow is refused, and attention is computed by its definition.
-#
-# Both stand in the operators' way while a call of hodiff runs, in whatever thread: its switch for
-# compiled functions is everybody's.
-
-
-def _refused(name: str, *args: Any, **kwargs: Any) -> Any:
-    operation, instead = _messages.CONTROL_FLOW[name]
-    raise GraphError(
-        f"{operation} inside the function of a hodiff call, or in another thread meanwhile: "
-        "compiled functions run as they are then, so what its branches or steps capture would "
-        f"silently count as constants; {instead}."
-    )
-
-
-DEFINITIONS: dict[str, Callable[..., Any]] = {
-    **{name: functools.partial(_refused, name) for name in _messages.CONTROL_FLOW},
-    "flex_attention": _versions.plain_flex_attention,
-}
-"""What is done in the place of each operator, by its name."""
-
-
-def _as_they_are() -> bool:
-    """Whether operators run so: a tracer follows them."""
-    return tracing()
-
-
-def _seen(operator: Any, mode: ExactNorms, *args: Any, **kwargs: Any) -> Any:
-    """An operator under a mode that sees what its functions call as well."""
-    if _as_they_are():
-        return operator(*args, **kwargs)
-    with _settings.on(mode):
-        return operator.dispatch(None, *args, **kwargs)
-
-
-def _instead(
-    theirs: Callable[..., Any], definition: Callable[..., Any], key: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """An operator's own way, or what stands for it where a call of hodiff runs
-    and nothing is traced.
-    """
-    node = _versions.node_at_hand()
-    if _as_they_are() or (node is not None and "AutogradOp" in node.name()):
-        # in the backward pass of such an operator nothing is captured
-        return theirs(key, *args, **kwargs)
-    return definition(*args, **kwargs)
-
-
-def of_operators() -> Iterator[tuple[dict[str, Any], str, Any, None]]:
-    """The stand-ins in the operators' way, for `_hooks.WHILE_CALLS`."""
-    for name in DEFINITIONS.keys() & _versions.OPERATORS.keys():  # `switch` is new in 2.15
-        operator: Any = _versions.OPERATORS[name]
-        _TOLD[operator] = functools.partial(_seen, operator)
-        yield (
-            vars(operator),
-            "dispatch",
-            functools.partial(_instead, operator.dispatch, DEFINITIONS[name]),
-            None,
-        )

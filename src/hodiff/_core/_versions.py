@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import repeat, starmap
@@ -26,12 +26,11 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, overrides
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn.utils import parametrize, stateless
-from torch.overrides import has_torch_function
 from torch.utils import _python_dispatch, checkpoint
 
 from hodiff._core import _needed
@@ -39,19 +38,16 @@ from hodiff._core._needed import NEWEST, OLDEST, RELEASE
 from hodiff.errors import HodiffError
 
 __all__ = [
-    "DYNAMO",
     "LARGEST",
     "count_below",
     "forward_mode_on",
     "hooks_on",
     "is_batched",
     "is_wrapped",
-    "levels_entered",
+    "named_by_torch",
     "pass_at_hand",
-    "received",
     "reduction",
     "schema_of",
-    "set_forward_mode",
     "set_grad_enabled",
     "transforms",
     "unwrapped",
@@ -94,7 +90,7 @@ def grad(
     # ones for samples' scalars, too
     for output, cotangent in zip(outputs, cotangents, strict=True):
         ones += [torch.ones_like(output) if cotangent is None else cotangent]
-    if has_torch_function(outputs + inputs):
+    if overrides.has_torch_function(outputs + inputs):
         return public(outputs, inputs, ones, keep=keep, build=build)
     return _run(
         outputs, tuple(ones), keep, build, inputs, allow_unreachable=True, accumulate_grad=False
@@ -147,14 +143,9 @@ forward_mode_on: Callable[[], bool] = _torch._is_fwd_grad_enabled
 """Whether tangents are carried: not in the forward of a Function."""
 set_forward_mode: Callable[[bool], None] = _torch._set_fwd_grad_enabled
 """Set whether tangents are carried."""
-multithreading_on: Callable[[], bool] = _torch._is_multithreading_enabled
-set_multithreading: Callable[[bool], None] = _torch._set_multithreading_enabled
 
 # The modes that see calls, from the outermost on; below them those that see operations.
-count_of_modes: Callable[[], int] = _torch._len_torch_function_stack
-mode_at: Callable[[int], Any] = _torch._get_function_stack_at
-pop_mode: Callable[[], Any] = _torch._pop_torch_function_stack
-push_mode: Callable[[Any], None] = _torch._push_on_torch_function_stack
+modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 count_below: Callable[[], int] = _torch._len_torch_dispatch_stack
 pop_below: Callable[[None], Any] = _torch._pop_torch_dispatch_stack
 mode_below: Callable[[], Any] = _python_dispatch._get_current_dispatch_mode
@@ -178,7 +169,6 @@ CACHE = "_cache"
 """Where, and as what, `parametrize.cached()` keeps what it has computed, for all threads."""
 forward, LEVEL = vars(forward_ad), "_current_level"
 """Where, and as what, PyTorch keeps the level of forward mode that is on; below 0 none is."""
-autocasts = _torch._is_any_autocast_enabled  # for some kind of device
 _dynamo: Any = _torch._dynamo
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -195,7 +185,7 @@ def mapped(
 
     An error may leave the batch's level on.
     """
-    if not _Batches.direct or has_torch_function(tuple(vectors)):
+    if not _Batches.direct or overrides.has_torch_function(tuple(vectors)):
         result = torch.vmap(function, randomness="same")(*vectors)
         _Batches.direct = True
         return [result] if isinstance(result, Tensor) else list(result)
@@ -208,11 +198,14 @@ def mapped(
     return whole
 
 
-levels_entered: Callable[[], int] = _functorch.get_dynamic_layer_stack_depth
-"""How many levels of `torch.func` are on."""
-
 transforms: Callable[[], Any] = _functorch.get_interpreter_stack
-"""Those, from the outermost on; None without any."""
+"""The levels of `torch.func` that are on, from the outermost on; None without any."""
+
+
+def levels_entered() -> int:
+    """The number of levels of `torch.func` that are on."""
+    return len(transforms() or ())
+
 
 is_batched: Callable[[Tensor], bool] = _functorch.is_batchedtensor
 """Whether `torch.vmap` hides a dimension of a tensor."""
@@ -361,15 +354,23 @@ def schema_of(operator: Any) -> Any:
     return operator._schema if isinstance(operator, _Operator) else None
 
 
+def named_by_torch(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments by PyTorch's names, where they were given by those of NumPy,
+    which it takes as well.
+    """
+    return {_NUMPYS.get(name, name): value for name, value in kwargs.items()}
+
+
+_NUMPYS = {"axis": "dim", "keepdims": "keepdim"}
+
+
 KERNEL_KEY: Any = None
 if not _needed.lacks(_needed.KERNELS):
     with suppress(RuntimeError):  # no such key
         KERNEL_KEY = _torch._dispatch_key_parse(KERNEL_KEY_NAME)
 
 
-is_included: Callable[[Any], bool] = (
-    bool if KERNEL_KEY is None else _torch._dispatch_tls_is_dispatch_key_included
-)
+is_included: Callable[[Any], bool] = _torch._dispatch_tls_is_dispatch_key_included
 """Whether a thread has what stands under a key."""
 include: Callable[..., object] = (
     bool if KERNEL_KEY is None else _torch._dispatch_tls_set_dispatch_key_included
@@ -394,7 +395,8 @@ OPERATORS: dict[str, Any] = _ops._higher_order_ops
 def plain_flex_attention(*args: Any, **kwargs: Any) -> Any:
     """`flex_attention` by its definition, in operations that have derivatives of every order."""
     _needed.check("flex_attention inside hodiff")
-    return sys.modules["torch._higher_order_ops.flex_attention"].math_attention(*args, **kwargs)
+    home = sys.modules[type(OPERATORS["flex_attention"]).__module__]
+    return home.math_attention(*args, **kwargs)
 
 
 def key_is_taken() -> bool:
@@ -486,7 +488,8 @@ def _read(node: Node, name: str) -> Any:
     return tuple(map(_Read, kept)) if isinstance(kept, (tuple, list)) else _Read(kept, error=fault)
 
 
-SAVED, RAW = "_saved_", "_raw_saved_"
+SAVED = "_saved_"
+RAW = f"_raw{SAVED}"
 """What begins the names under which nodes show what they saved, and that packed."""
 
 look = _read if RELEASE < (2, 12) else getattr
@@ -841,6 +844,12 @@ _WITHOUT = () if DISTANCES else ("PdistBackwardBackward0",)
 """Classes that matter in other releases alone."""
 
 
+def _says(function: Any, *names: str) -> bool:
+    """Whether the code of a function has these names."""
+    code = getattr(function, "__code__", function)
+    return {*names} <= {*getattr(code, "co_names", ()), *getattr(code, "co_varnames", ())}
+
+
 def _levels_are_told() -> bool:
     """Whether all use of forward mode passes the name that `_hooks` takes while a call runs."""
     way = (
@@ -852,19 +861,16 @@ def _levels_are_told() -> bool:
             _ENTER_LEVEL,
         ),
     )
-    return _ENTER_LEVEL in vars(levels) and all(
-        name in caller.__code__.co_names for caller, name in way
-    )
+    return _ENTER_LEVEL in vars(levels) and all(_says(*each) for each in way)
 
 
 def _passes_are_told() -> bool:
     """Whether all that users write for a reverse pass goes by the name that
     `_hooks` takes while a call runs.
     """
-    public = [vars(torch.autograd)[name] for name in ("grad", "backward")]
-    return "grad" in eager_transforms._autograd_grad.__code__.co_names and all(
-        PASSES[1] in each.__code__.co_names and each.__globals__ is vars(torch.autograd)
-        for each in public
+    home, name = PASSES
+    return _says(eager_transforms._autograd_grad, "grad") and all(
+        _says(home[each], name) and home[each].__globals__ is home for each in ("grad", "backward")
     )
 
 
@@ -875,36 +881,11 @@ def _repeats_are_told() -> bool:
     home, name = vars(checkpoint), "_checkpoint_without_reentrant_generator"
     within = home.get(f"{name}_impl", home[name])  # from 2.14 on; before
     hooks = home["_checkpoint_hook"].__init__
-    runs = any(REPEATS[1] in getattr(code, "co_names", ()) for code in hooks.__code__.co_consts)
     return (
-        runs
-        and FRAMES[1] in within.__code__.co_names
+        any(_says(code, REPEATS[1]) for code in hooks.__code__.co_consts)
+        and _says(within, FRAMES[1])
         and within.__globals__ is hooks.__globals__ is home
     )
-
-
-def _checkpoints_are_told() -> bool:
-    """Whether `checkpoint` looks up at each call, by the name that `memory` takes, what to do."""
-    wrapper = vars(checkpoint)["checkpoint"]
-    return "__dynamo_disable" in wrapper.__code__.co_names and hasattr(wrapper, "__wrapped__")
-
-
-def _swaps_are_told() -> bool:
-    """Whether `torch.func.functional_call` runs a module in a frame that says which,
-    swapped by the name we take.
-    """
-    named = "_functional_call" in torch.func.functional_call.__code__.co_names
-    return (
-        named
-        and FUNCTIONAL_CALL.co_varnames[0] == "module"
-        and SWAPS[1] in FUNCTIONAL_CALL.co_names
-    )
-
-
-def _module_hooks_are_told() -> bool:
-    """Whether a module looks up what runs its backward hooks by the names that `_hooks` takes."""
-    codes, taken = torch.nn.Module._call_impl.__code__.co_consts, {"BackwardHook", WRAPPED[1]}
-    return any(taken <= set(getattr(code, "co_names", ())) for code in codes)
 
 
 class _Plain(torch.autograd.Function):
@@ -1005,34 +986,6 @@ DEVIATIONS = {"StdBackward0": "result", "StdMeanBackward0": "result0"}
 
 ROOTS = ("SqrtBackward0", "HypotBackward0", "PdistBackward0", "CdistBackward0", *DEVIATIONS)
 """Others that are near 0."""
-
-LOOKED_AT = (
-    "EmbeddingBackward0",
-    "MeanBackward0",
-    "MeanBackward1",
-    "NativeBatchNormBackward0",
-    "ScaledDotProductFlashAttentionForCpuBackward0",
-    "SumBackward0",
-    "SumBackward1",
-)
-"""Those that `LOOKS` makes for what they tell."""
-
-NOT_TRIED = {
-    _COLLECTIVE: "made in a process group alone",
-    "MkldnnRnnLayerBackward0": "made by oneDNN alone, which some builds lack",
-    "CudnnRnnBackward0": "cuDNN's: without a second derivative in any case, and PyTorch says so",
-    "CudnnBatchNormBackward0": "cuDNN's",
-    "MiopenBatchNormBackward0": "MIOpen's",
-    **dict.fromkeys(
-        (
-            *("SpecialBesselJ0Backward0", "SpecialBesselJ1Backward0"),
-            *("SpecialModifiedBesselI0Backward0", "SpecialModifiedBesselI1Backward0"),
-        ),
-        "until 2.14 PyTorch makes none",
-    ),
-    "linear_cross_entropy": "3 s; a Function, of which one unknown would be warned of",
-}
-"""Those of which none can be made here, or not at once."""
 
 LOOKS: dict[str, Callable[[Tensor], bool]] = {
     "whether an embedding scales gradients": lambda x: (
@@ -1149,9 +1102,18 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
     "whether f uses forward mode": lambda x: _levels_are_told(),
     "whether f takes derivatives itself": lambda x: _passes_are_told(),
     "how a checkpoint runs again": lambda x: _repeats_are_told(),
-    "which functions checkpoints run": lambda x: _checkpoints_are_told(),
-    "for which module functional_call runs": lambda x: _swaps_are_told(),
-    "which hooks a module runs": lambda x: _module_hooks_are_told(),
+    "which functions checkpoints run": lambda x: (
+        _says(vars(checkpoint)["checkpoint"], "__dynamo_disable")
+        and hasattr(vars(checkpoint)["checkpoint"], "__wrapped__")
+    ),
+    "for which module functional_call runs": lambda x: (
+        _says(torch.func.functional_call, "_functional_call")
+        and _says(FUNCTIONAL_CALL, "module", SWAPS[1])
+    ),
+    "which hooks a module runs": lambda x: any(
+        _says(code, "BackwardHook", WRAPPED[1])
+        for code in torch.nn.Module._call_impl.__code__.co_consts
+    ),
     **{
         f"what {name} is": lambda x, name=name, graph=graph: name in _names(graph(x))
         for name, graph in GRAPHS.items()

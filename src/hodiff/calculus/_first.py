@@ -9,14 +9,19 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _independence, _reverse, _settings, _tree
+from hodiff._core import _arguments, _reverse, _settings, _tree
 from hodiff._core._arguments import Allowed, ChunkSize, is_set
 from hodiff._core._call import call
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Space, generic
 from hodiff._core._where import Selection, Where
-from hodiff.calculus._options import BatchedOptions, ChunkedBatchedOptions, ChunkedOptions
+from hodiff.calculus._options import (
+    BatchedOptions,
+    ChunkedBatchedOptions,
+    ChunkedOptions,
+    check_samples,
+)
 
 T = TypeVar("T")
 What = Callable[..., Any] | Tensor
@@ -112,8 +117,16 @@ def grad(
         ... )
         {'a': tensor(9.), 'b': tensor(12.)}
     """
-    if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
+    if check_independence is not False:
+        check_samples(
+            check_independence,
+            f,
+            x,
+            batch_ndim=batch_ndim,
+            args=args,
+            kwargs=kwargs,
+            has_aux=has_aux,
+        )
     with OutputGraph(
         call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
@@ -198,8 +211,16 @@ def value_and_grad(
         >>> hodiff.value_and_grad(lambda x: x @ x, torch.tensor([3.0, 4.0]))
         (tensor(25.), tensor([6., 8.]))
     """
-    if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
+    if check_independence is not False:
+        check_samples(
+            check_independence,
+            f,
+            x,
+            batch_ndim=batch_ndim,
+            args=args,
+            kwargs=kwargs,
+            has_aux=has_aux,
+        )
     with OutputGraph(
         call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
@@ -360,8 +381,8 @@ def jacobian(
                 [4., 0.]])
     """
     chunk = _arguments.check_chunk_size(chunk_size)
-    if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    if check_independence is not False:
+        check_samples(check_independence, f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
     with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim)) as graph:
         outputs = graph.tensors()
         for output in outputs:
@@ -592,7 +613,31 @@ def _add_up(sums: list[Tensor], sizes: list[Tensor], expected: Tensor) -> bool:
     total = sums[0] if len(sums) == 1 else torch.cat(sums)
     # How large a sum would be, about, were the signs random.
     size = math.hypot(*map(float, sizes)) / max(1, expected.numel()) ** 0.5
-    return _reverse.agree(total.reshape(expected.T.shape).T, expected, size, sums)
+    return agree(total.reshape(expected.T.shape).T, expected, size, sums)
+
+
+def agree(result: Tensor, expected: Tensor, size: float, leaves: Sequence[Tensor] = ()) -> bool:
+    """Whether two results of that size are equal up to what batches of another size, or another
+    order, may change.
+
+    They round as the leaves do where those are coarser: float32 parameters beside float64 data.
+    Not where the size is infinite: anything would agree.
+    """
+    if not result.numel() or not math.isfinite(size):
+        return not result.numel()
+    eps = max(torch.finfo(x.dtype).eps for x in (result, expected, *leaves)) ** 0.5
+    apart = result - expected
+    # The first tells nearly always.
+    return (
+        largest(apart) <= eps * size
+        or float(apart.abs_().sub_(expected.abs(), alpha=eps).max()) <= eps * size
+    )  # NaN is not
+
+
+def largest(values: Tensor) -> float:
+    """The largest size of values, at least one of them; NaN where one is."""
+    least, most = torch.aminmax(values)
+    return max(-float(least), float(most))
 
 
 def joined(

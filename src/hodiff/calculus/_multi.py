@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overloa
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _call, _nodes, _refusals, _reverse, _tree
+from hodiff._core import _arguments, _call, _nodes, _reverse, _tree
 from hodiff._core._arguments import is_set
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
@@ -246,7 +246,7 @@ class _Options(NamedTuple):
         strict = "" if self.strict is None else "strict=True: "
         if missing and self.strict is not False and (strict or len(missing) == count):
             raise GraphError(
-                f"{strict}losses[{name!r}] does not depend on {_refusals.listed(missing)}."
+                f"{strict}losses[{name!r}] does not depend on {', '.join(missing)}."
                 + (
                     ""
                     if strict

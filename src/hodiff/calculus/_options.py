@@ -1,11 +1,14 @@
-"""The options of functions, for overloads alone: at run time signatures are spelled out."""
+"""The options of functions, for overloads alone: at run time signatures are spelled out.
+
+Two of them, which few calls ask for, load what they need when they are asked for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from hodiff._core._arguments import Allowed, Checkpoint, ChunkSize
+from hodiff._core._arguments import Allowed, Checkpoint, ChunkSize, is_set
 
 
 class CallOptions(TypedDict, total=False):
@@ -59,3 +62,18 @@ class WithoutExtra(ChunkedBatchedOptions, total=False):
     """The options of such a function where `f` returns the loss alone."""
 
     has_aux: Literal[False]
+
+
+def check_samples(asked: bool, f: Any, where: Any, **given: Any) -> None:
+    """Do what `check_independence=` asks for."""
+    if is_set(asked, "check_independence"):
+        from hodiff._core import _independence
+
+        _independence.check(f, where, **given)
+
+
+def in_blocks(f: Any, where: Any, checkpoint: Checkpoint) -> Any:
+    """The function whose parts run again in each pass, as `checkpoint=` asks for."""
+    from hodiff.memory import _blocks
+
+    return _blocks.in_blocks(f, where, checkpoint)

@@ -16,6 +16,7 @@ from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Selection
 from hodiff.calculus import _factors
+from hodiff.calculus._first import agree
 from hodiff.calculus._options import ChunkedOptions
 from hodiff.errors import InputError
 
@@ -386,7 +387,7 @@ def _by_samples(
         for start in range(0, len(losses), size):
             part = slice(start, start + size)
             values, own = _chunk(graph, samples, [leaf[part] for leaf in batch], losses)
-            if not _reverse.agree(values.detach(), expected[part], usual, graph.leaves):
+            if not agree(values.detach(), expected[part], usual, graph.leaves):
                 return None
             gradients = _gradients(graph, values, own)
             if size >= len(losses):
@@ -474,7 +475,7 @@ def _rows_add_up(graph: OutputGraph, losses: Tensor, rows: list[Tensor]) -> bool
                 added = own @ line  # quicker than a sum
         expected = whole.permute([dim - 1 for dim in order]).reshape(-1)
         typical = float(size) / max(1, len(expected)) ** 0.5
-        if not _reverse.agree(added, expected, typical, graph.leaves):
+        if not agree(added, expected, typical, graph.leaves):
             return False
     return True
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _independence, _nodes, _reverse
+from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Checkpoint, ChunkSize, is_set
 from hodiff._core._call import call, cut
 from hodiff._core._graph import OutputGraph
@@ -24,6 +24,8 @@ from hodiff.calculus._options import (
     ProductOptions,
     ProductWithoutExtra,
     WithoutExtra,
+    check_samples,
+    in_blocks,
 )
 
 V = TypeVar("V")
@@ -118,14 +120,18 @@ def hvp(
     chunk = _arguments.check_chunk_size(chunk_size)
     where = Where(x)
     given = where.space().parse(v)
-    if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(
-            f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux
+    if check_independence is not False:
+        check_samples(
+            check_independence,
+            f,
+            where,
+            batch_ndim=batch_ndim,
+            args=args,
+            kwargs=kwargs,
+            has_aux=has_aux,
         )
     if checkpoint is not False:
-        from hodiff.memory import _blocks
-
-        f = _blocks.in_blocks(f, where, checkpoint)
+        f = in_blocks(f, where, checkpoint)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
@@ -214,8 +220,16 @@ def hessian_diagonal(
         tensor([16., 12.])
     """
     chunk = _arguments.check_chunk_size(chunk_size)
-    if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
+    if check_independence is not False:
+        check_samples(
+            check_independence,
+            f,
+            x,
+            batch_ndim=batch_ndim,
+            args=args,
+            kwargs=kwargs,
+            has_aux=has_aux,
+        )
     with OutputGraph(
         call(f, x, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
@@ -335,14 +349,18 @@ def cross_hvp(
     first, second = Where(x), Where(y, "y")
     given = second.space().parse(v)
     where = Where.joined(first, second)
-    if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(
-            f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True
+    if check_independence is not False:
+        check_samples(
+            check_independence,
+            f,
+            where,
+            batch_ndim=batch_ndim,
+            args=args,
+            kwargs=kwargs,
+            unpack_point=True,
         )
     if checkpoint is not False:
-        from hodiff.memory import _blocks
-
-        f = _blocks.in_blocks(f, where, checkpoint)
+        f = in_blocks(f, where, checkpoint)
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)
     ) as graph:
@@ -407,7 +425,7 @@ def hessian(
 
 @overload
 def hessian(
-    f: What, x: Tensor, *, matrix: Literal[False] = False, **options: Unpack[WithoutExtra]
+    f: What, x: Tensor, *, matrix: bool = False, **options: Unpack[WithoutExtra]
 ) -> Tensor: ...
 
 
@@ -437,10 +455,6 @@ def hessian(
 def hessian(
     f: What, x: Pair, *, matrix: Literal[False] = False, **options: Unpack[WithoutExtra]
 ) -> tuple[Pair, Pair]: ...
-
-
-@overload
-def hessian(f: What, x: Tensor, *, matrix: bool, **options: Unpack[WithoutExtra]) -> Tensor: ...
 
 
 @overload
@@ -674,8 +688,8 @@ def _dense(
     _arguments.check_batch(where.tensors, where.names, batch_ndim)
     _reverse.check_fits(where.tensors, where.tensors, batch_ndim, WAY_OUT)
     both = {"batch_ndim": batch_ndim, "args": args, "kwargs": kwargs, "has_aux": has_aux}
-    if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(f, where, **both)
+    if check_independence is not False:
+        check_samples(check_independence, f, where, **both)
     with OutputGraph(call(f, where, 2, **both, **options)) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
         table = _reverse.blocks(graph, gradient, chunk_size=chunk)
@@ -772,9 +786,15 @@ def cross_hessian(
     _arguments.check_batch(first.tensors, first.names, batch_ndim)
     _reverse.check_fits(first.tensors, second.tensors, batch_ndim, WAY_OUT)
     where = Where.joined(first, second)
-    if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(
-            f, where, batch_ndim=batch_ndim, args=args, kwargs=kwargs, unpack_point=True
+    if check_independence is not False:
+        check_samples(
+            check_independence,
+            f,
+            where,
+            batch_ndim=batch_ndim,
+            args=args,
+            kwargs=kwargs,
+            unpack_point=True,
         )
     with OutputGraph(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from hodiff._core import _call, _locks, _nodes, _reverse, _settings, _versions
+from hodiff._core import _call, _locks, _nodes, _reverse, _settings
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import Leaves, sum_dtype
 from hodiff._core._where import Where
@@ -113,7 +113,9 @@ def accumulate(total: Leaves, terms: Sequence[Tensor]) -> Leaves:
 def _shape_of(graph: OutputGraph) -> tuple[int, ...]:
     """The shape of the outputs; of a sum, that of what was summed."""
     nodes = _nodes.survey(graph.tensors()).nodes
-    return next((shape for node in nodes for shape, _ in _versions.received(node) if shape), ())
+    return next(
+        (shape for node in nodes for shape, _ in _nodes.Use(node, 0).results() if shape), ()
+    )
 
 
 # --- all batches ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ One expansion along them gives \(C : \nabla^2 f\) as twice its summed second coe
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from hodiff.jets import _jet, _pushforward
 from hodiff.jets._series import CoefficientTooLarge, entry
 
 Probes = Literal["rademacher", "gaussian", "coordinates"]
-PROBES = get_args(Probes)
 
 
 class Directions(NamedTuple):
@@ -200,10 +199,7 @@ def sampled(
     """Random directions whose mean square is the identity (or weight);
     and the part of the variance left.
     """
-    if probes not in PROBES:
-        raise InputError(
-            f'probes: got {probes!r}, expected "rademacher", "gaussian" or "coordinates".'
-        )
+    _arguments.check_option(probes, Probes, "probes")
     check_generator(generator)
     if vectors is not None and samples is not None:
         raise InputError(

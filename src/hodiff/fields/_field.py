@@ -15,7 +15,6 @@ from hodiff._core import (
     _arguments,
     _call,
     _compiled_callers,
-    _independence,
     _nodes,
     _refusals,
     _settings,
@@ -26,6 +25,7 @@ from hodiff._core._call import call, cut, is_hidden
 from hodiff._core._graph import OutputGraph, Watched, detached, split
 from hodiff._core._loans import memory_of
 from hodiff._core._where import plain
+from hodiff.calculus import _options
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.jets import _jet, _pushforward
 from hodiff.jets._jet import ByNoRoute, NoConstants, NoRule
@@ -105,8 +105,9 @@ class FieldCall(NamedTuple):
         # One point of D coordinates looks like D points of one: a vector field of the first mixes
         # the second.
         unclear = self.batch_ndim and not (event or _jet.is_jet(self.x) or is_hidden(self.x))
-        if is_set(self.check_independence, "check_independence") or unclear:
-            _independence.check(
+        if self.check_independence is not False or unclear:
+            _options.check_samples(
+                True if unclear else self.check_independence,
                 self.f,
                 self.x,
                 batch_ndim=self.batch_ndim,
@@ -212,9 +213,8 @@ def choose(
         )
         return call.finish(_by_reverse(reverse, call, *given))
     if not nested:
-        value, *parts = result.values() if isinstance(result, dict) else result
-        if isinstance(call.x, _jet.Jet):
-            value, *parts = map(_jet.value_of, (value, *parts))
+        made: Any = result.values() if isinstance(result, dict) else result
+        value, *parts = map(_jet.value_of, made) if _jet.is_jet(call.x) else made
         # on other devices to look is to wait, and inside `vmap` there is nothing to be seen
         met = (_jet.value_of(call.x), value, *parts)
         for part in parts if all(_is_seen(each) for each in met if each is not None) else ():

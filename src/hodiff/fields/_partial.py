@@ -623,7 +623,7 @@ class Derivatives:
 
     def __getitem__(self, index: Any) -> Tensor:
         wanted = parsed(index, self._x.shape[-1])
-        recorded = _settings.records()
+        recorded = torch.is_grad_enabled()
         if wanted not in self._known:
             with _settings.recording():
                 columns = self._partial(wanted)

@@ -633,7 +633,7 @@ class CaptureInputs(TorchFunctionMode):
         """
         for tensor in self._new:
             if tensor.grad_fn is not None and any(
-                id(v) in self._leaves for v in _nodes.leaves_below([tensor])
+                id(v) in self._leaves for v in _nodes.survey([tensor]).variables()
             ):
                 del self.tensors[id(tensor)]
         self.begin([])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _substitutes, _tree, _versions
+from hodiff._core import _tree, _versions
 from hodiff._core._faults import is_fault
 from hodiff._core._loans import memory_of
 from hodiff.errors import HodiffError
@@ -27,7 +27,6 @@ from hodiff.jets._jet import (
     Several,
     in_one_direction,
     jets_among,
-    listed,
     operation,
     replaced,
     value_of,
@@ -36,7 +35,6 @@ from hodiff.jets._jet import (
 from hodiff.jets._series import (
     Expansion,
     inside,
-    is_hidden,
     surroundings,
 )
 
@@ -50,14 +48,14 @@ _FLAGS = {
 
 
 _PLACES = frozenset(
-    listed("device is_cpu is_cuda is_meta is_mps is_xpu is_xla is_mtia is_maia is_vulkan is_ipu")
+    str.split("device is_cpu is_cuda is_meta is_mps is_xpu is_xla is_mtia is_maia is_vulkan is_ipu")
 )
 """Attributes that a jet, which lies nowhere, has of its value."""
 
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Apply an operation of PyTorch to arguments that hold jets."""
-    if is_hidden():
+    if not _versions.forward_mode_on():  # see `begin`
         _refuse_hidden()
     name = operation(func)
     if name in METADATA:
@@ -124,7 +122,7 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     given = kwargs
     if kwargs:
         if name in RULES.known:  # segment_reduce, of which none is, has an `axis` by no other name
-            kwargs = _substitutes.named_by_torch(kwargs)
+            kwargs = _versions.named_by_torch(kwargs)
         if kwargs.get("out") is not None:
             raise NoRule(f"{name}(out=...)", "a jet cannot be written into a tensor")
         if kwargs.get("inplace") is True and RULES.known.get(f"{name}_") is None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hodiff._core._substitutes import TAKEN_FOR_CONSTANTS
+from hodiff._core._messages import CONSTANTS
 from hodiff.errors import GraphError
 from hodiff.jets._series import Expansion, Series, without_data
 
@@ -64,7 +65,7 @@ class NoConstants(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Pass everything else through."""
         if (
-            func in TAKEN_FOR_CONSTANTS
+            getattr(func, "__name__", "") in CONSTANTS
             and torch.is_grad_enabled()
             and any(getattr(arg, "requires_grad", False) for arg in args)
         ):
@@ -81,11 +82,6 @@ class JetRule(NamedTuple):
     apply: Callable[..., Any]
 
 
-def listed(text: str) -> list[str]:
-    """Names of operations, from a list with blanks between."""
-    return text.split()
-
-
 class Several(NamedTuple):
     """A result of several parts, and what to make of them."""
 
@@ -93,7 +89,7 @@ class Several(NamedTuple):
     build: Callable[[Any], Any] = tuple
 
 
-OPERATORS = listed("add sub mul matmul pow div neg abs getitem gt lt ge le eq ne")
+OPERATORS = str.split("add sub mul matmul pow div neg abs getitem gt lt ge le eq ne")
 
 ALIASES = {
     **{f"__{name}__": name for name in OPERATORS},
@@ -121,7 +117,7 @@ ALIASES = {
 
 
 METADATA = frozenset(
-    listed(
+    str.split(
         "size dim ndimension numel nelement stride storage_offset is_floating_point is_complex "
         "is_contiguous element_size is_signed __hash__ is_inference is_conj is_neg is_shared "
         "is_sparse is_tensor"
@@ -130,7 +126,7 @@ METADATA = frozenset(
 
 
 COMPLEX = frozenset(
-    listed(
+    str.split(
         "add sub rsub radd neg mul rmul div rdiv matmul rmatmul mm bmm mv dot einsum linear sum "
         "mean clone contiguous to type type_as cpu cuda alias cfloat cdouble complex real imag "
         "conj conj_physical resolve_conj resolve_neg view_as_real view_as_complex view view_as "
@@ -353,18 +349,6 @@ _ANSWERS = (int, bool, torch.Size, torch.dtype, torch.device, torch.UntypedStora
 """Of operations that hand out no memory, but to ask where it lies."""
 
 
-def settled(value: Any) -> Any:
-    """Arguments, or a result, with what `Zeros` have become."""
-    if isinstance(value, Zeros):
-        return value.as_subclass(Tensor) if value.jet is None else value.jet
-    if isinstance(value, (tuple, list)):
-        items = [settled(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: settled(item) for key, item in value.items()}
-    return value
-
-
 def wrap(series: Series, expansion: Expansion) -> Any:
     """A jet of the kind that the moment needs; the plain value where every coefficient is zero."""
     for coefficient in series[1:]:
@@ -407,16 +391,25 @@ def jets_among(values: Iterable[Any]) -> list[Any]:
     return jets
 
 
-def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
-    """Arguments with each jet replaced, also inside tuples, lists and dicts."""
-    if isinstance(value, Jet):
+def replaced(value: Any, by: Callable[[Any], Any], kind: type = Jet) -> Any:
+    """Arguments with each jet (or such a tensor) replaced, also inside tuples, lists and dicts."""
+    if isinstance(value, kind):
         return by(value)
     if isinstance(value, (tuple, list)):
-        items = [replaced(item, by) for item in value]
+        items = [replaced(item, by, kind) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: replaced(item, by) for key, item in value.items()}
+        return {key: replaced(item, by, kind) for key, item in value.items()}
     return value
+
+
+def _become(zeros: Zeros) -> Any:
+    """The jet that zeros have become, or plain zeros."""
+    return zeros.as_subclass(Tensor) if zeros.jet is None else zeros.jet
+
+
+settled = partial(replaced, by=_become, kind=Zeros)
+"""Arguments, or a result, with what `Zeros` have become."""
 
 
 def value_of(value: Any) -> Any:

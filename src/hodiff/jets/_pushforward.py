@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _messages, _needed, _nodes, _refusals, _tree, _versions
+from hodiff._core import _arguments, _messages, _needed, _nodes, _refusals, _tree
 from hodiff._core._call import call, cut
 from hodiff._core._lending import EvaluationContext
 from hodiff.errors import GraphError, HodiffError, InputError
@@ -94,13 +93,12 @@ def push(
         jets, bases = _jets(points, seeds, expansion)
         expansion.max_bytes = max_bytes
         values = [_jet.value_of(point) for point in points]
-        loaded = _versions.DYNAMO in sys.modules
         try:
             output = _jet.settled(
                 context.run(jets, [value for value in values if not value.is_inference()])
             )
         except Exception as error:
-            _refuse_in_other_words(error, expansion, loaded)
+            _refuse_in_other_words(error, expansion, context)
             raise
         _refuse_bypass(points, bases, output, expansion)
         if record and context.packs_blocks:
@@ -108,7 +106,9 @@ def push(
     return output, expansion
 
 
-def _refuse_in_other_words(error: Exception, expansion: Expansion, loaded: bool) -> None:
+def _refuse_in_other_words(
+    error: Exception, expansion: Expansion, context: EvaluationContext
+) -> None:
     """Raise in the words of Taylor mode what f has met because its argument is a jet, and PyTorch
     says in its own.
 
@@ -120,7 +120,7 @@ def _refuse_in_other_words(error: Exception, expansion: Expansion, loaded: bool)
         return
     if expansion.refused is not None:
         raise NoRule(expansion.refused, _jet.BELOW_PYTHON) from error
-    if not loaded and _versions.DYNAMO in sys.modules:
+    if context.has_loaded_dynamo:
         raise NoRule(
             "torch.compile, or an operator that it runs (torch.cond, ...), inside f"
         ) from error
@@ -163,7 +163,7 @@ def _refuse_bypass(
     plain = isinstance(value, Tensor) and value.requires_grad
     roots = [*expansion.constants.values(), *([value] if plain else [])]
     made = [root for root in roots if root.grad_fn is not None] if roots else []
-    if made and any(map(_jet.is_jet, _nodes.leaves_below(made))):
+    if made and any(map(_jet.is_jet, _nodes.survey(made).variables())):
         raise NoRule(*_jet.BY_A_FUNCTION)
     wanted = [point for point in points if point.requires_grad]
     if not wanted or _jet.jets_among(points):

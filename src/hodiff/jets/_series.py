@@ -18,6 +18,7 @@ Reference:
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _versions
-from hodiff._core._settings import InTime, Undo
+from hodiff._core._settings import Undo, carry_tangents
 
 Series = list[Any]
 """Coefficients: tensors (or jets of an outer expansion), numbers among derivatives,
@@ -59,7 +60,8 @@ inside = _Inside()
 
 # --- what jets ask of PyTorch by private names ----------------------------------------------------
 
-_torch: Any = torch._C
+TRACERS = "torch.fx.experimental.proxy_tensor"
+"""The module of `make_fx`, which whoever traces has loaded."""
 
 
 def without_data(cls: type, value: Tensor, **options: Any) -> Any:
@@ -72,18 +74,18 @@ def surroundings() -> tuple[Any, ...]:
     """The transform of `torch.func` and the tracer that operations run in now:
     a jet knows those it was made in.
     """
-    return (
-        _versions.levels_entered(),
-        _torch._get_dispatch_mode(_torch._TorchDispatchModeKey.PROXY),
-        _torch._dispatch_tls_is_dispatch_key_included(torch.DispatchKey.PreDispatch),
-        _torch._is_tracing(),
-    )
+    # another thread may be loading it
+    tracer = getattr(sys.modules.get(TRACERS), "get_proxy_mode", type(None))()
+    return len(_versions.transforms() or ()), tracer, torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def begin(undo: Undo) -> int:
     """Begin an expansion, until it is undone, and give its number: later ones have higher numbers.
 
-    Of the outermost the beginning switches forward mode on (see `is_hidden`).
+    Of the outermost the beginning switches forward mode on: the engine switches it off for the
+    forward of an `autograd.Function`, and nothing else does but the user's inference mode. So it is
+    on where `f` begins, also where hodiff itself is called inside the forward of a Function, and
+    off where jets are seen in one, which they must not pass.
     """
     numbers = inside.numbers
     number = numbers[-1] + 1 if numbers else 1
@@ -91,8 +93,7 @@ def begin(undo: Undo) -> int:
     if not numbers:
         # An interrupt may have kept them from being counted out.
         inside.rules, inside.bodies = 0, []
-        undo += [InTime(_versions.set_forward_mode, _versions.forward_mode_on())]
-        _versions.set_forward_mode(True)
+        carry_tangents(undo)
     numbers += [number]
     return number
 
@@ -100,17 +101,6 @@ def begin(undo: Undo) -> int:
 def _end(numbers: list[int], number: int) -> None:
     if number in numbers:
         numbers.remove(number)
-
-
-def is_hidden() -> bool:
-    """Whether jets are seen in an `autograd.Function`, which they must not pass, or in inference
-    mode.
-
-    The engine switches forward mode off for the forward of a Function, and nothing else does but
-    the user's inference mode. So it is on where `f` begins, also where hodiff itself is called
-    inside the forward of a Function.
-    """
-    return not _versions.forward_mode_on()
 
 
 class Expansion:

@@ -559,7 +559,7 @@ def warn_if_constant(gradient: Sequence[Tensor]) -> None:
 
     `requires_grad` alone would not show it.
     """
-    if gradient and not any(map(_is_trained, _nodes.leaves_below(gradient))):
+    if gradient and not any(map(_is_trained, _nodes.survey(gradient).variables())):
         warnings.warn(
             "no trainable tensor is reachable from the gradient, so this penalty is a constant for "
             "the optimizer. Usual causes: all parameters are frozen, f detaches or leaves PyTorch "

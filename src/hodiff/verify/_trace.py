@@ -194,7 +194,7 @@ class Recorder(_Counting):
     def see(self, func: Function, args: Any, kwargs: Any, kind: int, frame: FrameType) -> Any:
         """Run one call, and note what it did."""
         key, name = self.key(func, frame), getattr(func, "__name__", "")
-        if _versions.levels_entered():
+        if _versions.transforms():
             if kind == CUT or name in _COPIES:
                 self.unheld.append((name, self.place(frame)))
             return func(*args, **kwargs)

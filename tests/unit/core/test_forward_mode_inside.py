@@ -38,12 +38,6 @@ SERVED: dict[str, Function] = {
     "group_norm": lambda z: F.group_norm(z[None], 1, W),
     "det": lambda z: torch.linalg.det(z @ z.mT + EYE * z),
     "det of a batch": lambda z: torch.stack([z, z.sin()]).det(),
-    "slogdet": lambda z: torch.slogdet(z).logabsdet,
-    "logdet": lambda z: torch.logdet(z @ z.mT + EYE),
-    "solve": lambda z: torch.linalg.solve(z + EYE, z),
-    "solve, a vector": lambda z: torch.linalg.solve(z + EYE, z[0]),
-    "solve, left": lambda z: torch.linalg.solve(z + EYE, z[:2], left=False),
-    "solve, vectors": lambda z: torch.linalg.solve(torch.stack([z + EYE, z - EYE]), z[:2]),
 }
 
 
@@ -198,6 +192,9 @@ if _versions.LU_IS_CONSTANT:
     REFUSED |= {
         "det": lambda z: torch.ops.aten.linalg_det(z),
         "solve_ex": lambda z: torch.linalg.solve_ex(z, z.sin())[0],
+        "slogdet": lambda z: torch.slogdet(z).logabsdet,
+        "logdet": lambda z: torch.logdet(z @ z.mT + EYE),
+        "solve": lambda z: torch.linalg.solve(z + EYE, z),
         "tensorsolve": lambda z: torch.linalg.tensorsolve(z, z[0]),
     }
 

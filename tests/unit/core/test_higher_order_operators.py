@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import hodiff
 from hodiff._core import _settings
-from hodiff._core._substitutes import DEFINITIONS, _instead
+from hodiff._core._hooks import DEFINITIONS, _instead
 from hodiff._core._versions import RELEASE
 from tests.support.limits import in_threads
 from tests.support.releases import since

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _near_zero, _substitutes, _versions
+from hodiff._core import _messages, _near_zero, _substitutes, _versions
 
 POINTS = [0.0, 1e-12, 1e-9, -1e-7, 1e-4, -3e-3, 0.05, -0.0999, 0.1001, 0.7, -0.999, 1.001, 2.5]
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[object], object]]] = {
@@ -619,9 +619,9 @@ def plain(name: str) -> str:
 
 
 def test_each_definition_is_among_them() -> None:
-    constants = {plain(name) for name in _substitutes.TAKEN_FOR_CONSTANTS.values()}
+    constants = {plain(name) for name in _messages.CONSTANTS}
     written = {plain(getattr(each, "__name__", "")) for each in (*_substitutes._REPLACED, *_substitutes._TOLD)}
-    known = {plain(name.rpartition(".")[2]) for name, _ in _near_zero.NODES.values()}
+    known = {plain(name.rpartition(".")[2]) for name, _ in _messages.DIVIDING.values()}
     others = [name for name in (written | known | {*_versions.PRODUCTS.values()}) - set(ALL) - constants if name]
     assert not [name for name in others if not any(piece in name for piece in ELSEWHERE.split())], others
 

@@ -4,7 +4,6 @@ the directions are summed with the product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import starmap
 from typing import Any
 
@@ -136,23 +135,6 @@ def linear(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return [F.linear(series[0], weight, bias), *each(wide, lambda c: F.linear(c, weight))]
 
 
-@first_order("linear")
-def linear_along(input: Any, weight: Any, bias: Any = None) -> Any:
-    """The sum with the bias, and with the other product, in the kernel of one product."""
-    (x, t), (w, u), (b, s) = map(value_and_tangent, (input, weight, bias))
-    if w.ndim != 2:
-        return NotImplemented
-    value = F.linear(x, w, b)
-    tangent = s if t is None else F.linear(t, w, s)
-    if u is None:
-        return value, tangent
-    if t is None:
-        return value, F.linear(x, u, s)
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    tangent = tangent.expand(value.shape).reshape(len(rows), len(w))
-    return value, torch.addmm(tangent, rows, u.T).reshape(value.shape)
-
-
 @first_order("matmul", "mm", "bmm")
 def matmul_along(a: Any, b: Any) -> Any:
     """A matrix product without a dimension for directions, which would make copies of a stack."""
@@ -252,44 +234,18 @@ def einsum(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         right = ("..." if "..." in left else "") + "".join(
             sorted(c for c in set(left) - {",", "."} if left.count(c) == 1)
         )
-    series = {i: series_of(operands[i], expansion) for i in places}
+    jets = [series_of(operands[i], expansion) for i in places]
+    wide = [[x[0], *each(x[1:], lambda c, x=x: full(c, x[0].shape))] for x in jets]
 
-    def run(orders: dict[int, int], summed: bool) -> Any:
-        subscripts = [letter + term if orders.get(i) else term for i, term in enumerate(terms)]
-        values = list(operands)
-        for i, k in orders.items():
-            values[i] = full(series[i][k], series[i][0].shape) if k else series[i][0]
-        out = right if summed or not any(orders.values()) else letter + right
-        result = torch.einsum(f"{','.join(subscripts)}->{out}", *values)
-        return result.unsqueeze(0) if summed else result
+    def multiply(*parts: Any) -> Any:
+        """The sum of products, of values or of coefficients."""
+        given = dict(zip(places, parts, strict=True))
+        wider = [i for i, part in given.items() if part.ndim > operands[i].ndim]
+        left = ",".join(letter * (i in wider) + term for i, term in enumerate(terms))
+        values = [given.get(i, operand) for i, operand in enumerate(operands)]
+        return torch.einsum(f"{left}->{letter * bool(wider)}{right}", *values)
 
-    return _einsum_series(expansion, places, series, run)
-
-
-def _einsum_series(
-    expansion: Expansion,
-    places: list[int],
-    series: dict[int, Series],
-    run: Callable[[dict[int, int], bool], Any],
-) -> Series:
-    out: Series = []
-    for k in range(expansion.order + 1):
-        coefficient = None
-        splits = (
-            [{places[0]: k}]
-            if len(places) == 1
-            else [{places[0]: j, places[1]: k - j} for j in range(k + 1)]
-        )
-        for orders in splits:
-            if any(series[i][order] is None for i, order in orders.items()):
-                continue
-            inner = len(orders) == 2 and all(orders.values())
-            joined = (
-                inner and k == expansion.top and expansion.groups == 1 and expansion.weights is None
-            )
-            term = run(orders, joined)
-            if inner and k == expansion.top and not joined:
-                term = expansion.collapse(term)
-            coefficient = total(coefficient, term)
-        out.append(coefficient)
-    return out
+    if len(wide) == 1:
+        return each(wide[0], multiply)
+    a, b = wide
+    return [convolved(expansion, a, b, k, multiply) for k in range(expansion.order + 1)]

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from hodiff._core import _near_zero
+from hodiff._core import _refusals
 from hodiff._core._substitutes import BY_DEFINITION
 from hodiff.jets import _jet
 from hodiff.jets._jet import (
@@ -21,7 +19,6 @@ from hodiff.jets._jet import (
     ByNoRoute,
     NoRule,
     first_order,
-    of_first_order,
     operation,
     rule,
     value_and_tangent,
@@ -29,7 +26,6 @@ from hodiff.jets._jet import (
 from hodiff.jets._series import Expansion, aligned, scaled, total
 from hodiff.jets.rules.elementwise import looked
 from hodiff.jets.rules.fallback import fallback
-from hodiff.memory import _chunked
 
 Definition = Callable[..., Any]
 
@@ -70,7 +66,7 @@ def _powers(x: Any, p: Any, dims: Any, keepdim: bool) -> Any:
     """The sum of powers Σ |x|^p."""
     if p == 2:
         return x.square().sum(dims, keepdim=keepdim)
-    size = x if _near_zero.is_even(p) else torch.abs(x)
+    size = x if _refusals.is_even(p) else torch.abs(x)
     return (size if p == 1 else size**p).sum(dims, keepdim=keepdim)
 
 
@@ -150,119 +146,6 @@ def instance_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> An
     return BY_DEFINITION["instance_norm"](**_named(func, args, kwargs, "use_input_stats"))
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class NormForm:
-    """Over what a norm is taken, and how.
-
-    Attributes:
-        shape: The last dimensions, of a layer norm; None, of batch norm, for all but the second.
-        eps: What is added to the variance.
-    """
-
-    shape: Sequence[int] | None
-    eps: float
-
-    def kernels(self, x: Tensor, moving: Any = (None, None, 0.0)) -> Norm:
-        """The norm by PyTorch's kernels, whose derivatives are wrong at third order."""
-        mask = [True, False, False]
-        if self.shape is not None:
-            normal, mean, scale = _ATEN.native_layer_norm(x, self.shape, None, None, self.eps)
-            rest = (x, self.shape, mean, scale, None, None, mask)
-            return Norm(scale, normal, lambda a: _ATEN.native_layer_norm_backward(a, *rest)[0])
-        *running, momentum = moving
-        given = (x, None, None, *running, True, momentum, self.eps)
-        normal, mean, scale = _ATEN.native_batch_norm(*given)
-        rest = (x, None, None, None, mean, scale, True, self.eps, mask)
-        pulled = lambda a: _ATEN.native_batch_norm_backward(a, *rest)[0]  # noqa: E731
-        return Norm(scale.reshape(-1, *[1] * (x.ndim - 2)), normal, pulled)
-
-    def plain(self, x: Tensor) -> Norm:
-        """The norm by operations that are right at every order."""
-        centered = x - self.mean(x)
-        scale = torch.rsqrt(self.mean(centered.square()) + self.eps)
-        normal = centered * scale
-
-        def pulled(a: Tensor) -> Tensor:
-            across = torch.addcmul(a - self.mean(a), normal, self.mean(normal * a), value=-1)
-            return scale * across
-
-        return Norm(scale, normal, pulled)
-
-    def mean(self, x: Tensor) -> Tensor:
-        """The mean over what the norm is taken over."""
-        batch = (0, *range(2, x.ndim))
-        dims = batch if self.shape is None else tuple(range(-len(self.shape), 0))
-        return x.mean(dims, keepdim=True)
-
-
-class Norm(NamedTuple):
-    """A norm without weights of some x: its scale, its value, its Jacobian, which is symmetric."""
-
-    scale: Tensor
-    value: Tensor
-    times: Callable[[Tensor], Tensor]
-
-
-@final
-class Standardized(_chunked.Chunked):
-    r"""A norm without weights, and its tangent.
-
-    With the scale r, the norm n and its Jacobian J, a mean being \(\langle\cdot\rangle\), the
-    tangent is \(J t\), and for cotangents c of n and d of that the gradients are
-
-    \(J (c - r \langle n t \rangle d) - r (\langle d \cdot J t \rangle n + \langle n d \rangle J
-    t)\) by x, \(J d\) by t.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, t: Tensor, given: Any) -> Any:
-        """The norm by the kernels, which move running statistics."""
-        form, moving = given
-        norm = form.kernels(x, moving)
-        return norm.value, norm.times(t)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        """The formula above; in a pass that is recorded in plain operations."""
-        tensors, (form, _) = ctx.saved_tensors, ctx.form
-        dtype = tensors[0].dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        c, d = (torch.zeros_like(tensors[0]) if each is None else each for each in cotangents)
-        x, t, c, d = (each.to(wide) for each in (*tensors, c, d))
-        scale, normal, times = form.plain(x) if torch.is_grad_enabled() else form.kernels(x)
-        along = times(t)
-        bent = form.mean(normal * d) * along
-        bent = torch.addcmul(bent, form.mean(d * along), normal)
-        turned = times(torch.addcmul(c, scale * form.mean(normal * t), d, value=-1))
-        by_x = torch.addcmul(turned, scale, bent, value=-1)
-        return by_x.to(dtype), times(d).to(dtype), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        """The tangents of both, by plain operations."""
-
-        def pair(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-            norm = ctx.form[0].plain(x)
-            return norm.value, norm.times(t)
-
-        return _chunked.pushed(pair, ctx.saved_tensors, tangents)
-
-
-@rule("fused", "batch_norm")
-def batch_norm_along(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """Batch normalization by the statistics of the batch, of more than one value."""
-    given = _named(func, args, kwargs, "training")
-    pairs = [value_and_tangent(given.get(name)) for name in ("input", "weight", "bias")]
-    x = pairs[0][0]
-    if not expansion.mixes or not given.get("training") or x.numel() == x.shape[1]:
-        return NotImplemented
-    names = ("running_mean", "running_var", "momentum")
-    moving = [given.get(name, 0.1 if name == "momentum" else None) for name in names]
-    form, shape = NormForm(None, given.get("eps", 1e-5)), (-1, *[1] * (x.ndim - 2))
-    return of_first_order(_norm_along((form, moving), pairs, shape))
-
-
 @first_order("layer_norm")
 def layer_norm_along(
     input: Any,
@@ -274,19 +157,33 @@ def layer_norm_along(
 ) -> Any:
     """Over the last dimensions."""
     pairs = [value_and_tangent(each) for each in (input, weight, bias)]
-    return _norm_along((NormForm(normalized_shape, eps), None), pairs, tuple(normalized_shape))
+    return _norm_along(pairs, len(normalized_shape), eps, centered=True)
 
 
-def _norm_along(given: Any, pairs: Sequence[Any], shape: Sequence[int]) -> Any:
-    """A norm with weights, and its tangent."""
-    x, *affine = pairs
-    if x[1] is None:
+@first_order("rms_norm")
+def rms_norm_along(
+    input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
+) -> Any:
+    """Over the root of the mean square."""
+    pairs = [value_and_tangent(each) for each in (input, weight, None)]
+    least = torch.finfo(input.dtype).eps if eps is None else eps
+    return _norm_along(pairs, len(normalized_shape), least, centered=False)
+
+
+def _norm_along(pairs: Sequence[Any], ndim: int, eps: float, *, centered: bool) -> Any:
+    """A norm with weights, and its tangent, with sums in float32, as PyTorch has them."""
+    (x, t), (w, u), (b, s) = pairs
+    if t is None:
         return NotImplemented
-    normal, along = Standardized.apply(*x, given)
-    shaped = ([None if each is None else each.reshape(shape) for each in pair] for pair in affine)
-    (w, u), (b, s) = shaped
+    dims, dtype = tuple(range(-ndim, 0)), x.dtype
+    x, t = (each.to(torch.promote_types(dtype, torch.float32)) for each in (x, t))
+    if centered:
+        x, t = (each - each.mean(dims, keepdim=True) for each in (x, t))
+    scale = torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+    normal = x * scale
+    t = torch.addcmul(t, normal, (normal * t).mean(dims, keepdim=True), value=-1) * scale
     value = total(scaled(normal, 1 if w is None else w), b)
-    return value.to(normal.dtype), _affine_along(along, w, scaled(normal, u), s)
+    return value.to(dtype), _affine_along(t, w, scaled(normal, u), s)
 
 
 def _affine_along(along: Any, weight: Any, moved: Any, bias: Any) -> Any:
@@ -314,11 +211,12 @@ def _named(func: Any, args: Any, kwargs: Any, mode: str) -> dict[str, Any]:
     return dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
 
 
-@rule("composite", "i0", *(f"special_{name}" for name in _near_zero.BESSEL))
+@rule("composite", "i0", *(name for name in BY_DEFINITION if name.startswith("special_")))
 def bessel(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Bessel functions from their series near 0, by PyTorch's derivatives elsewhere."""
     far = lambda x: _jet.wrap(fallback(expansion, func, (x,), {}), expansion)  # noqa: E731
-    return _near_zero.BESSEL[operation(func).removeprefix("special_")](*args, **kwargs, far=far)
+    name = operation(func).removeprefix("special_")
+    return BY_DEFINITION[f"special_{name}"](*args, **kwargs, far=far)
 
 
 @composite("group_norm")
@@ -347,27 +245,6 @@ def rms_norm(
     least = torch.finfo(input.dtype).eps if eps is None else eps
     normal = input * torch.rsqrt(input.square().mean(dims, keepdim=True) + least)
     return normal if weight is None else normal * weight
-
-
-@first_order("rms_norm")
-def rms_norm_along(
-    input: Any,
-    normalized_shape: Any,
-    weight: Any = None,
-    eps: float | None = None,
-) -> Any:
-    """RMS normalization with sums in float32, as PyTorch has them."""
-    (x, t), (w, u) = value_and_tangent(input), value_and_tangent(weight)
-    if t is None:
-        return NotImplemented
-    dims, dtype = tuple(range(-len(normalized_shape), 0)), x.dtype
-    x, t = (each.to(torch.promote_types(dtype, torch.float32)) for each in (x, t))
-    least = torch.finfo(dtype).eps if eps is None else eps
-    scale = torch.rsqrt(x.square().mean(dims, keepdim=True) + least)
-    normal = x * scale
-    t = torch.addcmul(t, normal, (normal * t).mean(dims, keepdim=True), value=-1) * scale
-    value = normal if w is None else normal * w
-    return value.to(dtype), _affine_along(t, w, None if u is None else normal * u, None)
 
 
 @rule("composite", "var", "std", "var_mean", "std_mean")
@@ -531,6 +408,13 @@ def logit(input: Any, eps: float | None = None) -> Any:
     return torch.log(input) - torch.log1p(-input)
 
 
+@composite("prelu", "_prelu_kernel")
+def prelu(input: Any, weight: Any) -> Any:
+    """A learned slope below zero, one for each channel."""
+    shape = () if weight.numel() == 1 else (-1, *[1] * (input.ndim - 2))
+    return torch.where(input > 0, input, weight.reshape(shape) * input)
+
+
 DEFINITIONS: dict[str, Definition] = {
     # PyTorch's own derivatives of these are wrong at some order, or divide by the entries.
     **{
@@ -551,6 +435,7 @@ DEFINITIONS: dict[str, Definition] = {
         "linalg_vector_norm", x, ord, dim, keepdim, dtype
     ),
     "softmin": lambda input, dim=None, dtype=None: softmax(-input, dim, dtype),
+    "masked_fill": lambda input, mask, value: torch.where(mask, value, input),
     "mish": lambda input: input * torch.tanh(F.softplus(input)),
     "softsign": lambda input: input / (1 + torch.abs(input)),
     "tanhshrink": lambda input: input - torch.tanh(input),

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hodiff._core import _near_zero
-from hodiff._core._substitutes import BY_DEFINITION
+from hodiff._core import _refusals
 from hodiff.jets import _jet
 from hodiff.jets._jet import (
     NoRule,
@@ -61,8 +60,8 @@ def looked(root: Any, order: int, *, at_zero: bool = False) -> Any:
     while isinstance(value, _jet.Jet):
         order += value.expansion.order
         value = value.series[0]
-    if order > 2 - at_zero and value.is_cpu and _near_zero.is_near(order, value, at_zero=at_zero):
-        _near_zero.warn_of_near(order)
+    if order > 2 - at_zero and value.is_cpu:
+        _refusals.warn_if_near(order, value, at_zero=at_zero)
     return root
 
 
@@ -318,6 +317,8 @@ def _power_of_both(expansion: Expansion, base: Any, exponent: Any) -> Series:
     """X ** y = x ** y_0 exp((y - y_0) log x): of whole y_0 it has a value also where x is negative,
     and 0 ** y is 0.
     """
+    from hodiff._core._substitutes import BY_DEFINITION
+
     start = _jet.value_of(exponent).detach()
     still = _jet.value_of(base).detach() == 0
     logarithm = torch.log(torch.where(still, 1.0, base))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hodiff._core import _nodes, _refusals, _reverse, _settings, _tree, _versions
 from hodiff._core._faults import is_fault
-from hodiff._core._substitutes import TAKEN_FOR_CONSTANTS
+from hodiff._core._messages import CONSTANTS
 from hodiff.errors import GraphError
 from hodiff.jets import _jet
 from hodiff.jets._jet import RULES, ByNoRoute, NoDerivative, NoRule, Several, operation
@@ -49,7 +49,7 @@ UNKNOWN_TO_JETS = {
 def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Coefficients of any differentiable operation of PyTorch."""
     name = operation(func)
-    if func in TAKEN_FOR_CONSTANTS:
+    if name in CONSTANTS:
         raise NoDerivative(name)
     if name in UNKNOWN_TO_JETS:
         raise NoRule(name, UNKNOWN_TO_JETS[name])

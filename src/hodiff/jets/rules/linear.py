@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from hodiff._core import _needed, _reverse
 from hodiff.jets import _jet
-from hodiff.jets._jet import NoRule, Several, belongs, listed, operation, rule, series_of
+from hodiff.jets._jet import NoRule, Several, belongs, operation, rule, series_of
 from hodiff.jets._series import (
     Expansion,
     Series,
@@ -205,7 +205,7 @@ def _batched(function: Callable[[Any], Any], points: list[Any], single: bool) ->
 
 rule(
     "linear",
-    *listed(
+    *str.split(
         "roll fliplr flipud rot90 pad repeat tile diagonal trace unfold interpolate tril triu diag "
         "diag_embed diagflat repeat_interleave take take_along_dim hstack vstack dstack "
         "column_stack avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
@@ -437,7 +437,7 @@ for _names, _function in LIFTED.items():
 
 rule(
     "linear",
-    *listed(
+    *str.split(
         "fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 "
         "fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft fft_hfft2 fft_ihfft2 fft_hfftn "
         "fft_ihfftn fft_fftshift fft_ifftshift"

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 
 from hodiff._core import _needed
 from hodiff.jets import _jet
-from hodiff.jets._jet import NoRule, Several, belongs, listed, operation, rule, series_of
+from hodiff.jets._jet import NoRule, Several, belongs, operation, rule, series_of
 from hodiff.jets._series import Expansion, Series, aligned, each, full, linear_combination
 from hodiff.jets.rules.linear import dims_of
 
 
 @rule(
     "constant",
-    *listed(
+    *str.split(
         "eq ne gt lt ge le equal greater less greater_equal less_equal not_equal isnan isinf "
         "isfinite isclose allclose sign sgn floor ceil round trunc fix floor_divide argmax argmin "
         "argsort nonzero count_nonzero any all logical_and logical_or logical_not logical_xor "
@@ -187,35 +187,6 @@ def dropout(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     return [x[0] * mask, *each(x[1:], lambda c: aligned(c, mask.ndim) * mask)]
 
 
-@rule("special", "prelu", "_prelu_kernel")
-def prelu(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """A learned slope below zero."""
-    x, weight = [*args, *kwargs.values()]
-    if belongs(weight, expansion):
-        raise NoRule("prelu with a slope that depends on the variable")
-    series = series_of(x, expansion)
-    value = series[0]
-    if weight.numel() > 1:
-        weight = weight.reshape(-1, *[1] * (value.ndim - 2)) if value.ndim > 1 else weight
-    else:
-        weight = weight.reshape(())
-    slope = torch.where(value > 0, torch.ones_like(value), weight)
-    return [value * slope, *each(series[1:], lambda c: aligned(c, value.ndim) * slope)]
-
-
-@rule("special", "masked_fill")
-def masked_fill(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """A constant (or a scalar jet) where the mask is set."""
-    names = dict(zip(("input", "mask", "value"), args, strict=False)) | kwargs
-    mask = _jet.value_of(names["mask"])
-    x, other = series_of(names["input"], expansion), series_of(names["value"], expansion)
-    value = x[0].masked_fill(mask, other[0])
-    return [
-        value,
-        *(chosen(~mask, x[k], other[k], value.ndim) for k in range(1, expansion.order + 1)),
-    ]
-
-
 def unsupported(why: str, *names: str) -> None:
     """Register names that must never reach the fallback."""
 
@@ -237,7 +208,7 @@ unsupported(
 )
 unsupported(
     "its result is not real",
-    *listed("polar stft hilbert to_sparse"),
+    *str.split("polar stft hilbert to_sparse"),
 )
 unsupported("", "rrelu", "aminmax")
 unsupported(
