@@ -15,7 +15,7 @@ from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Probes
 from hodiff._core._vectors import empty, near, standard_error, sum_dtype
 from hodiff.curvature import _probes
-from hodiff.curvature._krylov import orthogonalized
+from hodiff.curvature._krylov import FEW, amax, axpy, column, dots, norms, orthogonalized
 from hodiff.curvature._links import told
 from hodiff.curvature._operator import LinearOperator, as_given, constant, normal
 from hodiff.curvature._probes import (
@@ -567,7 +567,7 @@ class Tridiagonal(NamedTuple):
         """The x = |z| V (T + shift)⁻¹ e of the rows z, whose residuals are along the next v."""
         ended = F.pad((self.offdiagonal == 0).cumsum(1) > 0, (1, 0))
         diagonal = torch.where(ended, 1.0, self.diagonal + shift / self.unit[:, None])
-        first = rows.flatten(0, -2).norm(dim=1).double().cpu() / self.unit
+        first = norms(rows.flatten(0, -2)) / self.unit
         y, _ = torch.linalg.solve_ex(
             _matrices(diagonal, self.offdiagonal), F.pad(first[:, None], (0, diagonal.shape[1] - 1))
         )
@@ -588,16 +588,14 @@ def lanczos(
     eps = torch.finfo(operator.dtype).eps
     basis = empty(f"{name}: the basis", (count, steps, size), rows, "Pass fewer steps=.")
     diagonal = torch.zeros((count, steps), dtype=torch.float64, device="cpu")
-    offdiagonal = torch.zeros((count, steps), dtype=torch.float64, device="cpu")
+    offdiagonal = torch.zeros_like(diagonal)
     overlaps = Overlaps(diagonal, offdiagonal, eps)
-    lengths = rows.norm(dim=1, keepdim=True)
+    lengths = norms(rows)
     if not bool(lengths.all()):
         raise InputError("vectors: one of them is zero; no Lanczos process starts from it.")
-    torch.div(rows, lengths, out=basis[:, 0])
-    norms = unit = rows.new_zeros(count)
-    scale = torch.zeros(count, dtype=torch.float64, device="cpu")
-    enough = 0.0 if shift is None else default_rtol(operator.dtype)
-    residual = Residual(shift)
+    torch.div(rows, column(lengths, rows), out=basis[:, 0])
+    beta = unit = scale = below = torch.zeros_like(lengths)
+    left, enough = below + 1, 0.0 if shift is None else default_rtol(operator.dtype)
 
     def largest(sizes: Tensor) -> Tensor:
         """The largest size of all processes with the same matrix."""
@@ -607,75 +605,27 @@ def lanczos(
         v = basis[:, j]
         image = flat_product(operator, v.reshape(shape)).reshape(count, size)
         if not j:
-            unit = near(largest(image.abs().amax(1)))
-        part = check_finite(_dots(v, image) / unit, name)
-        weights = torch.stack([norms, part], 1)[:, 0 if j else 1 :]
-        w = _next(image, basis[:, max(j - 1, 0) : j + 1], weights, unit)
-        norms = w.norm(dim=1)
-        diagonal[:, j], offdiagonal[:, j] = part.double().cpu(), norms.double().cpu()
-        scale = scale.maximum(largest(diagonal[:, j].abs())).maximum(largest(offdiagonal[:, j]))
+            unit = near(largest(amax(image)).to(image.dtype)).double()
+        alpha = check_finite(dots(v, image) / unit, name)
+        w = axpy(image / column(unit, image), -alpha, v)
+        w = axpy(w, -beta, basis[:, j - 1]) if j else w
+        beta = norms(w)
+        diagonal[:, j], offdiagonal[:, j] = alpha, beta
+        scale = scale.maximum(largest(alpha.abs())).maximum(largest(beta))
         apart = overlaps.to_orthogonalize(j, scale)
         for some in [slice(None)] if len(apart) > FEW else [slice(row, row + 1) for row in apart]:
-            _, w[some], lengths = orthogonalized(w[some], [basis[some, : j + 1]], eps * scale[some])
-            norms[some] = lengths.to(norms)
-        norms = norms.where(norms > (10 * eps * scale).to(norms), 0.0)
-        offdiagonal[:, j] = norms.double().cpu()
-        residual.step(diagonal[:, j], offdiagonal[:, j], unit)
-        if j + 1 == steps or not bool((residual.left.abs() > enough).any()):
+            _, w[some], beta[some] = orthogonalized(
+                w[some], [basis[some, : j + 1]], eps * scale[some]
+            )
+        offdiagonal[:, j] = beta = torch.where(beta > 10 * eps * scale, beta, 0.0)
+        pivot = alpha + (shift or 0.0) / unit - below  # of T + shift, by elimination
+        below, left = beta**2 / pivot, beta if shift is None else left * beta / pivot
+        if j + 1 == steps or not bool((left.abs() > enough).any()):
             break
-        torch.div(w, norms.where(norms > 0, math.inf)[:, None], out=basis[:, j + 1])
-    taken, whole = residual.steps, (residual.left.abs() > enough).logical_not()
+        torch.div(w, column(torch.where(beta > 0, beta, math.inf), w), out=basis[:, j + 1])
+    taken, whole = j + 1, ~(left.abs() > enough)
     beside = offdiagonal[:, : taken - 1]
-    return Tridiagonal(diagonal[:, :taken], beside, whole, unit.double().cpu(), basis[:, :taken])
-
-
-class Residual:
-    """The part of z that the solutions of (A + shift) x = z in Krylov spaces leave.
-
-    Attributes:
-        left: Its length, in that of z; without a shift that of the next vector.
-        steps: After so many.
-    """
-
-    def __init__(self, shift: float | None) -> None:
-        self._shift = shift
-        self._before: Any = 0.0
-        self.left: Any = 1.0
-        self.steps = 0
-
-    def step(self, alpha: Tensor, beta: Tensor, unit: Tensor) -> None:
-        """One more row of T, whose pivot follows from the last one."""
-        self.steps += 1
-        pivot = alpha + (self._shift or 0.0) / unit.double().cpu() - self._before
-        self._before = beta.square() / pivot
-        self.left = beta if self._shift is None else self.left * beta / pivot
-
-
-FEW = 8
-"""So many rows are taken one by one: a batched product of vectors makes a copy.
-
-Of more rows that takes less time.
-"""
-
-
-def _dots(a: Tensor, b: Tensor) -> Tensor:
-    if len(a) > FEW:
-        return (a * b).sum(1)
-    return torch.stack([torch.dot(x, y) for x, y in zip(a, b, strict=True)])
-
-
-def _next(images: Tensor, last: Tensor, parts: Tensor, unit: Tensor) -> Tensor:
-    """The images in their units, without their parts along the last vectors `(K, 1 or 2, D)`."""
-    with as_given(images):
-        if len(images) > FEW:
-            images = (images / unit[:, None])[:, None]
-            return torch.baddbmm(images, parts[:, None], last, alpha=-1)[:, 0]
-        w = torch.empty_like(images)
-        for row, image, basis, part, size in zip(
-            w, images, last, parts, unit.tolist(), strict=True
-        ):
-            torch.addmv(image, basis.T, part, beta=1 / size, alpha=-1, out=row)
-    return w
+    return Tridiagonal(diagonal[:, :taken], beside, whole, unit, basis[:, :taken])
 
 
 class Overlaps:
