@@ -149,7 +149,7 @@ class Explanation:
 
     @property
     def _likely(self) -> str:
-        cell = self.failed is not None and _source.number(self.failed.file)
+        cell = self.failed is not None and _source.cell_of(self.failed.file)
         return LIKELY_IN_CELLS if cell else LIKELY
 
     @property

@@ -13,8 +13,8 @@ from hodiff._core import _lazy
 
 if TYPE_CHECKING:
     from hodiff.sparse._coloring import color
-    from hodiff.sparse._pattern import Pattern, sparsity_pattern
-    from hodiff.sparse._plan import Plan, plan_hessian, plan_jacobian
+    from hodiff.sparse._pattern import Pattern
+    from hodiff.sparse._plan import Plan, plan_hessian, plan_jacobian, sparsity_pattern
 
 __all__ = ["Pattern", "Plan", "color", "plan_hessian", "plan_jacobian", "sparsity_pattern"]
 
@@ -23,7 +23,7 @@ __getattr__, __dir__ = _lazy.names(
     globals(),
     {
         "_coloring": ("color",),
-        "_pattern": ("Pattern", "sparsity_pattern"),
-        "_plan": ("Plan", "plan_hessian", "plan_jacobian"),
+        "_pattern": ("Pattern",),
+        "_plan": ("Plan", "plan_hessian", "plan_jacobian", "sparsity_pattern"),
     },
 )

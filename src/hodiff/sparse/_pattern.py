@@ -1,24 +1,28 @@
-"""`Pattern`, which entries of a matrix can be other than zero: given,
-or found by `sparsity_pattern`.
-"""
+"""`Pattern`: the entries of a matrix that can be other than zero."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _call, _reverse, _tree
-from hodiff._core._arguments import Allowed, kind
-from hodiff._core._call import Call, call
-from hodiff._core._graph import OutputGraph
-from hodiff._core._settings import on
-from hodiff._core._where import Where
+from hodiff._core import _call
+from hodiff._core._arguments import kind
 from hodiff.errors import InputError
-from hodiff.sparse._tracer import Sets, TooMany, Tracer, exits, sorted_unique, tensors_in
+
+
+def sorted_unique(keys: Tensor) -> Tensor:
+    """The different numbers among some, ascending."""
+    try:
+        import numpy
+
+        # an order of magnitude faster than torch.sort
+        ordered = torch.from_numpy(numpy.sort(keys.numpy()))
+    except (ImportError, RuntimeError):  # neither hodiff nor PyTorch needs NumPy
+        ordered = keys.sort().values
+    return torch.unique_consecutive(ordered)
 
 
 class Pattern:
@@ -244,131 +248,3 @@ def scipy_sparse() -> Any:
     except ImportError as error:
         raise ImportError("sparse matrices for SciPy need SciPy: pip install scipy") from error
     return scipy.sparse
-
-
-# --- `sparsity_pattern`: one reverse pass, followed by index sets, tells which entries can be other
-# than zero The rows of a Jacobian, or of a Hessian as the Jacobian of the gradient, are what a
-# reverse pass makes of unit cotangents. That pass is linear, so which of its results depend on
-# which entries of its cotangent is the pattern, and it is followed through the very operations that
-# compute the products later.
-
-
-def sparsity_pattern(
-    f: Any,
-    x: Any,
-    *,
-    order: int = 2,
-    allow: Allowed = (),
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> Pattern:
-    r"""The entries of a Hessian or Jacobian that can be nonzero.
-
-    Args:
-        f: A function of *x* that returns one element for a Hessian, or a tensor or a container of
-            tensors for a Jacobian. Or such a tensor already computed; the pattern then holds only
-            at this point.
-        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
-        order: 2 for the Hessian, 1 for the Jacobian.
-        allow: `autograd.Function`s to accept in a second derivative, as they are.
-        args: Further positional arguments for `f`. The pattern is valid for all values of dense
-            tensors in them.
-        kwargs: Keyword arguments for `f`, likewise.
-
-    Returns:
-        A `Pattern` of shape `(D, D)`, or `(M, D)` for M outputs, in the order of *x* and `f(x)`. It
-        may be wider than necessary, but misses no entry, at *x* and wherever `f` takes the same
-        Python branches. If Python reads a value that depends on *x* (an `if`, `.item()`, the index
-        in `x[x.argmax()]`, the shape of `x[x > 0]`), `f` may do something else at another point:
-        `values_read` records this, and a plan then checks each matrix. A zero in a tensor that `f`
-        closes over is assumed to stay zero, unless the tensor requires grad: pass what changes in
-        `args`.
-
-    Raises:
-        InputError: *order* is neither 1 nor 2, or the pattern has too many entries to store.
-        GraphError: As for `hvp` and `jacobian`.
-
-    Cost:
-        One evaluation of `f` and one reverse pass, two for a Hessian; about 15 µs for each
-        operation, and about 50 ns for each set entry in operations that add, gather or scatter.
-        Always on the CPU.
-
-    Examples:
-        A chain, each of whose terms couples two neighbors:
-
-        >>> import torch, hodiff
-        >>> chain = lambda x: ((x[1:] - x[:-1] ** 2) ** 2).sum()
-        >>> print(hodiff.sparse.sparsity_pattern(chain, torch.ones(5)).picture())
-        xx···
-        xxx··
-        ·xxx·
-        ··xxx
-        ···xx
-
-    Reference:
-        Walther, A. (2008). Computing sparse Hessians with automatic differentiation. ACM TOMS
-        34(1). doi:10.1145/1322436.1322439. Index sets are propagated there as here; here through
-        the linear pass.
-    """
-    if not isinstance(order, int) or isinstance(order, bool) or order not in (1, 2):
-        raise InputError(f"order: got {order!r}, expected 1 (a Jacobian) or 2 (a Hessian).")
-    request = call(
-        f, Where(x), passes=order, create_graph=False, allow=allow, args=args, kwargs=kwargs
-    )
-    return detect(request, order)
-
-
-def detect(request: Call, order: int, noted: list[Any] | None = None) -> Pattern:
-    """The pattern of what a call asks for; to `noted` the structure of what `f` returned is added,
-    and constants.
-    """
-    from hodiff.sparse import rules
-
-    _call.refuse_stand_ins()
-    given = [*request.where.tensors, *tensors_in((list(request.args), dict(request.kwargs)))]
-    tracer = Tracer(rules.find, given, anywhere=request.builds_graph)
-    with exits(tracer), on(tracer), OutputGraph(request) as graph:
-        outputs = _reverse.gradient(graph, differentiated=True) if order == 2 else graph.tensors()
-        if noted is not None:
-            noted += [_tree.flatten(graph.outputs)[2], tracer.constants]
-        cotangents = [
-            torch.ones_like(output, memory_format=torch.contiguous_format) for output in outputs
-        ]
-        tracer.begin(cotangents)
-        try:
-            gradients = _reverse.vjp(graph, outputs, cotangents)
-            sets = Sets.joined([tracer.read(part) for part in gradients])
-            columns, rows = (_everything if tracer.lost else Sets.pairs)(sets)
-        except TooMany as error:
-            raise _too_many(tracer) from error
-    names = tuple(tracer.unknown) + ((tracer.lost,) if tracer.lost else ())
-    if order == 1:
-        return Pattern(rows, columns, (tracer.width, len(sets)), names, tuple(tracer.values_read))
-    both = torch.cat([rows, columns]), torch.cat([columns, rows])
-    return Pattern(*both, (len(sets), len(sets)), names, tuple(tracer.values_read))
-
-
-def _everything(sets: Sets) -> tuple[Tensor, Tensor]:
-    """All pairs of an element and a number."""
-    if len(sets) * sets.width > _DENSE:
-        raise TooMany
-    return torch.arange(len(sets), device="cpu").repeat_interleave(sets.width), torch.arange(
-        sets.width, device="cpu"
-    ).repeat(len(sets))
-
-
-_DENSE = 2**26
-
-
-def _too_many(tracer: Tracer) -> InputError:
-    named = [*([tracer.lost] if tracer.lost else []), *tracer.unknown]
-    blamed = (
-        f" Without a sparsity rule, and taken to couple all inputs: {', '.join(named)}."
-        if named
-        else ""
-    )
-    return InputError(
-        f"f: the matrix of derivatives is not sparse, or does not appear to be: the pattern has "
-        f"too many entries to store.{blamed} Give the pattern if you know it (pattern=), or use "
-        f"products: hodiff.hvp, hodiff.HessianOperator, hodiff.jvp."
-    )

@@ -1,6 +1,5 @@
 """The two ways in, and what `info` says."""
 
-import argparse
 import re
 import subprocess
 import sys
@@ -11,8 +10,9 @@ import pytest
 import torch
 
 import hodiff
+from hodiff import cli
 from hodiff.__main__ import main
-from hodiff.cli import COMMANDS, _explain, _info
+from hodiff.cli import _explain
 from tests.meta.source import ROOT, imports, library_files
 
 
@@ -26,7 +26,7 @@ def test_info_names_versions_devices_and_extras(capsys):
 
 
 def test_info_says_which_extras_are_installed(monkeypatch, capsys):
-    monkeypatch.setattr(_info, "_installed", lambda name: name != "matplotlib")
+    monkeypatch.setattr(cli, "_installed", lambda name: name != "matplotlib")
     main(["info"])
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("extra 'plot'") and line.endswith("missing matplotlib") for line in lines)
@@ -35,14 +35,14 @@ def test_info_says_which_extras_are_installed(monkeypatch, capsys):
 
 def test_extras_are_those_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert set(_info.extras()) == set(project["optional-dependencies"])
+    assert set(cli.extras()) == set(project["optional-dependencies"])
 
 
 def test_info_of_a_folder_that_is_not_installed(monkeypatch, capsys):
     def absent(name):
-        raise _info.importlib.metadata.PackageNotFoundError(name)
+        raise cli.importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(_info.importlib.metadata, "requires", absent)
+    monkeypatch.setattr(cli.importlib.metadata, "requires", absent)
     assert main(["info"]) == 0
     assert f"hodiff         {hodiff.__version__}" in capsys.readouterr().out
 
@@ -82,19 +82,6 @@ def test_misuse_exits_with_two_and_says_how_to_use_it(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "usage: hodiff" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_option_takes_a_script_for_its_value(command, tmp_path, capsys):
-    """A value that was forgotten: what follows is the script, which would be written, or lost."""
-    parser = argparse.ArgumentParser()
-    COMMANDS[command].configure(parser)
-    script = tmp_path / "train.py"
-    script.write_text("loss = 1\n", "utf-8")
-    for option in (action for action in parser._actions if action.option_strings and action.nargs != 0):
-        assert main([command, option.option_strings[-1], str(script), str(script)]) == 2
-        assert repr(str(script)) in capsys.readouterr().err
-        assert script.read_text("utf-8") == "loss = 1\n"
 
 
 def test_help_lists_the_commands(capsys):
