@@ -21,7 +21,7 @@ from hodiff.sparse._pattern import Pattern, check_layout, check_symmetric, given
 Kind = Literal["star", "columns", "rows"]
 Order = Literal["best", "largest", "natural"]
 
-PART = 4000
+PART = 1500
 """Of more columns, those on which the ways to color them are compared."""
 
 
@@ -37,7 +37,7 @@ def color(pattern: Any, kind: Kind = "star", *, order: Order = "best") -> Tensor
             is then in the product of its column or of its row, and fewer colors are needed.
         order: The order in which vertices take the lowest possible color: `"natural"`, or
             `"largest"` degree first. `"best"` uses the order with the fewest colors on the first
-            few thousand columns.
+            1,500 columns.
 
     Returns:
         For each column (row) its color, integers from 0 on, shape `(columns,)` or `(rows,)`.
@@ -101,8 +101,13 @@ def _best(ways: Sequence[_Way], pattern: Pattern, order: Order, *, star: bool) -
     """The colors of the way that needs the fewest; of many columns, on the first of them."""
     ways = [way for way in ways if order in ("best", way.order)]
     part = _first(pattern, star=star) if len(ways) > 1 and pattern.shape[1] > PART else pattern
-    colors = [way.run(part) for way in ways]
-    best = min(range(len(ways)), key=lambda n: _count(colors[n]))
+    least = 0 if star or not part.nnz else int(torch.bincount(part.rows).max())
+    colors: list[Tensor] = []
+    for way in ways:
+        colors.append(way.run(part))
+        if _count(colors[-1]) == least:  # the columns of a row all differ
+            break
+    best = min(range(len(colors)), key=lambda n: _count(colors[n]))
     return colors[best] if part is pattern else ways[best].run(pattern)
 
 
