@@ -6,7 +6,6 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 from collections.abc import Sequence
 
@@ -59,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 # --- hodiff info: the versions and settings that a report needs -----------------------------------
 
 
-_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+).*;.*\bextra *== *['\"](?P<extra>[\w-]+)['\"]")
+EXTRAS = ("numpy", "scipy", "matplotlib", "tqdm")
+"""Packages that some functions need."""
 
 
 def info(options: argparse.Namespace) -> int:
@@ -71,7 +71,7 @@ def info(options: argparse.Namespace) -> int:
         "devices": ", ".join(devices()),
         "threads": f"{torch.get_num_threads()}",
         "default dtype": f"{torch.get_default_dtype()}".removeprefix("torch."),
-        **{f"extra {extra!r}": state for extra, state in extras().items()},
+        **{name: version(name) for name in EXTRAS},
     }
     width = max(map(len, facts)) + 2
     for name, fact in facts.items():
@@ -97,33 +97,12 @@ def devices() -> list[str]:
     return described
 
 
-def extras() -> dict[str, str]:
-    """The state of each extra of the package: whether it is installed,
-    or the part of it that is missing.
-    """
+def version(name: str) -> str:
+    """The version of a package that an extra needs."""
     try:
-        requirements = importlib.metadata.requires("hodiff") or []
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return {}
-    needed: dict[str, list[str]] = {}
-    for requirement in requirements:
-        match = _REQUIREMENT.match(requirement)
-        if match and match["name"] != "hodiff":  # an extra may be made of others
-            needed.setdefault(match["extra"], []).append(match["name"])
-    return {extra: _state(names) for extra, names in sorted(needed.items())}
-
-
-def _state(names: list[str]) -> str:
-    missing = [name for name in names if not _installed(name)]
-    return f"missing {', '.join(missing)}" if missing else "installed"
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return "missing"
 
 
 COMMANDS = {

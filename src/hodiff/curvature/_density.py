@@ -595,14 +595,15 @@ def lanczos(
         raise InputError("vectors: one of them is zero; no Lanczos process starts from it.")
     torch.div(rows, column(lengths, rows), out=basis[:, 0])
     beta = unit = scale = below = torch.zeros_like(lengths)
-    left, enough = below + 1, 0.0 if shift is None else default_rtol(operator.dtype)
+    enough = 0.0 if shift is None else default_rtol(operator.dtype)
+    left, taken = below + 1, 0
 
     def largest(sizes: Tensor) -> Tensor:
         """The largest size of all processes with the same matrix."""
         return sizes.reshape(shape[0], -1).amax(0).repeat(shape[0])
 
     for j in range(steps):
-        v = basis[:, j]
+        v, taken = basis[:, j], j + 1
         image = flat_product(operator, v.reshape(shape)).reshape(count, size)
         if not j:
             unit = near(largest(amax(image)).to(image.dtype)).double()
@@ -620,11 +621,10 @@ def lanczos(
         offdiagonal[:, j] = beta = torch.where(beta > 10 * eps * scale, beta, 0.0)
         pivot = alpha + (shift or 0.0) / unit - below  # of T + shift, by elimination
         below, left = beta**2 / pivot, beta if shift is None else left * beta / pivot
-        if j + 1 == steps or not bool((left.abs() > enough).any()):
+        if taken == steps or not bool((left.abs() > enough).any()):
             break
         torch.div(w, column(torch.where(beta > 0, beta, math.inf), w), out=basis[:, j + 1])
-    taken, whole = j + 1, ~(left.abs() > enough)
-    beside = offdiagonal[:, : taken - 1]
+    whole, beside = ~(left.abs() > enough), offdiagonal[:, : taken - 1]
     return Tridiagonal(diagonal[:, :taken], beside, whole, unit, basis[:, :taken])
 
 

@@ -16,7 +16,7 @@ from hodiff._core._settings import RandomState, on
 from hodiff._core._where import Where
 from hodiff.calculus._second import hessian
 from hodiff.errors import DerivativeError, InputError
-from hodiff.sparse import _coloring, _rules
+from hodiff.sparse import _pattern, _rules
 from hodiff.sparse._pattern import Pattern, given, scipy_sparse
 from hodiff.sparse._tracer import Constants, Sets, TooMany, Tracer, exits, tensors_in
 
@@ -57,9 +57,9 @@ class Plan(_arguments.Unlike):
         self.kind = kind
         self.products = int(colors.max()) + 1 if len(colors) else 0
         recover = {
-            "star": _coloring.symmetric,
-            "rows": _coloring.by_rows,
-            "columns": _coloring.by_columns,
+            "star": _pattern.symmetric,
+            "rows": _pattern.by_rows,
+            "columns": _pattern.by_columns,
         }[kind]
         self.place = recover(pattern, colors)
         self._whole = pattern, self.place
@@ -220,7 +220,7 @@ class Plan(_arguments.Unlike):
     ) -> list[Tensor]:
         """The sums of unit vectors of each color, and a random vector to compare, leaf by leaf."""
         parts = [
-            _coloring.seeds(colors, self.products, like)
+            _pattern.seeds(colors, self.products, like)
             for colors, like in zip(self.colors.split(list(sizes)), likes, strict=True)
         ]
         if random is not None:
@@ -747,7 +747,7 @@ def _plan(
         random.restore()
         detected = given(pattern, (rows, point.space.size), symmetric=order == 2)
     point.returned = noted[0] if noted else _tree.LEAF
-    colors, kind = (_coloring.color(detected), "star") if order == 2 else _of_jacobian(detected)
+    colors, kind = (_pattern.color(detected), "star") if order == 2 else _of_jacobian(detected)
     plan = Plan(f, point, order, detected, colors, kind, options)
     if pattern is None:
         plan._constants = noted[1]
@@ -783,11 +783,11 @@ def _of_jacobian(pattern: Pattern) -> tuple[Tensor, str]:
     # no fewer colors of columns, of rows
     lengths = [_longest(pattern.rows), _longest(pattern.columns)]
     kinds: list[Any] = ["rows", "columns"] if lengths[1] <= lengths[0] else ["columns", "rows"]
-    first = _coloring.color(pattern, kinds[0])
+    first = _pattern.color(pattern, kinds[0])
     needed = int(first.max()) + 1 if len(first) else 0
     if needed <= max(lengths):  # the other kind needs no fewer
         return first, kinds[0]
-    second = _coloring.color(pattern, kinds[1])
+    second = _pattern.color(pattern, kinds[1])
     return (first, kinds[0]) if needed <= int(second.max()) + 1 else (second, kinds[1])
 
 
