@@ -28,7 +28,6 @@ from hodiff._core._settings import DispatchMode, on
 from hodiff._core._substitutes import ExactNorms
 from hodiff.curvature import _memory
 from hodiff.sparse import _rules, _tracer
-from hodiff.steps import _alarm
 from tests.support.callers import CALLERS, SCALE, D, tensors
 from tests.support.releases import LACKING, marked, since
 
@@ -161,7 +160,6 @@ class Computing(DispatchMode):
 MODES: dict[type, Callable[[], Any]] = {
     _tracer.Tracer: lambda: _tracer.Tracer(_rules.find, []),
     _memory.LiveBytes: _memory.LiveBytes,
-    _alarm._Watch: _alarm._Watch,
     Computing: Computing,
     ExactNorms: ExactNorms,
     NormalTensors: NormalTensors,

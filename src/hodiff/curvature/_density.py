@@ -128,7 +128,8 @@ def spectral_density(
         _probes.check_positive(width, "width", ", or None")
 
     def record(quadrature: GaussRules, spent: int) -> DensityRecord:
-        low, high = extent(quadrature)
+        seen = quadrature.nodes[quadrature.weights > 1e-14]
+        low, high = float(seen.min()), float(seen.max())
         # A spectrum of one value has no extent, but for rounding; its own size is then the unit.
         largest = max(abs(low), abs(high))
         sigma = width or (high - low if high - low > 1e-6 * largest else largest) / 50 or 1.0
@@ -384,12 +385,6 @@ def _logs(nodes: Tensor, weights: Tensor, shift: float, eps: float) -> Tensor:
     return (weights * torch.where(weights > 0, shifted, 1.0).log()).sum(-1)
 
 
-def extent(quadrature: GaussRules) -> tuple[float, float]:
-    """The outermost nodes that have a weight."""
-    seen = quadrature.nodes[quadrature.weights > 1e-14]
-    return float(seen.min()), float(seen.max())
-
-
 # --- stochastic Lanczos quadrature: eigenvalues and weights of Krylov spaces of random vectors ----
 # A Lanczos process from z / |z| gives a tridiagonal matrix T; with its eigenvalues θ and the
 # squares τ of the first entries of its eigenvectors, |z|² Σ τ f(θ) is Gauss's rule for z'f(A)z,
@@ -513,8 +508,9 @@ def _of(
     rules = list[tuple[Tensor, Tensor]]()
     for part in (1, 2, 4):
         count, most = -(-diagonal.shape[1] // part), -(-steps // part)
-        pair = _gauss(diagonal[:, :count], offdiagonal[:, : count - 1])
-        nodes, weights = (F.pad(each, (0, most - count)) for each in pair)
+        matrices = _matrices(diagonal[:, :count], offdiagonal[:, : count - 1])
+        nodes, vectors = torch.linalg.eigh(matrices)  # Golub and Welsch 1969
+        nodes, weights = (F.pad(x, (0, most - count)) for x in (nodes, vectors[:, 0].square()))
         nodes = (nodes * unit[:, None]).reshape(*lead, most)
         rules.append((nodes, weights.reshape(*lead, most) * squares / rows.shape[-1]))
     solutions = rows if shift is None else tridiagonal.solutions(rows, shift)
@@ -524,11 +520,6 @@ def _of(
 def _matrices(diagonal: Tensor, offdiagonal: Tensor) -> Tensor:
     beside = torch.diag_embed(offdiagonal, 1)
     return torch.diag_embed(diagonal) + beside + beside.mT
-
-
-def _gauss(diagonal: Tensor, offdiagonal: Tensor) -> tuple[Tensor, Tensor]:
-    nodes, vectors = torch.linalg.eigh(_matrices(diagonal, offdiagonal))
-    return nodes, vectors[:, 0].square()
 
 
 # --- Lanczos processes side by side, each kept as orthogonal as its Gauss rule needs --------------

@@ -32,10 +32,6 @@ class Before:
             torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         )
         self.tensors = [inputs[i] for i in graph.written]
-        self.note()
-
-    def note(self) -> None:
-        """Keep what it is now."""
         self.random = RandomState(self.device)
         self.values = [x.detach().clone() for x in self.tensors]
 
