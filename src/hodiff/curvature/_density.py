@@ -620,7 +620,13 @@ def lanczos(
 
 
 class Overlaps:
-    """The vectors' distance from orthogonality in each process, by Simon's recurrence for v_j'v_k.
+    """The vectors' distance from orthogonality in each process, by the recurrence for v_j'v_k of
+    Simon (1984), doi:10.1090/S0025-5718-1984-0725988-X.
+
+    Different from there:
+
+    1. The term of rounding is a bound by the largest entry of T so far, measured, and not random.
+    2. Where orthogonality is at stake, a vector and the next one are made orthogonal to all before.
 
     Args:
         diagonal: The α as they are found; beside: the β.

@@ -345,8 +345,8 @@ class ConjugateGradients(Block):
         down = (curvature > self._systems.eps * self._largest * length) ^ True
         lost = any_true(down)
         step = self._rz / (masked_where(down, math.inf, curvature) if lost else curvature)
-        self.x = axpy(self.x, step, d)  # line 5 of algorithm 9.1
-        self._r = axpy(self._r, -step, image)  # line 6
+        self.x = axpy(self.x, step, d)  # line 4 of algorithm 9.1
+        self._r = axpy(self._r, -step, image)  # line 5
         square = dots(self._r, self._r)
         self.size = square**0.5
         better = self.size < self._least
@@ -357,8 +357,8 @@ class ConjugateGradients(Block):
             self.size = masked_where(down, self._least, self.size)
         z, before = self._inverse(self._r), self._rz
         self._rz = square if z is self._r else self._form(self._r, z)
-        ahead = self._rz / before  # line 8
-        self._d = axpy(z, ahead, d)  # line 9
+        ahead = self._rz / before  # line 7
+        self._d = axpy(z, ahead, d)  # line 8
         self._length = square + ahead**2 * length if z is self._r else dots(self._d, self._d)
         converged = self.size <= self.tolerance
         return {"negative curvature": down, "converged": converged, "stagnation": self._rz <= 0}
@@ -367,7 +367,7 @@ class ConjugateGradients(Block):
 class MINRES(Block):
     """The minimal residual method, for symmetric matrices: Paige and Saunders (1975),
     doi:10.1137/0712047; with a preconditioner Choi, Paige and Saunders (2011),
-    doi:10.1137/100787921, table 3.5.
+    doi:10.1137/100787921.
 
     Different from there:
 
@@ -580,13 +580,17 @@ class Basis:
     r"""An orthonormal basis \(V\) of a Krylov space, and the operator's projection \(T = V A
     V^\top\) on it.
 
-    The operator is symmetric (Lanczos): the lower half of the projection is kept.
+    The operator is symmetric: Lanczos' iteration with thick restarts, Wu and Simon (2000),
+    doi:10.1137/S0895479898334605. The lower half of the projection is kept.
 
-    Every new vector is made orthogonal to all before, and to the locked ones, so that no eigenvalue
-    appears twice unless it is so. When the space is exhausted (the remainder vanishes: a
-    breakdown), it goes on with a random vector orthogonal to all, by `draw`: thus the
-    identity and matrices of low rank are no special case, and multiplicities come out. A product
-    whose rest has no finite length is given to `check`, to be refused.
+    Different from there:
+
+    1. Every new vector is made orthogonal to all before, and to the locked ones, so that no
+       eigenvalue appears twice unless it is so.
+    2. When the space is exhausted (the remainder vanishes: a breakdown), it goes on with a random
+       vector orthogonal to all, by `draw`: thus the identity and matrices of low rank are no
+       special case, and multiplicities come out.
+    3. A product whose rest has no finite length is given to `check`, to be refused.
 
     Attributes:
         vectors: The basis as rows, `(room + 1, D)`; the first `size` are in use, one more is the
