@@ -45,6 +45,7 @@ STANDING = {
     ("graph._saved", "_is_alive", "RuntimeError"): "a strided nested tensor, which shows no data",
     ("graph._names", "TensorNames._add", "(RuntimeError, ValueError)"): GETTER,
     ("graph._names", "_inside", "TypeError"): "an object without `__dict__`",
+    ("graph._saved", "is_freed_like_others", "(RuntimeError, AttributeError)"): GETTER,
     ("graph._saved", "is_whole", "(RuntimeError, AttributeError)"): GETTER,
     ("graph._saved", "answers.run", "Exception"): "in a thread of its own, where no signal is handled",
     ("graph._saved", "_check", "RuntimeError"): GETTER,

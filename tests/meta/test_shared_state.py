@@ -79,6 +79,7 @@ DISCIPLINE = {
     "graph._growth._serial": ONE_STEP,
     "graph._record._serial": ONE_STEP,
     "graph._names._is_torchs": CACHE,
+    "graph._saved._FREED": GROWS,
     "graph._saved.answers": CACHE,
     "graph._saved.works": CACHE,
     "graph._saved._LAYOUTS": GROWS,

@@ -447,7 +447,9 @@ def _judged(
     troubles: dict[Node, str] = {}
     certain = False
     for node in executed(roots, inputs):
-        if reason := trouble(node):
+        # where the verdict stands, it only words it
+        reason = trouble(node) if certain else _asked_trouble(node)
+        if reason:
             troubles[node] = reason
             certain = certain or not (_saved.is_function(node) or reason in ("unknown", "missing"))
     verdict = "maybe" if troubles else "ok"
@@ -461,7 +463,14 @@ def _judged(
 def trouble(node: Node) -> str:
     """Why the engine could fail at this node: `freed`, `stale`, `released`, `unknown`, `missing`,
     or nothing.
+
+    Of one with nothing left it is told by others of its kind.
     """
+    return _saved.FREED if _saved.is_freed_like_others(node) else _asked_trouble(node)
+
+
+def _asked_trouble(node: Node) -> str:
+    """The trouble of a node, as PyTorch tells it of that very node."""
     if _saved.is_whole(node):
         return ""
     if _saved.is_raising(node):

@@ -88,6 +88,40 @@ def states(node: Node) -> list[str]:
     return states_of_slots
 
 
+_FREED: set[tuple[Any, ...]] = set()
+"""Nodes that were found freed: their class, and which of their inputs wanted a gradient,
+which says what they save.
+"""
+
+
+def is_freed_like_others(node: Node) -> bool:
+    """Whether nothing that a node saved is there any more, as of a node of its kind that was found
+    freed.
+
+    To be told by PyTorch that a tensor was freed is to catch its exception, at some 30 µs; to be
+    told so of each node of a large graph takes seconds. What a node saves depends on its class and
+    on which of its inputs want a gradient: if one such was freed, another with nothing left is. For
+    sentences; a verdict asks (`states`).
+    """
+    names = _LAYOUTS[node.__class__].names
+    if not names or not works():
+        return False
+    if _nodes.saved is not getattr:  # it has no data of what was changed
+        return FREED in states(node)
+    try:
+        for _, raw_name, _ in names:
+            raw = _nodes.saved(node, raw_name)
+            if raw.unpack_hook is not None or raw.data is not None:
+                return False
+    except (RuntimeError, AttributeError):  # a list, or a nested tensor
+        return False
+    kind = (node.__class__, *[child is None for child, _ in node.next_functions])
+    if kind not in _FREED and FREED not in states(node):
+        return False
+    _FREED.add(kind)
+    return True
+
+
 def held_by_python(slot: SavedTensor, slots: list[SavedTensor]) -> bool:
     """Whether Python holds that very tensor, besides those slots of a node that hold it now."""
     others = sys.getrefcount(slot.value) - answers().references - 1
