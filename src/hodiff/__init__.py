@@ -103,11 +103,19 @@ if typing.TYPE_CHECKING:
     from hodiff.implicit._unroll import unroll
     from hodiff.memory import twice_differentiable
     from hodiff.penalties._critic import interpolate, sample_norm
-    from hodiff.penalties._gan import dragan_penalty, r1_penalty, r2_penalty, wgan_gp_penalty
-    from hodiff.penalties._gradient import eikonal_penalty, gradient_norm_penalty, gradient_penalty
-    from hodiff.penalties._hessian import curvature_penalty, hessian_penalty
+    from hodiff.penalties._gradient import (
+        dragan_penalty,
+        eikonal_penalty,
+        gradient_norm_penalty,
+        gradient_penalty,
+        r1_penalty,
+        r2_penalty,
+        wgan_gp_penalty,
+    )
     from hodiff.penalties._jacobian import (
         PathLengthPenalty,
+        curvature_penalty,
+        hessian_penalty,
         jacobian_penalty,
         sliced_score_matching_loss,
     )
@@ -234,10 +242,22 @@ _HOMES = {
     "implicit._unroll": ("unroll",),
     "memory": ("twice_differentiable",),
     "penalties._critic": ("interpolate", "sample_norm"),
-    "penalties._gan": ("dragan_penalty", "r1_penalty", "r2_penalty", "wgan_gp_penalty"),
-    "penalties._gradient": ("eikonal_penalty", "gradient_norm_penalty", "gradient_penalty"),
-    "penalties._hessian": ("curvature_penalty", "hessian_penalty"),
-    "penalties._jacobian": ("PathLengthPenalty", "jacobian_penalty", "sliced_score_matching_loss"),
+    "penalties._gradient": (
+        "dragan_penalty",
+        "eikonal_penalty",
+        "gradient_norm_penalty",
+        "gradient_penalty",
+        "r1_penalty",
+        "r2_penalty",
+        "wgan_gp_penalty",
+    ),
+    "penalties._jacobian": (
+        "PathLengthPenalty",
+        "curvature_penalty",
+        "hessian_penalty",
+        "jacobian_penalty",
+        "sliced_score_matching_loss",
+    ),
     "plotting": (),
     "rules": (),
     "sparse": (),

@@ -101,7 +101,7 @@ callers.generator = lambda: None
 for shadows in (False, True):
     if shadows:
         importlib.import_module("hodiff.steps._dynamo")  # as the first call of a compiled step does
-    assert ("hodiff.steps._shadows" in sys.modules) is shadows
+    assert ("hodiff.steps._dynamo" in sys.modules) is shadows
     for name in sys.argv[1:]:
         torch.compiler.reset()
         torch.manual_seed(0)

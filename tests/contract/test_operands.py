@@ -27,8 +27,7 @@ from hodiff._core._lending import NormalTensors
 from hodiff._core._settings import DispatchMode, on
 from hodiff._core._substitutes import ExactNorms
 from hodiff.curvature import _memory
-from hodiff.sparse import _tracer, rules
-from hodiff.steps import _alarm
+from hodiff.sparse import _rules, _tracer
 from tests.support.callers import CALLERS, SCALE, D, tensors
 from tests.support.releases import LACKING, marked, since
 
@@ -159,9 +158,8 @@ class Computing(DispatchMode):
 
 
 MODES: dict[type, Callable[[], Any]] = {
-    _tracer.Tracer: lambda: _tracer.Tracer(rules.find, []),
+    _tracer.Tracer: lambda: _tracer.Tracer(_rules.find, []),
     _memory.LiveBytes: _memory.LiveBytes,
-    _alarm._Watch: _alarm._Watch,
     Computing: Computing,
     ExactNorms: ExactNorms,
     NormalTensors: NormalTensors,

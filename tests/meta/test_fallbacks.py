@@ -35,7 +35,6 @@ STANDING = {
     ("_core._versions", "received", "(RuntimeError, NotImplementedError)"): GETTER,
     ("_core._reverse", "_memories", "(RuntimeError, NotImplementedError)"): GETTER,
     ("cli._explain", "run", "BaseException"): "the exception of the script that is run: it is the command's subject",
-    ("cli._explain", "_no_place", "OSError"): "a picture that cannot be written, which the command says",
     (
         "curvature._graph_cache",
         "GraphCache._shape",
@@ -63,11 +62,11 @@ STANDING = {
     ("graph._saved", "shape", "(AttributeError, IndexError, RuntimeError, TypeError, ValueError)"): GETTER,
     ("jets.rules.linear", "_batched", "RuntimeError"): "raised again where its text is not of a batching rule",
     ("penalties._critic", "_ordinary", "RuntimeError"): "raised again where its text is not of `torch.vmap`",
-    ("sparse._tracer", "sorted_unique", "(ImportError, RuntimeError)"): "PyTorch without NumPy",
+    ("sparse._pattern", "sorted_unique", "(ImportError, RuntimeError)"): "PyTorch without NumPy",
     ("steps", "CompiledStep._compiled", "Exception"): "what is behind an interrupt is raised; else said why, and eager",
     ("steps", "CompiledStep._compiled", "self._dynamo.SizesVary"): "our own: compiled once more, for one size",
     ("steps._dynamo", "unheld", "(exc.RecompileError, Held)"): "it names the guards; ours, in place of a run",
-    ("verify._blame", "_definition", "(OSError, TypeError, StopIteration)"): "a definition without source",
+    ("verify._check", "_definition", "(OSError, TypeError, StopIteration)"): "a definition without source",
 }
 
 
@@ -121,9 +120,9 @@ def test_who_asks_what_a_failure_is():
         ("sparse._tracer", "Tracer._decomposed"),
         ("steps", "CompiledStep._run"),
         ("steps._backends", "_by_inductor"),
-        ("verify._blame", "_held"),
+        ("verify._check", "_held"),
         ("verify._check", "check_derivatives"),
-        ("verify._blame", "_first_wrong"),
+        ("verify._check", "_first_wrong"),
     }
 
 

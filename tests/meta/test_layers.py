@@ -45,7 +45,7 @@ MAY_IMPORT = {
 # errors of the calculus: the foundation asks it by what `hodiff` has put there, without importing it.
 # What stands for the public functions in a step's trace knows them.
 MODULE_MAY_IMPORT = {
-    "hodiff.steps._shadows": None,
+    "hodiff.steps._dynamo": None,
     "hodiff.calculus._multi": (*FOUNDATION, "memory", "graph._saved"),
     "hodiff.graph._failure": ("errors", "_core._nodes", "_core._settings", "_core._messages"),
 }
@@ -140,7 +140,7 @@ ONLY_IN = {
     "torch._inductor": ("steps._backends",),
     # Contexts that an interrupt leaves half done; `_settings` has what to use instead. The tour shows what users write.
     "torch.no_grad": ("cli._tour",),
-    "torch.enable_grad": ("steps._shadows",),  # which Dynamo follows, and nobody runs
+    "torch.enable_grad": ("steps._dynamo",),  # which Dynamo follows, and nobody runs
     "torch.set_grad_enabled": ("_core._settings",),
     # a watch is told by its two methods who switched it on
     "torch.inference_mode": ("graph._watch",),

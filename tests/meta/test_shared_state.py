@@ -29,7 +29,7 @@ DISCIPLINE = {
     "steps._wrappers": "a weak set, which only grows",
     "steps._dynamo.lock": "a lock, held while a step is compiled",
     "steps._dynamo._names": ONE_STEP,
-    "steps._shadows.inside": OWN,
+    "steps._dynamo.inside": OWN,
     "_core._kernels.OURS": IMPORT,
     "_core._kernels.available": CACHE,
     "_core._kernels.registered": LOCKED,
@@ -82,7 +82,6 @@ DISCIPLINE = {
     "graph._saved.works": CACHE,
     "graph._saved._LAYOUTS": GROWS,
     "graph._names.USERS": GROWS,
-    "graph._source._joined": CACHE,
     "graph._source.parsed": CACHE,
     "graph._watch._recording": OWN,
     "graph._watch._told": LOCKED,
@@ -153,6 +152,6 @@ def test_all_that_can_change_has_a_discipline() -> None:
         for name in _state_of(tree(path))
     }
     found = {
-        name for name in found if not name.startswith(("graph._case.", "graph._second_time.", "graph._names.at"))
+        name for name in found if not name.startswith(("graph._case.", "graph._unusable.", "graph._names.at"))
     }  # of one case, made and read in a call
     assert found == set(DISCIPLINE), "say in DISCIPLINE what keeps threads apart there"

@@ -41,63 +41,14 @@ def test_a_crash_looks_as_without_us():
 
 
 @pytest.mark.wide
-def test_a_module_and_a_picture(tmp_path):
+def test_a_module(tmp_path):
     package = tmp_path / "pkg"
     package.mkdir()
     (package / "__init__.py").write_text("", "utf-8")
     (package / "train.py").write_text(Path(path("reused_in_loop")).read_text("utf-8"), "utf-8")
-    done = command("-m", "hodiff", "explain", "--picture", "p.svg", "-m", "pkg.train", cwd=tmp_path)
+    done = command("-m", "hodiff", "explain", "-m", "pkg.train", cwd=tmp_path)
     assert done.returncode == 1
     assert "made         train.py:10   y = t @ a" in done.stderr
-    svg = (tmp_path / "p.svg").read_text("utf-8")
-    assert svg.startswith("<svg")
-    assert "y = t @ a" in svg
-    assert svg.count("#d33") == 2  # the legend's, and one cross: y's row, at the second pass
-
-
-@pytest.mark.parametrize(
-    ("name", "held", "words"),
-    [
-        ("train.py", "loss = 1\n", "takes a file that ends in .svg"),
-        ("new.py", None, "takes a file that ends in .svg"),
-        ("logo.svg", "<svg/>", "no picture of hodiff's"),
-        ("train.svg", "loss = 1\n", "no picture of hodiff's"),
-        ("binary.svg", "\udcff\udcfe\x00", "no picture of hodiff's"),
-    ],
-)
-def test_a_picture_is_written_over_nothing_but_pictures(process, capsys, tmp_path, name, held, words):
-    """Forget the value of an option, and the script that follows would be it."""
-    place = tmp_path / name
-    if held is not None:
-        place.write_text(held, "utf-8", errors="surrogateescape")
-    before = place.read_bytes() if held is not None else b""
-    assert main(["explain", "--picture", str(place), path("crashes")]) == 2
-    assert words in capsys.readouterr().err
-    assert (place.read_bytes() if held is not None else b"") == before
-    assert place.exists() == (held is not None)
-
-
-def test_a_file_that_the_program_writes_where_the_picture_goes_stays(process, capsys, tmp_path):
-    program, place = tmp_path / "own.py", tmp_path / "own.svg"
-    program.write_text(f"import pathlib\npathlib.Path({str(place)!r}).write_text('<svg/>')\n", "utf-8")
-    assert main(["explain", "--picture", str(place), str(program)]) == 0
-    assert "no picture of hodiff's" in capsys.readouterr().err
-    assert place.read_text("utf-8") == "<svg/>"
-
-
-def test_a_picture_is_written_over_one_from_before(process, capsys, tmp_path):
-    place = tmp_path / "p.svg"
-    for _ in range(2):
-        assert main(["explain", "--picture", str(place), path("crashes")]) == 1
-    assert place.read_text("utf-8").startswith("<svg")
-
-
-def test_a_picture_that_cannot_be_written_is_told_before_the_program_runs(process, capsys, tmp_path):
-    place = tmp_path / "nowhere" / "p.svg"
-    assert main(["explain", "--picture", str(place), path("crashes")]) == 2
-    assert (
-        capsys.readouterr().err == f"hodiff explain: can't write --picture {str(place)!r}: No such file or directory\n"
-    )
 
 
 def test_a_script_that_is_not_there(process, capsys):

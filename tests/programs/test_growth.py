@@ -107,12 +107,6 @@ def test_silent(name, process, capsys):
     assert explained(HERE / f"{name}.py", capsys) == ""
 
 
-def test_with_a_picture(process, capsys, tmp_path):
-    said = explained(HERE / "running_sum.py", capsys, "--picture", str(tmp_path / "p.svg"))
-    assert "`total` holds" in said
-    assert "loss.backward()" in (tmp_path / "p.svg").read_text("utf-8")
-
-
 SUMMED = """
 import sys
 import torch

@@ -127,7 +127,7 @@ def test_explained_after_the_fact(name, capsys):
     if found.cause != "freed before":  # there it is the nearest value in sight whose graph was freed
         assert found.variable.split(".")[-1] == want.variable.split(".")[-1]
     assert not found.watched
-    assert found.freed is None  # which pass it was, is told by a record alone
+    assert found.line("freed by") is None  # which pass it was, is told by a record alone
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of 2.8 to 2.11 says it of itself

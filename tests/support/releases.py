@@ -28,7 +28,7 @@ CHANGES = since((2, 12), "it is not told which tensor was changed in place, and 
 GRID_SAMPLE = since((2, 12), "grid_sample has no second derivative")
 LACKING = frozenset({"compile_step"} if RELEASE < (2, 13) else ())
 """Public names that do nothing but say so: the tables of what names do leave them out."""
-UNLOADED = ("steps._dynamo", "steps._shadows") if LACKING else ()
+UNLOADED = ("steps._dynamo",) if LACKING else ()
 """Modules that stand on what only newer releases have; nothing loads them here."""
 
 

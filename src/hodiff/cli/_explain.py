@@ -23,7 +23,7 @@ from typing import Any, Self, TextIO
 import torch
 from torch.overrides import handle_torch_function
 
-from hodiff.graph import _growth, _lifetime, _watch
+from hodiff.graph import _growth, _watch
 from hodiff.graph._explain import steps_of
 
 HELP = (
@@ -32,10 +32,7 @@ HELP = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """`[--picture FILE.svg] [-m] SCRIPT [ARGS...]`; what follows SCRIPT is the script's."""
-    parser.add_argument(
-        "--picture", metavar="FILE.svg", help="draw what was saved when, and which pass freed it"
-    )
+    """`[-m] SCRIPT [ARGS...]`; what follows SCRIPT is the script's."""
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
     )
@@ -67,16 +64,15 @@ def run(options: argparse.Namespace) -> int:
         )
         return 2
     if not options.is_module and options.script.endswith(".ipynb"):
-        return 2 * _told("a notebook is no script; make one of it: jupyter nbconvert --to script")
-    if options.picture:  # before the program runs, which may take hours, and may change the folder
-        options.picture = os.path.abspath(options.picture)
-        if _told(_no_place(options.picture)):
-            return 2
-    growth = _growth.Growth()
-    record = _lifetime.Lifetime(also=growth) if options.picture else _watch.Watch(growth)
-    ended = True
+        print(
+            "hodiff explain: a notebook is no script; make one of it: "
+            "jupyter nbconvert --to script",
+            file=sys.stderr,
+        )
+        return 2
+    growth, ended = _growth.Growth(), True
     try:
-        with Warnings(), record:
+        with Warnings(), _watch.Watch(growth):
             run_program(options.script, options.arguments, is_module=options.is_module)
     except SystemExit:
         raise
@@ -95,36 +91,8 @@ def run(options: argparse.Namespace) -> int:
             raise
         return 1
     finally:
-        if isinstance(record, _lifetime.Lifetime) and not _told(_no_place(options.picture)):
-            record.save(options.picture)
         _tell(growth, ended=ended)
     return 0
-
-
-def _told(refusal: str) -> bool:
-    """Whether there is a refusal, which is printed."""
-    if refusal:
-        print(f"hodiff explain: {refusal}", file=sys.stderr)
-    return bool(refusal)
-
-
-def _no_place(picture: str) -> str:
-    """Why a picture must not go where it would:
-    nothing but pictures of ours is ever written over.
-    """
-    if not picture.endswith(".svg"):
-        return (
-            f"--picture takes a file that ends in .svg, and got {picture!r}; SCRIPT comes after it"
-        )
-    try:
-        with open(picture, "a+", encoding="utf-8", errors="replace") as file:
-            file.seek(0)
-            held = file.read(4096)
-    except OSError as error:
-        return f"can't write --picture {picture!r}: {error.strerror}"
-    if held and _lifetime.TITLE not in held:
-        return f"--picture: {picture!r} is there, and no picture of hodiff's; name another file"
-    return ""
 
 
 def flush() -> None:

@@ -29,10 +29,6 @@ Named = Mapping[str, Tensor]
 Loss = Callable[[nn.Module], Tensor]
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """This command has no options."""
-
-
 def run(options: argparse.Namespace) -> int:
     """Take the tour; the exit status says whether all numbers were right."""
     screen = Screen()

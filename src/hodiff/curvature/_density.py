@@ -15,7 +15,7 @@ from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Probes
 from hodiff._core._vectors import empty, near, standard_error, sum_dtype
 from hodiff.curvature import _probes
-from hodiff.curvature._krylov import orthogonalized
+from hodiff.curvature._krylov import FEW, amax, axpy, column, dots, norms, orthogonalized
 from hodiff.curvature._links import told
 from hodiff.curvature._operator import LinearOperator, as_given, constant, normal
 from hodiff.curvature._probes import (
@@ -128,7 +128,8 @@ def spectral_density(
         _probes.check_positive(width, "width", ", or None")
 
     def record(quadrature: GaussRules, spent: int) -> DensityRecord:
-        low, high = extent(quadrature)
+        seen = quadrature.nodes[quadrature.weights > 1e-14]
+        low, high = float(seen.min()), float(seen.max())
         # A spectrum of one value has no extent, but for rounding; its own size is then the unit.
         largest = max(abs(low), abs(high))
         sigma = width or (high - low if high - low > 1e-6 * largest else largest) / 50 or 1.0
@@ -384,12 +385,6 @@ def _logs(nodes: Tensor, weights: Tensor, shift: float, eps: float) -> Tensor:
     return (weights * torch.where(weights > 0, shifted, 1.0).log()).sum(-1)
 
 
-def extent(quadrature: GaussRules) -> tuple[float, float]:
-    """The outermost nodes that have a weight."""
-    seen = quadrature.nodes[quadrature.weights > 1e-14]
-    return float(seen.min()), float(seen.max())
-
-
 # --- stochastic Lanczos quadrature: eigenvalues and weights of Krylov spaces of random vectors ----
 # A Lanczos process from z / |z| gives a tridiagonal matrix T; with its eigenvalues θ and the
 # squares τ of the first entries of its eigenvectors, |z|² Σ τ f(θ) is Gauss's rule for z'f(A)z,
@@ -513,8 +508,9 @@ def _of(
     rules = list[tuple[Tensor, Tensor]]()
     for part in (1, 2, 4):
         count, most = -(-diagonal.shape[1] // part), -(-steps // part)
-        pair = _gauss(diagonal[:, :count], offdiagonal[:, : count - 1])
-        nodes, weights = (F.pad(each, (0, most - count)) for each in pair)
+        matrices = _matrices(diagonal[:, :count], offdiagonal[:, : count - 1])
+        nodes, vectors = torch.linalg.eigh(matrices)  # Golub and Welsch 1969
+        nodes, weights = (F.pad(x, (0, most - count)) for x in (nodes, vectors[:, 0].square()))
         nodes = (nodes * unit[:, None]).reshape(*lead, most)
         rules.append((nodes, weights.reshape(*lead, most) * squares / rows.shape[-1]))
     solutions = rows if shift is None else tridiagonal.solutions(rows, shift)
@@ -524,11 +520,6 @@ def _of(
 def _matrices(diagonal: Tensor, offdiagonal: Tensor) -> Tensor:
     beside = torch.diag_embed(offdiagonal, 1)
     return torch.diag_embed(diagonal) + beside + beside.mT
-
-
-def _gauss(diagonal: Tensor, offdiagonal: Tensor) -> tuple[Tensor, Tensor]:
-    nodes, vectors = torch.linalg.eigh(_matrices(diagonal, offdiagonal))
-    return nodes, vectors[:, 0].square()
 
 
 # --- Lanczos processes side by side, each kept as orthogonal as its Gauss rule needs --------------
@@ -567,7 +558,7 @@ class Tridiagonal(NamedTuple):
         """The x = |z| V (T + shift)⁻¹ e of the rows z, whose residuals are along the next v."""
         ended = F.pad((self.offdiagonal == 0).cumsum(1) > 0, (1, 0))
         diagonal = torch.where(ended, 1.0, self.diagonal + shift / self.unit[:, None])
-        first = rows.flatten(0, -2).norm(dim=1).double().cpu() / self.unit
+        first = norms(rows.flatten(0, -2)) / self.unit
         y, _ = torch.linalg.solve_ex(
             _matrices(diagonal, self.offdiagonal), F.pad(first[:, None], (0, diagonal.shape[1] - 1))
         )
@@ -588,98 +579,54 @@ def lanczos(
     eps = torch.finfo(operator.dtype).eps
     basis = empty(f"{name}: the basis", (count, steps, size), rows, "Pass fewer steps=.")
     diagonal = torch.zeros((count, steps), dtype=torch.float64, device="cpu")
-    offdiagonal = torch.zeros((count, steps), dtype=torch.float64, device="cpu")
+    offdiagonal = torch.zeros_like(diagonal)
     overlaps = Overlaps(diagonal, offdiagonal, eps)
-    lengths = rows.norm(dim=1, keepdim=True)
+    lengths = norms(rows)
     if not bool(lengths.all()):
         raise InputError("vectors: one of them is zero; no Lanczos process starts from it.")
-    torch.div(rows, lengths, out=basis[:, 0])
-    norms = unit = rows.new_zeros(count)
-    scale = torch.zeros(count, dtype=torch.float64, device="cpu")
+    torch.div(rows, column(lengths, rows), out=basis[:, 0])
+    beta = unit = scale = below = torch.zeros_like(lengths)
     enough = 0.0 if shift is None else default_rtol(operator.dtype)
-    residual = Residual(shift)
+    left, taken = below + 1, 0
 
     def largest(sizes: Tensor) -> Tensor:
         """The largest size of all processes with the same matrix."""
         return sizes.reshape(shape[0], -1).amax(0).repeat(shape[0])
 
     for j in range(steps):
-        v = basis[:, j]
+        v, taken = basis[:, j], j + 1
         image = flat_product(operator, v.reshape(shape)).reshape(count, size)
         if not j:
-            unit = near(largest(image.abs().amax(1)))
-        part = check_finite(_dots(v, image) / unit, name)
-        weights = torch.stack([norms, part], 1)[:, 0 if j else 1 :]
-        w = _next(image, basis[:, max(j - 1, 0) : j + 1], weights, unit)
-        norms = w.norm(dim=1)
-        diagonal[:, j], offdiagonal[:, j] = part.double().cpu(), norms.double().cpu()
-        scale = scale.maximum(largest(diagonal[:, j].abs())).maximum(largest(offdiagonal[:, j]))
+            unit = near(largest(amax(image)).to(image.dtype)).double()
+        alpha = check_finite(dots(v, image) / unit, name)
+        w = axpy(image / column(unit, image), -alpha, v)
+        w = axpy(w, -beta, basis[:, j - 1]) if j else w
+        beta = norms(w)
+        diagonal[:, j], offdiagonal[:, j] = alpha, beta
+        scale = scale.maximum(largest(alpha.abs())).maximum(largest(beta))
         apart = overlaps.to_orthogonalize(j, scale)
         for some in [slice(None)] if len(apart) > FEW else [slice(row, row + 1) for row in apart]:
-            _, w[some], lengths = orthogonalized(w[some], [basis[some, : j + 1]], eps * scale[some])
-            norms[some] = lengths.to(norms)
-        norms = norms.where(norms > (10 * eps * scale).to(norms), 0.0)
-        offdiagonal[:, j] = norms.double().cpu()
-        residual.step(diagonal[:, j], offdiagonal[:, j], unit)
-        if j + 1 == steps or not bool((residual.left.abs() > enough).any()):
+            _, w[some], beta[some] = orthogonalized(
+                w[some], [basis[some, : j + 1]], eps * scale[some]
+            )
+        offdiagonal[:, j] = beta = torch.where(beta > 10 * eps * scale, beta, 0.0)
+        pivot = alpha + (shift or 0.0) / unit - below  # of T + shift, by elimination
+        below, left = beta**2 / pivot, beta if shift is None else left * beta / pivot
+        if taken == steps or not bool((left.abs() > enough).any()):
             break
-        torch.div(w, norms.where(norms > 0, math.inf)[:, None], out=basis[:, j + 1])
-    taken, whole = residual.steps, (residual.left.abs() > enough).logical_not()
-    beside = offdiagonal[:, : taken - 1]
-    return Tridiagonal(diagonal[:, :taken], beside, whole, unit.double().cpu(), basis[:, :taken])
-
-
-class Residual:
-    """The part of z that the solutions of (A + shift) x = z in Krylov spaces leave.
-
-    Attributes:
-        left: Its length, in that of z; without a shift that of the next vector.
-        steps: After so many.
-    """
-
-    def __init__(self, shift: float | None) -> None:
-        self._shift = shift
-        self._before: Any = 0.0
-        self.left: Any = 1.0
-        self.steps = 0
-
-    def step(self, alpha: Tensor, beta: Tensor, unit: Tensor) -> None:
-        """One more row of T, whose pivot follows from the last one."""
-        self.steps += 1
-        pivot = alpha + (self._shift or 0.0) / unit.double().cpu() - self._before
-        self._before = beta.square() / pivot
-        self.left = beta if self._shift is None else self.left * beta / pivot
-
-
-FEW = 8
-"""So many rows are taken one by one: a batched product of vectors makes a copy.
-
-Of more rows that takes less time.
-"""
-
-
-def _dots(a: Tensor, b: Tensor) -> Tensor:
-    if len(a) > FEW:
-        return (a * b).sum(1)
-    return torch.stack([torch.dot(x, y) for x, y in zip(a, b, strict=True)])
-
-
-def _next(images: Tensor, last: Tensor, parts: Tensor, unit: Tensor) -> Tensor:
-    """The images in their units, without their parts along the last vectors `(K, 1 or 2, D)`."""
-    with as_given(images):
-        if len(images) > FEW:
-            images = (images / unit[:, None])[:, None]
-            return torch.baddbmm(images, parts[:, None], last, alpha=-1)[:, 0]
-        w = torch.empty_like(images)
-        for row, image, basis, part, size in zip(
-            w, images, last, parts, unit.tolist(), strict=True
-        ):
-            torch.addmv(image, basis.T, part, beta=1 / size, alpha=-1, out=row)
-    return w
+        torch.div(w, column(torch.where(beta > 0, beta, math.inf), w), out=basis[:, j + 1])
+    whole, beside = ~(left.abs() > enough), offdiagonal[:, : taken - 1]
+    return Tridiagonal(diagonal[:, :taken], beside, whole, unit, basis[:, :taken])
 
 
 class Overlaps:
-    """The vectors' distance from orthogonality in each process, by Simon's recurrence for v_j'v_k.
+    """The vectors' distance from orthogonality in each process, by the recurrence for v_j'v_k of
+    Simon (1984), doi:10.1090/S0025-5718-1984-0725988-X.
+
+    Different from there:
+
+    1. The term of rounding is a bound by the largest entry of T so far, measured, and not random.
+    2. Where orthogonality is at stake, a vector and the next one are made orthogonal to all before.
 
     Args:
         diagonal: The α as they are found; beside: the β.

@@ -401,7 +401,13 @@ class Search:
             wanted = order[: self._k]
             if first:
                 best = values[wanted], coordinates[:, wanted], residuals[wanted]
-                self._look(lambda best=best: self._ritz(basis, *best))
+                self._look(
+                    lambda best=best: (
+                        best[0] * self.unit,
+                        basis.combine(best[1]),
+                        best[2] * self.unit,
+                    )
+                )
             if not first and self._nothing_better(values, residuals, order, tolerance):
                 self.complete = True
                 return
@@ -420,9 +426,6 @@ class Search:
                 keep = order[: min(max_basis - 3, self._k + (max_basis - self._k) // 2)]
                 basis.restart(coordinates[:, keep], values[keep])
                 looked = basis.size
-
-    def _ritz(self, basis: Basis, values: Tensor, coordinates: Tensor, residuals: Tensor) -> Pairs:
-        return values * self.unit, basis.combine(coordinates), residuals * self.unit
 
     def _worst(self) -> float:
         """The rank of the last of the k best values locked;

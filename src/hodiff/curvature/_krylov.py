@@ -1,4 +1,4 @@
-"""Krylov spaces: their orthonormal bases; conjugate gradients, MINRES, GMRES; Neumann's series."""
+"""Krylov methods: conjugate gradients, MINRES, GMRES, Neumann's series; the basis of a search."""
 
 from __future__ import annotations
 
@@ -23,6 +23,123 @@ Product = Callable[[Tensor, list[int]], Tensor]
 Number = Any
 """Of one system, whose vectors are flat, a float; of several, whose vectors are rows, a line in
 double precision on the CPU. Where methods do not run, numbers are lists."""
+
+
+# --- sums over the entries of vectors, and what follows from them: no method has its own ----------
+
+
+FEW = 8
+"""Up to so many rows go one by one, as a product of a stack makes a copy; of more it is faster."""
+
+
+def dots(a: Tensor, b: Tensor) -> Number:
+    """The inner products of vectors."""
+    if a.ndim == 1:
+        return float(torch.dot(a, b))
+    few = len(a) <= FEW and [torch.dot(x, y) for x, y in zip(a, b, strict=True)]
+    return (torch.stack(few) if few else (a * b).sum(1)).to("cpu", torch.float64)
+
+
+def norms(rows: Tensor) -> Number:
+    """The lengths of vectors."""
+    lengths = torch.linalg.vector_norm(rows, dim=-1)
+    return float(lengths) if rows.ndim == 1 else lengths.to("cpu", torch.float64)
+
+
+def amax(rows: Tensor) -> Number:
+    """The largest entries of vectors, in magnitude."""
+    largest = rows.abs().amax(-1)
+    return largest.tolist() if rows.ndim == 1 else largest.to("cpu", torch.float64)
+
+
+def axpy(rows: Tensor, steps: Number, directions: Tensor) -> Tensor:
+    """Y + a x: the vectors, moved by so many steps along the directions."""
+    if rows.ndim == 1:
+        return torch.add(rows, directions, alpha=steps)
+    return torch.addcmul(rows, column(steps, rows), directions)
+
+
+def orthogonalized(
+    w: Tensor, bases: Sequence[Tensor], negligible: Number
+) -> tuple[Tensor, Tensor, Number]:
+    """Vectors without their parts in orthonormal bases: Gram and Schmidt, again where much cancels
+    (Daniel, Gragg, Kaufman, Stewart 1976, doi:10.1090/S0025-5718-1976-0431641-8).
+
+    First their parts in the first of the bases, last their lengths.
+    """
+    norm, parts = norms(w), list[Tensor]()
+    for _ in range(3):
+        before = norm
+        with as_given(w):
+            for number, basis in enumerate(bases):
+                part = basis @ w if w.ndim == 1 else (basis @ w.unsqueeze(-1)).squeeze(-1)
+                w = combined(w, basis, part, -1)
+                parts += [] if number else [part.to("cpu", torch.float64)]
+        norm = norms(w)
+        if not any_true(((norm > 0.5 * before) | (norm <= negligible)) ^ True):
+            break
+    return functools.reduce(operator.add, parts), w, norm
+
+
+def combined(start: Tensor, basis: Tensor, parts: Tensor, sign: int = 1) -> Tensor:
+    """Vectors, and beyond them those with such parts in a basis."""
+    if start.ndim == 1:
+        return torch.addmv(start, basis.T, parts, alpha=sign)
+    return torch.baddbmm(start.unsqueeze(1), parts.unsqueeze(1), basis, alpha=sign).squeeze(1)
+
+
+# --- numbers of systems; conditions on them are bools of Python, or lines: `^ True` denies both ---
+
+
+def listed(numbers: Number) -> list[Any]:
+    """Numbers as a list."""
+    values = numbers.tolist() if isinstance(numbers, Tensor) else numbers
+    return values if isinstance(values, list) else [values]
+
+
+def number(values: list[Any], like: Tensor) -> Number:
+    """A list as numbers that go with such vectors."""
+    return values[0] if like.ndim == 1 else torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
+def zeros(like: Tensor) -> Tensor:
+    """Zeros like vectors; one vector is replaced where others are written to,
+    and takes no memory.
+    """
+    return like.new_zeros(()).expand_as(like) if like.ndim == 1 else torch.zeros_like(like)
+
+
+def column(numbers: Number, rows: Tensor) -> Number:
+    """Numbers as what goes with such vectors."""
+    return numbers if rows.ndim == 1 else numbers.to(rows).unsqueeze(1)
+
+
+def masked_where(where: Number, a: Any, b: Any) -> Any:
+    """Numbers, or vectors, of the one or the other."""
+    if where is True or where is False:
+        return a if where else b
+    rows = isinstance(b, Tensor) and b.ndim == 2
+    return torch.where(where.to(b.device).unsqueeze(1) if rows else where, a, b)
+
+
+def maximum(a: Number, b: Number) -> Number:
+    """The larger number of two."""
+    return masked_where(b > a, b, a)
+
+
+def any_true(where: Number) -> bool:
+    """Whether something is true of a system."""
+    return where if where is True or where is False else bool(where.any())
+
+
+def selected(values: Any, at: list[int], count: int) -> Any:
+    """The values at some places of so many; without a copy where these are all."""
+    if len(at) == count:
+        return values
+    return values[at] if isinstance(values, Tensor) else [values[place] for place in at]
+
+
+# --- systems side by side, by one method ----------------------------------------------------------
 
 
 class Systems(NamedTuple):
@@ -78,17 +195,10 @@ class Solutions:
         their own.
         """
         so_far = replace(self, x=self.x.clone(), status=[*self.status], size=[*self.size])
-        so_far.put(at, some(so_far.x, at, len(self.status)) + now.x)
+        so_far.put(at, selected(so_far.x, at, len(self.status)) + now.x)
         for place, size in zip(at, now.size, strict=True):
             so_far.status[place], so_far.size[place] = "running", size / units[place]
         return so_far
-
-
-def some(values: Any, at: list[int], count: int) -> Any:
-    """The values at some places of so many; without a copy where these are all."""
-    if len(at) == count:
-        return values
-    return values[at] if isinstance(values, Tensor) else [values[place] for place in at]
 
 
 class Block(ABC):
@@ -145,7 +255,7 @@ class Block(ABC):
         ends = self.spent(self.left <= 0)
         while True:
             over = functools.reduce(operator.or_, ends.values())
-            if anywhere(over):
+            if any_true(over):
                 gone = listed(over)
                 self._put([i for i, it in enumerate(gone) if it], ends)
                 if all(gone):
@@ -180,10 +290,10 @@ class Block(ABC):
         count = len(self._places)
         for name, value in vars(self).items():
             if isinstance(value, (Tensor, list)):
-                setattr(self, name, some(value, at, count))
+                setattr(self, name, selected(value, at, count))
 
     def _some(self, values: Any, at: list[int]) -> Any:
-        return some(values, at, len(self._places))
+        return selected(values, at, len(self._places))
 
     def _inverse(self, r: Tensor, at: list[int] | None = None) -> Tensor:
         numbers = self.numbers if at is None else self._some(self.numbers, at)
@@ -195,7 +305,7 @@ class Block(ABC):
         Raise where that shows, by more than rounding, that M is not positive definite.
         """
         forms, eps = dots(r, z), self._systems.eps
-        if anywhere(forms <= 0) and anywhere(
+        if any_true(forms <= 0) and any_true(
             (forms <= -10 * eps * norms(r) * norms(z)) & (norms(r) > 0)
         ):
             raise InputError(
@@ -207,8 +317,13 @@ class Block(ABC):
 
 
 class ConjugateGradients(Block):
-    """Conjugate gradients, for positive definite matrices; d'Ad <= 0 ends it,
-    with the best iterate until then.
+    """Conjugate gradients, for positive definite matrices: Saad (2003), Iterative Methods for
+    Sparse Linear Systems, algorithm 9.1; without a preconditioner 6.18.
+
+    Different from there:
+
+    1. A curvature d'Ad <= 0, up to rounding, ends it with the best iterate until then.
+    2. |d|^2, by which rounding is judged, has a recurrence of its own: r is orthogonal to d.
     """
 
     def _begin(self, b: Tensor) -> None:
@@ -226,35 +341,39 @@ class ConjugateGradients(Block):
         curvature, length = dots(d, image), self._length
         # Along a null vector the curvature is what rounding leaves of the largest, and steps
         # towards it are huge.
-        self._largest = larger(self._largest, (dots(image, image) / length) ** 0.5)
+        self._largest = maximum(self._largest, (dots(image, image) / length) ** 0.5)
         down = (curvature > self._systems.eps * self._largest * length) ^ True
-        lost = anywhere(down)
-        step = self._rz / (select(down, math.inf, curvature) if lost else curvature)
-        self.x = along(self.x, step, d)
-        self._r = along(self._r, -step, image)
+        lost = any_true(down)
+        step = self._rz / (masked_where(down, math.inf, curvature) if lost else curvature)
+        self.x = axpy(self.x, step, d)  # line 4 of algorithm 9.1
+        self._r = axpy(self._r, -step, image)  # line 5
         square = dots(self._r, self._r)
         self.size = square**0.5
         better = self.size < self._least
-        self._best = select(better, self.x, self._best)
-        self._least = select(better, self.size, self._least)
+        self._best = masked_where(better, self.x, self._best)
+        self._least = masked_where(better, self.size, self._least)
         if lost:
-            self.x = select(down, self._best, self.x)
-            self.size = select(down, self._least, self.size)
+            self.x = masked_where(down, self._best, self.x)
+            self.size = masked_where(down, self._least, self.size)
         z, before = self._inverse(self._r), self._rz
         self._rz = square if z is self._r else self._form(self._r, z)
-        ahead = self._rz / before
-        self._d = along(z, ahead, d)
-        # The residual is orthogonal to d.
+        ahead = self._rz / before  # line 7
+        self._d = axpy(z, ahead, d)  # line 8
         self._length = square + ahead**2 * length if z is self._r else dots(self._d, self._d)
         converged = self.size <= self.tolerance
         return {"negative curvature": down, "converged": converged, "stagnation": self._rz <= 0}
 
 
 class MINRES(Block):
-    """The minimal residual method, for symmetric matrices: the least |r| in the Krylov space, by
-    rotations of Lanczos' matrix.
+    """The minimal residual method, for symmetric matrices: Paige and Saunders (1975),
+    doi:10.1137/0712047; with a preconditioner Choi, Paige and Saunders (2011),
+    doi:10.1137/100787921.
 
-    `size` is of the residual in the preconditioner's norm; the caller looks at the true one.
+    Different from there:
+
+    1. `size` is of the residual in the preconditioner's norm; the caller looks at the true one.
+    2. It ends where the Krylov space is exhausted; or where x, along a null vector, has grown so
+       that A x rounds like the residual.
     """
 
     def _begin(self, b: Tensor) -> None:
@@ -270,38 +389,37 @@ class MINRES(Block):
 
     def step(self) -> dict[Status, Number]:
         """One more vector of Lanczos', and the rotation that it takes."""
-        v = self._y / spread(self._beta, self._y)
+        v = self._y / column(self._beta, self._y)
         y = self._systems.product(v, self.numbers)
         if self._r1 is not self._r2:
-            y = along(y, -self._beta / self._beta_old, self._r1)
+            y = axpy(y, -self._beta / self._beta_old, self._r1)
         alpha = dots(v, y)
-        y = along(y, -alpha / self._beta, self._r2)
+        y = axpy(y, -alpha / self._beta, self._r2)
         self._r1, self._r2 = self._r2, y
         self._y = self._inverse(y)
-        self._beta_old, self._beta = self._beta, larger(0.0, self._form(y, self._y)) ** 0.5
-        self._scale = larger(larger(self._scale, abs(alpha)), self._beta)
+        self._beta_old, self._beta = self._beta, maximum(0.0, self._form(y, self._y)) ** 0.5
+        self._scale = maximum(maximum(self._scale, abs(alpha)), self._beta)
         self._rotate(v, alpha)
         left = abs(self._phi)
         self.size = left * self._unit
-        # The Krylov space is exhausted; or x, along a null vector, has grown so that A x rounds
-        # like the residual.
         rounding = self._systems.eps * self._scale
         end = (self._beta <= 10 * rounding) | (rounding * dots(self.x, self.x) ** 0.5 > 0.1 * left)
         return {"converged": self.size <= self.tolerance, "stagnation": end}
 
     def _rotate(self, v: Tensor, alpha: Number) -> None:
+        """Make one more column of Lanczos' matrix triangular, and move x along its direction."""
         epsilon_old, delta = self._epsilon, self._cs * self._dbar + self._sn * alpha
         gbar = self._sn * self._dbar - self._cs * alpha
         self._epsilon, self._dbar = self._sn * self._beta, -self._cs * self._beta
         tiny = torch.finfo(v.dtype).tiny  # of a zero matrix
-        gamma = larger(
-            larger(tiny, self._systems.eps * 1e-3 * self._scale), (gbar**2 + self._beta**2) ** 0.5
+        gamma = maximum(
+            maximum(tiny, self._systems.eps * 1e-3 * self._scale), (gbar**2 + self._beta**2) ** 0.5
         )
         self._cs, self._sn = gbar / gamma, self._beta / gamma
         step, self._phi = self._cs * self._phi, self._sn * self._phi
-        w = along(along(v, -epsilon_old, self._w_old), -delta, self._w) / spread(gamma, v)
+        w = axpy(axpy(v, -epsilon_old, self._w_old), -delta, self._w) / column(gamma, v)
         self._w_old, self._w = self._w, w
-        self.x = along(self.x, step, w)
+        self.x = axpy(self.x, step, w)
 
 
 class Neumann(Block):
@@ -322,7 +440,7 @@ class Neumann(Block):
         self.size = dots(self._r, self._r) ** 0.5
         done = self.size <= self.tolerance
         self._term = self._inverse(self._r) / self._systems.scale
-        self.x = select(done, self.x, self.x + self._term)
+        self.x = masked_where(done, self.x, self.x + self._term)
         return {"converged": done}
 
     def spent(self, over: Number) -> dict[Status, Number]:
@@ -335,10 +453,16 @@ SLOW = 0.999
 
 
 class GMRES(Block):
-    """The least |r| over the Krylov space of A M, anew every `room` steps; r is the system's own.
+    """The least |r| over the Krylov space of A M, anew every `room` steps: Saad (2003), algorithm
+    9.5, with the rotations of section 6.5.3; r is the system's own.
 
-    Every vector of the orthonormal basis V is made orthogonal to all before; the Hessenberg matrix
-    H, which A M is on it, becomes triangular by rotations.
+    Different from there:
+
+    1. A vector of the basis V is made orthogonal to all before at once, and again where much
+       cancels, in place of one after the other (lines 4 to 7).
+    2. A column of the Hessenberg matrix H that is, up to rounding, a combination of those before
+       has no part in the solution.
+    3. At a restart the residual is what the basis says, without a product.
     """
 
     def _begin(self, b: Tensor) -> None:
@@ -350,7 +474,7 @@ class GMRES(Block):
         self._count = 0
         self.size = self._before = norms(r)
         self._scale = 0 * self.size
-        torch.div(r, spread(self.size, r), out=self._basis[..., 0, :])
+        torch.div(r, column(self.size, r), out=self._basis[..., 0, :])
         self._least = [LeastSquares(size, self._systems.eps) for size in listed(self.size)]
 
     def step(self) -> dict[Status, Number]:
@@ -368,15 +492,15 @@ class GMRES(Block):
         )
         columns = torch.atleast_2d(parts).tolist()
         most = number([max(map(abs, column)) for column in columns], w)
-        self._scale = larger(larger(self._scale, most), norm)
+        self._scale = maximum(maximum(self._scale, most), norm)
         exhausted = norm <= 10 * eps * self._scale
-        length = spread(select(exhausted, math.inf, norm), w)
+        length = column(masked_where(exhausted, math.inf, norm), w)
         w = torch.div(
             w,
             length,
             out=w if self._count == self._systems.room else self._basis[..., self._count, :],
         )
-        systems = zip(self._least, columns, listed(select(exhausted, 0.0, norm)), strict=True)
+        systems = zip(self._least, columns, listed(masked_where(exhausted, 0.0, norm)), strict=True)
         self.size = number([least.append([*column, end]) for least, column, end in systems], w)
         if self._count == self._systems.room:
             everywhere, rests = (
@@ -384,7 +508,7 @@ class GMRES(Block):
                 [least.solution()[1] for least in self._least],
             )
             self.x = self.solution(everywhere)
-            w.mul_(spread(number([rest.pop() for rest in rests], w), w))
+            w.mul_(column(number([rest.pop() for rest in rests], w), w))
             self._restart(self._combined(w, rests, everywhere))
             exhausted = exhausted | ((self.size <= SLOW * before) ^ True)
         return {"converged": self.size <= self.tolerance, "stagnation": exhausted}
@@ -449,102 +573,6 @@ class LeastSquares:
         return y, rest
 
 
-def orthogonalized(
-    w: Tensor, bases: Sequence[Tensor], negligible: Number
-) -> tuple[Tensor, Tensor, Number]:
-    """Vectors without their parts in orthonormal bases, again where much cancels.
-
-    First their parts in the first of the bases, last their lengths.
-    """
-    norm, parts = norms(w), list[Tensor]()
-    for _ in range(3):
-        before = norm
-        w, part = without(w, bases[0])
-        for other in bases[1:]:
-            w, _ = without(w, other)
-        parts.append(part.to("cpu", torch.float64))
-        norm = norms(w)
-        if not anywhere(((norm > 0.5 * before) | (norm <= negligible)) ^ True):
-            break
-    return functools.reduce(operator.add, parts), w, norm
-
-
-def without(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors without their parts in a basis, and these."""
-    with as_given(w):
-        part = basis @ w if w.ndim == 1 else (basis @ w.unsqueeze(-1)).squeeze(-1)
-        return combined(w, basis, part, -1), part
-
-
-def combined(start: Tensor, basis: Tensor, parts: Tensor, sign: int = 1) -> Tensor:
-    """Vectors, and beyond them those with such parts in a basis."""
-    if start.ndim == 1:
-        return torch.addmv(start, basis.T, parts, alpha=sign)
-    return torch.baddbmm(start.unsqueeze(1), parts.unsqueeze(1), basis, alpha=sign).squeeze(1)
-
-
-# --- numbers of systems; conditions on them are bools of Python, or lines: `^ True` denies both ---
-
-
-def listed(numbers: Number) -> list[Any]:
-    """Numbers as a list."""
-    values = numbers.tolist() if isinstance(numbers, Tensor) else numbers
-    return values if isinstance(values, list) else [values]
-
-
-def number(values: list[Any], like: Tensor) -> Number:
-    """A list as numbers that go with such vectors."""
-    return values[0] if like.ndim == 1 else torch.tensor(values, dtype=torch.float64, device="cpu")
-
-
-def zeros(like: Tensor) -> Tensor:
-    """Zeros like vectors; one vector is replaced where others are written to,
-    and takes no memory.
-    """
-    return like.new_zeros(()).expand_as(like) if like.ndim == 1 else torch.zeros_like(like)
-
-
-def dots(a: Tensor, b: Tensor) -> Number:
-    """The inner products of vectors."""
-    return float(torch.dot(a, b)) if a.ndim == 1 else (a * b).sum(1).to("cpu", torch.float64)
-
-
-def norms(rows: Tensor) -> Number:
-    """The lengths of vectors."""
-    lengths = torch.linalg.vector_norm(rows, dim=-1)
-    return float(lengths) if rows.ndim == 1 else lengths.to("cpu", torch.float64)
-
-
-def spread(numbers: Number, rows: Tensor) -> Number:
-    """Numbers as what goes with such vectors."""
-    return numbers if rows.ndim == 1 else numbers.to(rows).unsqueeze(1)
-
-
-def along(rows: Tensor, steps: Number, directions: Tensor) -> Tensor:
-    """The vectors, moved by so many steps along the directions."""
-    if rows.ndim == 1:
-        return torch.add(rows, directions, alpha=steps)
-    return torch.addcmul(rows, spread(steps, rows), directions)
-
-
-def select(where: Number, a: Any, b: Any) -> Any:
-    """Numbers, or vectors, of the one or the other."""
-    if where is True or where is False:
-        return a if where else b
-    rows = isinstance(b, Tensor) and b.ndim == 2
-    return torch.where(where.to(b.device).unsqueeze(1) if rows else where, a, b)
-
-
-def larger(a: Number, b: Number) -> Number:
-    """The larger number of two."""
-    return select(b > a, b, a)
-
-
-def anywhere(where: Number) -> bool:
-    """Whether something is true of a system."""
-    return where if where is True or where is False else bool(where.any())
-
-
 # --- an orthonormal basis of a Krylov space with full reorthogonalization; the engine of `eigsh` --
 
 
@@ -552,13 +580,17 @@ class Basis:
     r"""An orthonormal basis \(V\) of a Krylov space, and the operator's projection \(T = V A
     V^\top\) on it.
 
-    The operator is symmetric (Lanczos): the lower half of the projection is kept.
+    The operator is symmetric: Lanczos' iteration with thick restarts, Wu and Simon (2000),
+    doi:10.1137/S0895479898334605. The lower half of the projection is kept.
 
-    Every new vector is made orthogonal to all before, and to the locked ones, so that no eigenvalue
-    appears twice unless it is so. When the space is exhausted (the remainder vanishes: a
-    breakdown), it goes on with a random vector orthogonal to all, by `draw`: thus the
-    identity and matrices of low rank are no special case, and multiplicities come out. A product
-    whose rest has no finite length is given to `check`, to be refused.
+    Different from there:
+
+    1. Every new vector is made orthogonal to all before, and to the locked ones, so that no
+       eigenvalue appears twice unless it is so.
+    2. When the space is exhausted (the remainder vanishes: a breakdown), it goes on with a random
+       vector orthogonal to all, by `draw`: thus the identity and matrices of low rank are no
+       special case, and multiplicities come out.
+    3. A product whose rest has no finite length is given to `check`, to be refused.
 
     Attributes:
         vectors: The basis as rows, `(room + 1, D)`; the first `size` are in use, one more is the
@@ -578,11 +610,11 @@ class Basis:
         *,
         draw: Callable[[], Tensor],
         check: Callable[[Tensor], object],
-        locked: Tensor | None = None,
-        scale: float = 0.0,
+        locked: Tensor,
+        scale: float,
     ) -> None:
         self._multiply, self._draw, self._check = multiply, draw, check
-        self._locked = start.new_empty((0, len(start))) if locked is None else locked
+        self._locked = locked
         self.vectors = empty(
             "eigsh: the basis",
             (max_basis + 1, len(start)),
@@ -622,9 +654,7 @@ class Basis:
 
     def _orthogonalized(self, w: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
         """`w` without its parts in the basis and the locked vectors."""
-        bases = (
-            [self.vectors[:count], self._locked] if len(self._locked) else [self.vectors[:count]]
-        )
+        bases = [self.vectors[:count], self._locked][: 1 + bool(len(self._locked))]
         return orthogonalized(w, bases, self._eps * self.scale)
 
     def _fresh(self, count: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _settings, _versions
 from hodiff._core._vectors import Leaves, Vectors
-from hodiff.curvature._krylov import listed, norms, number, spread
+from hodiff.curvature._krylov import column, listed, norms, number
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import check_rtol, default_rtol
 from hodiff.curvature._records import SolveRecord, Status
@@ -128,7 +128,7 @@ class ImplicitSystem:
         counts = [float(size > 2 * self._rtol * most) for size, most in sizes]
         if not (all(counts) and all(size < torch.inf for size in lengths)):
             known = vectors.isfinite().all(-1, keepdim=True)
-            vectors = torch.where(known, vectors, 0.0) * spread(number(counts, vectors), vectors)
+            vectors = torch.where(known, vectors, 0.0) * column(number(counts, vectors), vectors)
             if not bool(vectors.any()):
                 return self._parts(torch.where(known, vectors, torch.nan))
         operator, preconditioner = self.operator, self._preconditioner

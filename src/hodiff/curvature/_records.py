@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,11 +29,6 @@ class Shown(NoNumber):
     @abstractmethod
     def _facts(self) -> dict[str, str]:
         """The facts to show, by their headings in a table; short."""
-
-    @property
-    @abstractmethod
-    def message(self) -> str:
-        """The outcome, in a sentence."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._facts().values())})"
@@ -114,7 +109,6 @@ class _Estimate(Shown):
     stderr: Any
     converged: bool | Tensor | None
     products: int
-    _errors: ClassVar = "The standard error is {} of the value"
 
     def _facts(self) -> dict[str, str]:
         error = "" if self.stderr is None else f" ± {numbers(self.stderr.reshape(-1))}"
@@ -125,27 +119,6 @@ class _Estimate(Shown):
             "products": plural(self.products, "product"),
             "outcome": _outcome(self.converged, "no tolerance asked"),
         }
-
-    @property
-    def message(self) -> str:
-        """The outcome, in a sentence."""
-        errors = None if self.stderr is None else flat(self.stderr)
-        if errors is None or not bool(errors.any()):
-            return _without_error(errors, self.products)
-        asked = {
-            True: "; the tolerance is met",
-            False: "; the tolerance is not met: allow more samples",
-            None: "",
-        }
-        relative = number(errors.norm() / flat(self.value).norm())
-        met = (
-            None
-            if self.converged is None
-            else bool(torch.as_tensor(self.converged, device="cpu").all())
-        )
-        return (
-            f"{self._errors.format(relative)} after {plural(self.products, 'product')}{asked[met]}."
-        )
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -183,8 +156,6 @@ class DiagonalRecord(_Estimate):
 
     route: Route = "vectors"
 
-    _errors = "The standard errors are {} of the diagonal"
-
     def _facts(self) -> dict[str, str]:
         error = "no error known"
         if self.stderr is not None and flat(self.stderr).numel():
@@ -220,15 +191,6 @@ class EigenRecord(Shown):
             "products": plural(self.products, "product"),
             "outcome": _outcome(self.converged, "running"),
         }
-
-    @property
-    def message(self) -> str:
-        """The outcome, in a sentence."""
-        text = f"{plural(len(self.value), 'eigenvalue')}, {plural(self.products, 'product')}"
-        return (
-            f"{text}: the largest residual is {number(self.residual.max())}, "
-            f"{self._facts()['outcome']}."
-        )
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the eigenvalues with their residuals; returns matplotlib's axes."""
@@ -287,22 +249,6 @@ class DensityRecord(Shown):
             "products": plural(self.products, "product"),
         }
 
-    @property
-    def message(self) -> str:
-        """The outcome, in a sentence."""
-        if self.exact:
-            return (
-                f"Exact: all {self.nodes.numel()} eigenvalues, "
-                f"by {plural(self.products, 'product')}."
-            )
-        if self.stderr is None:
-            return _without_error(None, self.products)
-        worst = number(self.stderr.max() / self.value.max())
-        return (
-            f"The standard error is at most {worst} of the peak, "
-            f"after {plural(self.products, 'product')}."
-        )
-
     def plot(self, axes: Any = None) -> Any:
         """Draw the density, and a band of two standard errors; returns matplotlib's axes."""
         axes, value = axes_or_new(axes), self.value.cpu()
@@ -351,22 +297,6 @@ class SolveRecord(Shown, Generic[V]):
             "products": plural(self.products, "product"),
             "outcome": self.status,
         }
-
-    @property
-    def message(self) -> str:
-        """The outcome, in a sentence."""
-        why = {
-            "converged": "within the tolerance",
-            "negative curvature": "where negative curvature was met: the operator is not positive "
-            "definite",
-            "budget": "where the products ran out",
-            "stagnation": "and no longer falls: "
-            "the system is singular, or rounding error limits it",
-            "iterations": "after as many steps as were asked for",
-            "running": "and it goes on",
-        }[self.status]
-        spent = plural(self.products, "product")
-        return f"After {spent} the relative residual is {number(largest(self.residual))}, {why}."
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -483,31 +413,6 @@ class LeastSquaresRecord(Shown):
             "length": f"length {number(self.length)}",
             "evaluations": plural(self.evaluations, "evaluation"),
         }
-
-    @property
-    def message(self) -> str:
-        """The outcome, in a sentence."""
-        if self.converged:
-            return (
-                f"Converged: the loss is {number(self.value)}, and no step lowers it by more than "
-                "rounding error."
-            )
-        if not self.accepted:
-            return (
-                "No step length lowered the loss: the parameters are unchanged, "
-                "and the damping was increased."
-            )
-        return (
-            f"The loss fell by {number(self.decrease)}, by a step of relative length "
-            f"{number(self.length)}."
-        )
-
-
-def _without_error(error: Tensor | None, products: int) -> str:
-    """The words for an estimate of one vector (whose error is unknown), or of all."""
-    if error is None:
-        return f"One vector, {plural(products, 'product')}: the error is unknown."
-    return f"Exact, by {plural(products, 'product')}."
 
 
 # --- pictures, from plain numbers; matplotlib is imported when something is drawn -----------------

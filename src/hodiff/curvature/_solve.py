@@ -22,11 +22,12 @@ from hodiff.curvature._krylov import (
     Product,
     Solutions,
     Systems,
+    amax,
+    column,
     listed,
     norms,
     number,
-    some,
-    spread,
+    selected,
     zeros,
 )
 from hodiff.curvature._links import CallSite, Chain, ImplicitSystem
@@ -391,7 +392,7 @@ class Sides:
         return torch.where(self.rows.any(-1, keepdim=True), self._measured(rows), 0.0)
 
     def _measured(self, rows: Tensor) -> Tensor:
-        return rows / spread(number(self.unit, rows), rows) if set(self.unit) != {1.0} else rows
+        return rows / column(number(self.unit, rows), rows) if set(self.unit) != {1.0} else rows
 
     def record(self, end: Solutions, spent: int, *, asked: bool) -> SolveRecord[Any]:
         """The record of solutions; `asked` is whether for a tolerance."""
@@ -405,7 +406,7 @@ class Sides:
             else None
         )
         scales = [size / unit for size, unit in zip(self.unit, self.units, strict=True)]
-        value = self._spelled(end.x * spread(number(scales, end.x), end.x))
+        value = self._spelled(end.x * column(number(scales, end.x), end.x))
         statuses: list[Status] = [*end.status, "converged"]
         worst = min(statuses, key=WORST.index)
         return SolveRecord(value, self._told(end.size, torch.float64), met, spent, worst, along)
@@ -419,7 +420,7 @@ class Sides:
         bounds = torch.finfo(dtype)
         # the step between numbers there, and what may be lost
         least = bounds.tiny * bounds.eps / default_rtol(dtype)
-        each = zip(listed(end.x.abs().amax(-1)), self.unit, self.units, end.status, strict=True)
+        each = zip(listed(amax(end.x)), self.unit, self.units, end.status, strict=True)
         for largest, size, unit, status in each:
             about, meant = largest * (size / unit), status in ("converged", "iterations")
             lost = largest > 0 and not least <= about <= bounds.max
@@ -460,7 +461,7 @@ def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vector
     rows = rows.to(sum_dtype(rows.dtype))
     if rows.ndim == 2 and len(rows) == 1 and not operator._domain.batch:
         rows = rows[0]
-    largest = listed(rows.abs().amax(-1))
+    largest = listed(amax(rows))
     if not all(map(math.isfinite, largest)):
         raise InputError(f"{name} has entries that are not finite.")
     return rows, given, largest
@@ -548,7 +549,7 @@ class Measured:
         image = self._product(v, numbers)
         if not self._known:
             self._known, room = True, torch.finfo(image.dtype).max ** 0.25
-            for place, size in zip(numbers, listed(image.abs().amax(-1)), strict=True):
+            for place, size in zip(numbers, listed(amax(image)), strict=True):
                 if size and not 1 / room < size < room:
                     self._units[place] = float(
                         near(torch.tensor(size, dtype=image.dtype, device="cpu"))
@@ -557,7 +558,7 @@ class Measured:
         if self._plain:
             return image
         units = number([self._units[place] for place in numbers], image)
-        return image / spread(units, image)
+        return image / column(units, image)
 
 
 def _preconditioning(
@@ -641,7 +642,7 @@ def _dense_solutions(
         rest = (columns - matrices @ x).norm(dim=-2, keepdim=True)
     x = torch.where(rest < columns.norm(dim=-2, keepdim=True), x, 0.0)
     x = x.movedim(-1, 0).reshape(b.shape)
-    return x * spread(number(sides.units, x), x)
+    return x * column(number(sides.units, x), x)
 
 
 def _by_rows(
@@ -689,7 +690,7 @@ def _begun(
     end.size = [length / size for length, size in zip(lengths, sides.sizes, strict=True)]
     end.status = ["converged"] * sides.count
     at = [place for place in everywhere if end.size[place] > tolerance[place]]
-    return end, some(r, at, sides.count), at
+    return end, selected(r, at, sides.count), at
 
 
 def stepped(
@@ -707,9 +708,9 @@ def stepped(
     if not at:
         return end
     ends = run(r, [systems.eps * sides.sizes[place] for place in at], [steps] * len(at), at, end)
-    moved, left = some(end.x, at, sides.count) + ends.x, ends.size
+    moved, left = selected(end.x, at, sides.count) + ends.x, ends.size
     if method == "minres":  # whose own are measured by the preconditioner
-        left = listed(norms(some(sides.rows, at, sides.count) - systems.product(moved, at)))
+        left = listed(norms(selected(sides.rows, at, sides.count) - systems.product(moved, at)))
     end.put(at, moved)
     for i, (place, residual, status) in enumerate(zip(at, left, ends.status, strict=True)):
         end.size[place], end.direction[place] = residual / sides.sizes[place], ends.direction[i]
@@ -746,12 +747,12 @@ def solved(
         # The last product is kept for the true residual.
         left = [limit - end.taken[place] - 1 for place in at]
         ends = run(r, [0.5 * rtol[place] * sides.sizes[place] for place in at], left, at, end)
-        moved = some(end.x, at, sides.count) + ends.x
-        rest = some(sides.rows, at, sides.count) - systems.product(moved, at)
+        moved = selected(end.x, at, sides.count) + ends.x
+        rest = selected(sides.rows, at, sides.count) - systems.product(moved, at)
         lengths, following = listed(norms(rest)), list[int]()
         sizes = [length / sides.sizes[place] for place, length in zip(at, lengths, strict=True)]
         better = [i for i, place in enumerate(at) if sizes[i] < end.size[place]]
-        end.put([at[i] for i in better], some(moved, better, len(at)))
+        end.put([at[i] for i in better], selected(moved, better, len(at)))
         for i, place in enumerate(at):
             before, after = end.size[place], sizes[i]
             end.size[place] = min(before, after)
@@ -766,7 +767,7 @@ def solved(
                 end.status[place] = "stagnation"
             else:
                 following.append(i)
-        r, at = some(rest, following, len(at)), [at[i] for i in following]
+        r, at = selected(rest, following, len(at)), [at[i] for i in following]
     return end
 
 

@@ -194,12 +194,10 @@ def _hutchinson(
     of what its projection leaves of z.
     """
     first = drawn.number // 2 if sketched else 0
-    basis = _sketch(operator, drawn.take(first)) if first else None
-    known = (
-        0.0
-        if basis is None
-        else float((basis * flat_product(operator, basis)).sum(dtype=torch.float64))
-    )
+    basis, known = None, 0.0
+    if first:  # Hutch++, algorithm 1: the range of A on random vectors, of which the trace is exact
+        basis = torch.linalg.qr(flat_product(operator, drawn.take(first)).T)[0].T.contiguous()
+        known = float((basis * flat_product(operator, basis)).sum(dtype=torch.float64))
     estimates: list[Tensor] = []
     number = drawn.number - first
     for start in range(0, number, BLOCK):
@@ -243,12 +241,6 @@ def _record(
     return TraceRecord(
         value.to(dtype), None if error is None else error.to(dtype), converged, watch.spent, parts
     )
-
-
-def _sketch(operator: LinearOperator, rows: Tensor) -> Tensor:
-    """An orthonormal basis, as rows, of the range of A on random vectors."""
-    basis, _ = torch.linalg.qr(flat_product(operator, rows).T)
-    return basis.T.contiguous()
 
 
 # --- `diagonal`: exact, or estimated with a standard error for each entry -------------------------

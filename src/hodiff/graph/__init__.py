@@ -20,14 +20,15 @@ if TYPE_CHECKING:
         Leaf,
         NodeRecord,
         Prediction,
+        Released,
         Saved,
         Shared,
         inspect,
         predict,
+        release,
         shared,
     )
-    from hodiff.graph._lifetime import Lifetime, Released, lifetime, release
-    from hodiff.graph._watch import Watch, watch
+    from hodiff.graph._watch import Lifetime, Watch, lifetime, watch
 
 __all__ = [
     "Explanation",
@@ -66,13 +67,14 @@ __getattr__, __dir__ = _lazy.names(
             "Leaf",
             "NodeRecord",
             "Prediction",
+            "Released",
             "Saved",
             "Shared",
             "inspect",
             "predict",
+            "release",
             "shared",
         ),
-        "_lifetime": ("Lifetime", "Released", "lifetime", "release"),
-        "_watch": ("Watch", "watch"),
+        "_watch": ("Lifetime", "Watch", "lifetime", "watch"),
     },
 )

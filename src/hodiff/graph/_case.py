@@ -122,23 +122,6 @@ class Explanation:
             (fact.line for fact in self.facts if fact.kind in kinds and fact.line is not None), None
         )
 
-    @property
-    def created(self) -> Line | None:
-        """The line where the graph was cut, where a value changed,
-        or where the shared part was made.
-        """
-        return self.line("cut", "changed", "refused", "lacks") or self.line("made")
-
-    @property
-    def freed(self) -> Line | None:
-        """The line of the call that freed the part."""
-        return self.line("freed by")
-
-    @property
-    def failed(self) -> Line | None:
-        """The line of the call that failed."""
-        return self.line("failed")
-
     def __str__(self) -> str:
         likely = "" if self.certain or self.watched else f" ({self._likely})"
         return f"{TITLE} {self.call} failed{likely}\n\n{self.body}"
@@ -149,7 +132,8 @@ class Explanation:
 
     @property
     def _likely(self) -> str:
-        cell = self.failed is not None and _source.number(self.failed.file)
+        failed = self.line("failed")
+        cell = failed is not None and _source.cell_of(failed.file)
         return LIKELY_IN_CELLS if cell else LIKELY
 
     @property

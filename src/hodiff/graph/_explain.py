@@ -15,7 +15,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _messages, _nodes
 from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError, InputError
-from hodiff.graph import _cut, _in_place, _saved, _second_time
+from hodiff.graph import _cut, _saved, _unusable
 from hodiff.graph._case import Explanation, Fact, FailedPass, fact_of_pass
 from hodiff.graph._names import is_users, user_frames
 from hodiff.graph._record import PASSES, Pass, Record, as_list, starts_of
@@ -51,20 +51,20 @@ def of_operation(
     record: Record,
 ) -> Explanation | None:
     """The explanation of an operation that was refused under a watch, for the sake of gradients."""
-    cause = _in_place.REFUSALS.get(_messages.kind_of(error))
+    cause = _unusable.REFUSALS.get(_messages.kind_of(error))
     if cause is None:
         return None
     name = getattr(func, "__name__", "") or "an operation"
     call = {"__set__": "x.requires_grad ="}.get(name, name)
     with _saved.without_modes():
-        return _in_place.explain_refused(
+        return _unusable.explain_refused(
             FailedPass(error, call, [], [], None, frames, record), cause, arguments, path
         )
 
 
 FAILURES: dict[str, Callable[[FailedPass], Explanation | None]] = {
-    "freed": _second_time.explain,
-    "changed": _in_place.explain,
+    "freed": _unusable.freed,
+    "changed": _unusable.changed,
     "no graph": _cut.no_graph,
     "not used": _cut.not_used,
     "not scalar": _cut.not_scalar,
@@ -199,7 +199,7 @@ def _read_after(error: BaseException, record: Record | None = None) -> Explanati
     if kind == "result to optimize":
         return _not_a_leaf(case, steps[-1].tb_frame.f_locals.get("param"))
     if kind in ("flag of a result", "inside transform") and record is None:
-        return case.explanation(_in_place.REFUSALS[kind], certain=True)
+        return case.explanation(_unusable.REFUSALS[kind], certain=True)
     if kind != "freed" or not isinstance(error, RuntimeError):
         return None
     case.name = "reading a saved tensor"

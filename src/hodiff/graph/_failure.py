@@ -22,7 +22,7 @@ from torch import Tensor
 from hodiff._core import _nodes, _settings
 from hodiff._core._messages import CONSTANTS, Failure
 from hodiff._core._nodes import Node
-from hodiff.graph import _cut, _in_place, _inspect, _saved, _second_time
+from hodiff.graph import _cut, _inspect, _saved, _unusable
 from hodiff.graph._case import Explanation, FailedPass, body, labeled
 from hodiff.graph._classes import CLASSES
 from hodiff.graph._names import TensorNames, path_of, user_frames
@@ -244,7 +244,7 @@ def _from_engine(
     if kind == "freed" and failure.function is not None:
         return _freed_by_f(case)
     if kind in ("freed", "changed"):
-        return _body((_second_time if kind == "freed" else _in_place).explain(case))
+        return _body((_unusable.freed if kind == "freed" else _unusable.changed)(case))
     return _blamed(failure, outputs, case.names, record)
 
 

@@ -1,4 +1,6 @@
-"""A graph before any pass: what it consists of, whether a pass would succeed, what losses share."""
+"""A graph before any pass: what it consists of, whether one would succeed, what losses share, what
+to give back.
+"""
 
 from __future__ import annotations
 
@@ -668,3 +670,70 @@ def topmost(roots: Iterable[Node | None], chosen: Iterable[Node]) -> list[Node]:
     """The nodes of `chosen` that a walk from `roots` meets first."""
     chosen = set(chosen)
     return [node for node in _nodes.walk(roots, chosen) if node in chosen]
+
+
+# --- giving back what chosen nodes saved, without running them ------------------------------------
+
+
+class Released(NamedTuple):
+    """The number of nodes released, and the bytes of their saved values that could be seen.
+
+    A storage that something else holds as well is not returned by it.
+    """
+
+    nodes: int
+    bytes: int
+
+
+def release(loss: Tensor | Sequence[Tensor], keep: Tensor | Sequence[Tensor] = ()) -> Released:
+    """Drop what the nodes of a graph saved, after the forward and without a backward pass.
+
+    Released are the nodes that `loss` reaches and nothing in `keep` does. A pass that needs one of
+    them raises `GraphError`, in our words. Tensors, `.grad` and the nodes themselves stay.
+
+    Args:
+        loss: A tensor of any shape, or several.
+        keep: Tensors whose graphs must stay usable.
+
+    Returns:
+        How many nodes had something released, and its bytes.
+
+    Raises:
+        InputError: Something that is not a tensor.
+
+    Cost:
+        No pass; some 10 µs per node. What is packed (checkpoints, `save_on_cpu`) or cannot be seen
+        stays as it is: it has hooks of its own.
+
+    Examples:
+        >>> import torch, hodiff
+        >>> x = torch.rand(1000, requires_grad=True)
+        >>> trunk = x.exp()
+        >>> first, second = trunk.sin().sum(), trunk.cos().sum()
+        >>> hodiff.graph.release(first, keep=second)
+        Released(nodes=1, bytes=4000)
+        >>> hodiff.graph.predict(first).verdict, hodiff.graph.predict(second).verdict
+        ('fail', 'ok')
+    """
+    given = tensors(loss, "loss")
+    kept = [] if isinstance(keep, (tuple, list)) and not keep else tensors(keep, "keep")
+    with _saved.without_modes():
+        stay = set(_nodes.walk([_nodes.node_of(tensor) for tensor in kept]))
+        return drop(
+            node
+            for node in _nodes.walk([_nodes.node_of(tensor) for tensor in given])
+            if node not in stay
+        )
+
+
+def drop(nodes: Iterable[Node]) -> Released:
+    """Free what these nodes saved."""
+    count, sizes = 0, {}
+    for node in nodes:
+        mine = dict(
+            _saved.storage(slot.value) for slot in _saved.slots(node) if slot.value is not None
+        )
+        if _saved.release(node):
+            count += 1
+            sizes.update(mine)
+    return Released(count, sum(sizes.values()))

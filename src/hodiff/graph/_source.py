@@ -5,7 +5,6 @@ differentiate.
 from __future__ import annotations
 
 import ast
-import copy
 import linecache
 import os
 import re
@@ -13,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 @lru_cache(maxsize=64)
@@ -26,23 +25,7 @@ def parsed(text: str) -> ast.Module | None:
 
 
 def _file(name: str) -> ast.Module | None:
-    text, before = "".join(linecache.getlines(name)), read(name)
-    return _joined(text, before) if before else parsed(text)
-
-
-@lru_cache(maxsize=8)
-def _joined(text: str, before: tuple[tuple[int, str], ...]) -> ast.Module | None:
-    """A cell after those that ran before it, whose lines are numbered up to 0."""
-    own = parsed(text)
-    if own is None:
-        return None
-    body: list[ast.stmt] = []
-    for offset, earlier in before:
-        ran = parsed(earlier)
-        body += [
-            ast.increment_lineno(copy.deepcopy(each), -offset) for each in (ran.body if ran else ())
-        ]
-    return ast.Module([*body, *own.body], [])
+    return parsed("".join(linecache.getlines(name)))
 
 
 def nodes_in(file: str) -> Iterator[ast.AST]:
@@ -300,15 +283,15 @@ class Line(NamedTuple):
     @property
     def text(self) -> str:
         """The source line, without its indentation."""
-        return resolve(self.file, self.number)[2]
+        return linecache.getline(self.file, self.number).strip()
 
     def __str__(self) -> str:
-        cell, number, _ = resolve(self.file, self.number)
-        if not self.number and not cell:
+        if not self.number:
             return self.file
         # in the locale C Python knows a name by its bytes
         name = os.fsencode(os.path.basename(self.file)).decode("utf-8", "replace")
-        return f"In[{cell}]:{number}" if cell else f"{name}:{number}"
+        cell = cell_of(self.file)
+        return f"In[{cell}]:{self.number}" if cell else f"{name}:{self.number}"
 
 
 def quoted(line: Line) -> str:
@@ -346,54 +329,13 @@ def lines_of(path: Path) -> tuple[Line, ...]:
     return tuple(Line(code.co_filename, number) for code, number in path)
 
 
-# --- cells of IPython and Jupyter: how they are called, and a session read as if it were one script
-# Each cell is a file of its own. What a name was given in an earlier one is found by the numbers of
-# lines: in the file of a cell the lines of the cells that ran before have the numbers 0, -1, -2 and
-# so on, the last first.
-
-
-def _shell() -> Any:
+def cell_of(file: str) -> int:
+    """The number of a cell of IPython or Jupyter, by its file; 0 for what is none."""
     get = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return get() if get is not None else None
-
-
-def number(file: str) -> int:
-    """The number of a cell, by its file; 0 for what is none."""
-    shell = _shell()
+    shell = get() if get is not None else None
     name = shell.compile.format_code_name(file) if shell is not None else None
     match = re.fullmatch(r"In ?\[(\d+)\]", name[1]) if name else None
     return int(match.group(1)) if match else 0
-
-
-def before(file: str) -> list[tuple[int, int, str]]:
-    """The cells that ran before one, the nearest first: what to take from their line numbers,
-    number and text.
-    """
-    last = number(file)
-    inputs = _shell().user_ns.get("In", []) if last else []
-    if last >= len(inputs) or inputs[last].split() != "".join(linecache.getlines(file)).split():
-        return []  # another history than we think
-    total, cells = 0, []
-    for cell in range(last - 1, 0, -1):
-        total += inputs[cell].rstrip("\n").count("\n") + 1
-        cells.append((total, cell, inputs[cell]))
-    return cells
-
-
-def read(file: str) -> tuple[tuple[int, str], ...]:
-    """The earlier runs that count, the first first: of the runs of this same cell none."""
-    text = "".join(linecache.getlines(file)).split()
-    lines = [(offset, earlier) for offset, _, earlier in before(file)]
-    return tuple((offset, earlier) for offset, earlier in lines[::-1] if earlier.split() != text)
-
-
-def resolve(file: str, line: int) -> tuple[int, int, str]:
-    """The cell of a line, its number there, and its text; cell 0 for other files."""
-    if line <= 0:
-        for offset, cell, text in before(file):
-            if line + offset > 0:
-                return cell, line + offset, text.split("\n")[line + offset - 1].strip()
-    return number(file), line, linecache.getline(file, line).strip()
 
 
 # --- variables as they are written: `net.cell.h[0]` -----------------------------------------------

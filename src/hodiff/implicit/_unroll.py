@@ -23,13 +23,9 @@ from hodiff.curvature._operator import normal
 from hodiff.errors import GraphError, InputError
 from hodiff.rules import (
     SGD,
-    Adadelta,
     Adagrad,
     Adam,
-    Adamax,
     AdamW,
-    NAdam,
-    RAdam,
     RMSprop,
     Rule,
     kept,
@@ -704,8 +700,7 @@ class SubstituteInputs(TorchFunctionMode):
 
 
 RULES: dict[str, type[Rule]] = {
-    rule.__name__: rule
-    for rule in (SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta)
+    rule.__name__: rule for rule in (SGD, Adam, AdamW, RMSprop, Adagrad)
 }
 
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from hodiff._core import _lazy
 
 if TYPE_CHECKING:
-    from hodiff.sparse._coloring import color
-    from hodiff.sparse._pattern import Pattern, sparsity_pattern
-    from hodiff.sparse._plan import Plan, plan_hessian, plan_jacobian
+    from hodiff.sparse._pattern import Pattern, color
+    from hodiff.sparse._plan import Plan, plan_hessian, plan_jacobian, sparsity_pattern
 
 __all__ = ["Pattern", "Plan", "color", "plan_hessian", "plan_jacobian", "sparsity_pattern"]
 
@@ -22,8 +21,7 @@ __all__ = ["Pattern", "Plan", "color", "plan_hessian", "plan_jacobian", "sparsit
 __getattr__, __dir__ = _lazy.names(
     globals(),
     {
-        "_coloring": ("color",),
-        "_pattern": ("Pattern", "sparsity_pattern"),
-        "_plan": ("Plan", "plan_hessian", "plan_jacobian"),
+        "_pattern": ("Pattern", "color"),
+        "_plan": ("Plan", "plan_hessian", "plan_jacobian", "sparsity_pattern"),
     },
 )

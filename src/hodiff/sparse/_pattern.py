@@ -1,24 +1,35 @@
-"""`Pattern`, which entries of a matrix can be other than zero: given,
-or found by `sparsity_pattern`.
+"""`Pattern`: the entries of a matrix that can be other than zero, given, drawn and colored.
+
+Colors are assigned greedily. The colors around a vertex are the bits of one Python integer, so
+that what a vertex may not have is found by one "or" for each neighbor, however many colors there
+are.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _call, _reverse, _tree
-from hodiff._core._arguments import Allowed, kind
-from hodiff._core._call import Call, call
-from hodiff._core._graph import OutputGraph
-from hodiff._core._settings import on
-from hodiff._core._where import Where
+from hodiff._core import _call
+from hodiff._core._arguments import check_option, kind
 from hodiff.errors import InputError
-from hodiff.sparse._tracer import Sets, TooMany, Tracer, exits, sorted_unique, tensors_in
+
+
+def sorted_unique(keys: Tensor) -> Tensor:
+    """The different numbers among some, ascending."""
+    try:
+        import numpy
+
+        # an order of magnitude faster than torch.sort
+        ordered = torch.from_numpy(numpy.sort(keys.numpy()))
+    except (ImportError, RuntimeError):  # neither hodiff nor PyTorch needs NumPy
+        ordered = keys.sort().values
+    return torch.unique_consecutive(ordered)
 
 
 class Pattern:
@@ -246,129 +257,287 @@ def scipy_sparse() -> Any:
     return scipy.sparse
 
 
-# --- `sparsity_pattern`: one reverse pass, followed by index sets, tells which entries can be other
-# than zero The rows of a Jacobian, or of a Hessian as the Jacobian of the gradient, are what a
-# reverse pass makes of unit cotangents. That pass is linear, so which of its results depend on
-# which entries of its cotangent is the pattern, and it is followed through the very operations that
-# compute the products later.
+# --- columns (or rows) that one product can share -------------------------------------------------
 
 
-def sparsity_pattern(
-    f: Any,
-    x: Any,
-    *,
-    order: int = 2,
-    allow: Allowed = (),
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> Pattern:
-    r"""The entries of a Hessian or Jacobian that can be nonzero.
+Kind = Literal["star", "columns", "rows"]
+Order = Literal["largest", "natural"]
+
+PART = 1500
+"""Of more columns, those on which the ways to color them are compared."""
+
+
+def color(pattern: Any, kind: Kind = "star") -> Tensor:
+    r"""Colors for the columns of a sparse matrix: one product gives all columns of one color.
 
     Args:
-        f: A function of *x* that returns one element for a Hessian, or a tensor or a container of
-            tensors for a Jacobian. Or such a tensor already computed; the pattern then holds only
-            at this point.
-        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
-        order: 2 for the Hessian, 1 for the Jacobian.
-        allow: `autograd.Function`s to accept in a second derivative, as they are.
-        args: Further positional arguments for `f`. The pattern is valid for all values of dense
-            tensors in them.
-        kwargs: Keyword arguments for `f`, likewise.
+        pattern: A `Pattern`, a SciPy sparse matrix, or a sparse tensor.
+        kind: `"columns"`: columns with a common row have different colors, so that the products
+            with the sums of the columns of each color contain all entries. `"rows"`: the same for
+            rows, with products from the left. `"star"`, for a symmetric matrix with a diagonal:
+            neighbors have different colors, and no path of four vertices has only two; each entry
+            is then in the product of its column or of its row, and fewer colors are needed.
 
     Returns:
-        A `Pattern` of shape `(D, D)`, or `(M, D)` for M outputs, in the order of *x* and `f(x)`. It
-        may be wider than necessary, but misses no entry, at *x* and wherever `f` takes the same
-        Python branches. If Python reads a value that depends on *x* (an `if`, `.item()`, the index
-        in `x[x.argmax()]`, the shape of `x[x > 0]`), `f` may do something else at another point:
-        `values_read` records this, and a plan then checks each matrix. A zero in a tensor that `f`
-        closes over is assumed to stay zero, unless the tensor requires grad: pass what changes in
-        `args`.
+        For each column (row) its color, integers from 0 on, shape `(columns,)` or `(rows,)`: the
+        lowest possible one, in the order that needs the fewest colors on the first 1,500 columns.
+        Vertices with far more neighbors than the others (more than 20 times the median, and 64)
+        have a color of their own.
 
     Raises:
-        InputError: *order* is neither 1 nor 2, or the pattern has too many entries to store.
-        GraphError: As for `hvp` and `jacobian`.
+        InputError: *pattern* is not a pattern, or not symmetric for a star coloring.
 
     Cost:
-        One evaluation of `f` and one reverse pass, two for a Hessian; about 15 µs for each
-        operation, and about 50 ns for each set entry in operations that add, gather or scatter.
-        Always on the CPU.
+        On the CPU, in Python: about 5 µs for each column of a matrix with a handful of entries per
+        row.
 
     Examples:
-        A chain, each of whose terms couples two neighbors:
+        An arrow, whose first row and column are full, takes two products; columns alone would take
+        all four:
 
         >>> import torch, hodiff
-        >>> chain = lambda x: ((x[1:] - x[:-1] ** 2) ** 2).sum()
-        >>> print(hodiff.sparse.sparsity_pattern(chain, torch.ones(5)).picture())
-        xx···
-        xxx··
-        ·xxx·
-        ··xxx
-        ···xx
+        >>> arrow = hodiff.sparse.sparsity_pattern(lambda x: x[0] * (x**2).sum(), torch.ones(4))
+        >>> hodiff.sparse.color(arrow)
+        tensor([0, 1, 1, 1])
+        >>> hodiff.sparse.color(arrow, "columns")
+        tensor([0, 1, 2, 3])
 
     Reference:
-        Walther, A. (2008). Computing sparse Hessians with automatic differentiation. ACM TOMS
-        34(1). doi:10.1145/1322436.1322439. Index sets are propagated there as here; here through
-        the linear pass.
+        Gebremedhin, A. H., Tarafdar, A., Pothen, A., Walther, A. (2009). Efficient computation of
+        sparse Hessians using coloring and automatic differentiation. INFORMS Journal on Computing
+        21(2). doi:10.1287/ijoc.1080.0286.
     """
-    if not isinstance(order, int) or isinstance(order, bool) or order not in (1, 2):
-        raise InputError(f"order: got {order!r}, expected 1 (a Jacobian) or 2 (a Hessian).")
-    request = call(
-        f, Where(x), passes=order, create_graph=False, allow=allow, args=args, kwargs=kwargs
-    )
-    return detect(request, order)
+    check_option(kind, Kind, "kind")
+    pattern = given(pattern, _shape(pattern), symmetric=False)
+    if kind == "star":
+        check_symmetric(pattern)
+        return _star(pattern)
+    return _best(_COLUMNS, pattern if kind == "columns" else pattern.transposed(), star=False)
 
 
-def detect(request: Call, order: int, noted: list[Any] | None = None) -> Pattern:
-    """The pattern of what a call asks for; to `noted` the structure of what `f` returned is added,
-    and constants.
+def _shape(pattern: Any) -> tuple[int, int]:
+    if isinstance(pattern, Tensor):
+        check_layout(pattern)
+    shape = getattr(pattern, "shape", ())
+    if len(shape) != 2:
+        raise InputError(
+            f"pattern: got {kind(pattern)}, expected one with a shape: a hodiff Pattern, a SciPy "
+            f"sparse matrix, or a sparse tensor."
+        )
+    return int(shape[0]), int(shape[1])
+
+
+def _best(ways: Sequence[Callable[[Pattern], Tensor]], pattern: Pattern, *, star: bool) -> Tensor:
+    """The colors of the way that needs the fewest; of many columns, on the first of them."""
+    part = _first(pattern, star=star) if pattern.shape[1] > PART else pattern
+    least = 0 if star or not part.nnz else int(torch.bincount(part.rows).max())
+    colors: list[Tensor] = []
+    for way in ways:
+        colors.append(way(part))
+        if _count(colors[-1]) == least:  # the columns of a row all differ
+            break
+    best = min(range(len(colors)), key=lambda n: _count(colors[n]))
+    return colors[best] if part is pattern else ways[best](pattern)
+
+
+def _first(pattern: Pattern, *, star: bool) -> Pattern:
+    """The first columns; for a star coloring, the matrix of those alone."""
+    rows = PART if star else pattern.shape[0]
+    held = (pattern.columns < PART) & (pattern.rows < rows)
+    return Pattern(pattern.rows[held], pattern.columns[held], (rows, PART))
+
+
+def _count(colors: Tensor) -> int:
+    return int(colors.max()) + 1 if len(colors) else 0
+
+
+def _sequence(degrees: Tensor, order: Order) -> list[int]:
+    """The order in which vertices are colored."""
+    if order == "natural":
+        return list(range(len(degrees)))
+    return degrees.argsort(descending=True, stable=True).tolist()
+
+
+def _crowded(degrees: Tensor) -> Tensor:
+    """The vertices with far more neighbors than most."""
+    if not len(degrees):
+        return degrees.bool()
+    return degrees > max(64, 20 * int(degrees.median()))
+
+
+def _lists(heads: Tensor, tails: Tensor, count: int) -> list[list[int]]:
+    """The tails of each head, from pairs in the order of their heads."""
+    flat, ends = tails.tolist(), torch.bincount(heads, minlength=count).cumsum(0).tolist()
+    begin, lists = 0, []
+    for end in ends:
+        lists.append(flat[begin:end])
+        begin = end
+    return lists
+
+
+# --- symmetric matrices
+
+
+def _star(pattern: Pattern) -> Tensor:
+    count = pattern.shape[0]
+    degrees = torch.bincount(pattern.rows[pattern.rows != pattern.columns], minlength=count)
+    private = _crowded(degrees)
+    crowd = int(private.sum())
+    rest = pattern
+    if crowd:  # such a vertex lies on no path of two colors, so the others may forget it
+        kept = ~(private[pattern.rows] | private[pattern.columns])
+        rest = Pattern(pattern.rows[kept], pattern.columns[kept], pattern.shape)
+    colors = _best(_STAR, rest, star=True)
+    if crowd:
+        first = _count(colors[~private])
+        colors[private] = torch.arange(first, first + crowd, device="cpu")
+        colors = torch.unique(colors, return_inverse=True)[1]
+    return colors
+
+
+def _by_stars(pattern: Pattern, order: Order, *, wary: bool) -> Tensor:
+    count = pattern.shape[0]
+    off = pattern.rows != pattern.columns
+    heads, tails = pattern.rows[off], pattern.columns[off]
+    degrees = torch.bincount(heads, minlength=count)
+    return _greedy_star(_lists(heads, tails, count), _sequence(degrees, order), wary=wary)
+
+
+def _greedy_star(neighbors: list[list[int]], sequence: list[int], *, wary: bool) -> Tensor:
+    """The least color for each vertex that closes no path of four vertices in two colors.
+
+    Such a path is closed by *v* in color c at its end, c-d-c-d, or as its second, d-c-d-c. So of a
+    neighbor *w* in color d, *v* may not have
+        the color d itself;
+        where another neighbor of *v* has d too: any color around *w*;
+        else, the color of a neighbor of *w* that has two neighbors in d (`shut[w]`).
+    A neighbor without a color forbids nothing. To be wary of it, and not to take a color around
+    it, leaves it more choice: that needs fewer colors on irregular graphs, and more on grids.
     """
-    from hodiff.sparse import rules
-
-    _call.refuse_stand_ins()
-    given = [*request.where.tensors, *tensors_in((list(request.args), dict(request.kwargs)))]
-    tracer = Tracer(rules.find, given, anywhere=request.builds_graph)
-    with exits(tracer), on(tracer), OutputGraph(request) as graph:
-        outputs = _reverse.gradient(graph, differentiated=True) if order == 2 else graph.tensors()
-        if noted is not None:
-            noted += [_tree.flatten(graph.outputs)[2], tracer.constants]
-        cotangents = [
-            torch.ones_like(output, memory_format=torch.contiguous_format) for output in outputs
-        ]
-        tracer.begin(cotangents)
-        try:
-            gradients = _reverse.vjp(graph, outputs, cotangents)
-            sets = Sets.joined([tracer.read(part) for part in gradients])
-            columns, rows = (_everything if tracer.lost else Sets.pairs)(sets)
-        except TooMany as error:
-            raise _too_many(tracer) from error
-    names = tuple(tracer.unknown) + ((tracer.lost,) if tracer.lost else ())
-    if order == 1:
-        return Pattern(rows, columns, (tracer.width, len(sets)), names, tuple(tracer.values_read))
-    both = torch.cat([rows, columns]), torch.cat([columns, rows])
-    return Pattern(*both, (len(sets), len(sets)), names, tuple(tracer.values_read))
-
-
-def _everything(sets: Sets) -> tuple[Tensor, Tensor]:
-    """All pairs of an element and a number."""
-    if len(sets) * sets.width > _DENSE:
-        raise TooMany
-    return torch.arange(len(sets), device="cpu").repeat_interleave(sets.width), torch.arange(
-        sets.width, device="cpu"
-    ).repeat(len(sets))
-
-
-_DENSE = 2**26
+    count = len(neighbors)
+    bit = [0] * count  # of a vertex's color; 0 while it has none
+    around = [0] * count  # the colors of its neighbors
+    twice = [0] * count  # those that two of its neighbors have
+    shut = [0] * count  # the colors of those neighbors around which its own color occurs twice
+    for v in sequence:
+        near = neighbors[v]
+        repeated, taken = twice[v], around[v]
+        for w in near:
+            d = bit[w]
+            if d:
+                taken |= around[w] if d & repeated else shut[w]
+            elif wary:
+                taken |= around[w]
+        free = ~taken & (taken + 1)
+        bit[v] = free
+        for w in near:
+            d = bit[w]
+            # v has two neighbors in d: its color is shut to the other neighbors of both
+            if d & repeated:
+                shut[w] |= free
+            if not around[w] & free:
+                around[w] |= free
+            elif twice[w] & free:
+                shut[v] |= d
+            else:
+                twice[w] |= free
+                if d:
+                    for x in neighbors[w]:
+                        if bit[x] == free:
+                            shut[x] |= d
+    return torch.tensor([b.bit_length() - 1 for b in bit], dtype=torch.int64, device="cpu")
 
 
-def _too_many(tracer: Tracer) -> InputError:
-    named = [*([tracer.lost] if tracer.lost else []), *tracer.unknown]
-    blamed = (
-        f" Without a sparsity rule, and taken to couple all inputs: {', '.join(named)}."
-        if named
-        else ""
+# --- any matrix
+
+
+def _by_rows(pattern: Pattern, order: Order) -> Tensor:
+    """A color for each column that none of those has which it meets in a row."""
+    rows, columns = pattern.shape
+    turned = pattern.transposed()
+    rows_of = _lists(turned.rows, turned.columns, columns)
+    lengths = torch.bincount(pattern.rows, minlength=rows)
+    met = torch.zeros(columns, dtype=torch.int64, device="cpu").index_add(
+        0, pattern.columns, lengths[pattern.rows]
     )
-    return InputError(
-        f"f: the matrix of derivatives is not sparse, or does not appear to be: the pattern has "
-        f"too many entries to store.{blamed} Give the pattern if you know it (pattern=), or use "
-        f"products: hodiff.hvp, hodiff.HessianOperator, hodiff.jvp."
+    around = [0] * rows  # the colors in each row
+    bits = [0] * columns
+    for column in _sequence(met, order):
+        taken = 0
+        for row in rows_of[column]:
+            taken |= around[row]
+        bits[column] = free = ~taken & (taken + 1)
+        for row in rows_of[column]:
+            around[row] |= free
+    return torch.tensor([b.bit_length() - 1 for b in bits], dtype=torch.int64, device="cpu")
+
+
+def _with_diagonal(pattern: Pattern) -> Tensor:
+    """Columns that meet in a row, or are neighbors, differ: that is a star coloring too."""
+    diagonal = torch.arange(pattern.shape[0], device="cpu")
+    whole = Pattern(
+        torch.cat([pattern.rows, diagonal]), torch.cat([pattern.columns, diagonal]), pattern.shape
     )
+    return _by_rows(whole, "natural")
+
+
+_COLUMNS = [partial(_by_rows, order="largest"), partial(_by_rows, order="natural")]
+_STAR = [
+    partial(_by_stars, order="largest", wary=False),
+    partial(_by_stars, order="largest", wary=True),
+    partial(_by_stars, order="natural", wary=False),
+    _with_diagonal,
+]
+"""Ways to color all columns of a pattern."""
+
+
+# --- where in the compressed products each entry of a matrix stands: one gather, worked out once --
+
+
+def symmetric(pattern: Pattern, colors: Tensor) -> Tensor:
+    """The place of each entry in the flat products `B[color, row]` of a symmetric matrix.
+
+    Entry (i, j) is B[c(j), i] where c(j) occurs once among the columns of row i, else B[c(i), j].
+    """
+    count = pattern.shape[0]
+    here = colors[pattern.columns] * count + pattern.rows
+    there = colors[pattern.rows] * count + pattern.columns
+    alone = _alone(here)
+    turned = _alone(there)
+    _check(alone | turned, pattern)
+    return torch.where(alone, here, there)
+
+
+def by_columns(pattern: Pattern, colors: Tensor) -> Tensor:
+    """The place of each entry in the flat products `B[color, row]` with sums of columns."""
+    here = colors[pattern.columns] * pattern.shape[0] + pattern.rows
+    _check(_alone(here), pattern)
+    return here
+
+
+def by_rows(pattern: Pattern, colors: Tensor) -> Tensor:
+    """The place of each entry in the flat products `B[color, column]` with sums of rows."""
+    here = colors[pattern.rows] * pattern.shape[1] + pattern.columns
+    _check(_alone(here), pattern)
+    return here
+
+
+def seeds(colors: Tensor, count: int, like: Tensor) -> Tensor:
+    """The sums of the unit vectors of each color, `(colors, n)`,
+    of the dtype and on the device of a tensor.
+    """
+    return like.new_zeros(count, len(colors)).scatter_(0, colors.to(like.device).reshape(1, -1), 1)
+
+
+def _alone(places: Tensor) -> Tensor:
+    """The places that occur once."""
+    return torch.bincount(places)[places] == 1 if len(places) else places.bool()
+
+
+def _check(colors: Tensor, pattern: Pattern) -> None:
+    if not bool(colors.all()):
+        entry = int((~colors).nonzero()[0, 0])
+        raise AssertionError(
+            f"the coloring does not separate entry ({int(pattern.rows[entry])}, "
+            f"{int(pattern.columns[entry])})"
+        )

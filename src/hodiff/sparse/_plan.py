@@ -10,15 +10,15 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _compiled_callers, _nodes, _reverse, _tree
 from hodiff._core._arguments import Allowed, ChunkSize, check_option, is_set
-from hodiff._core._call import Call, call, refuse_tangent
+from hodiff._core._call import Call, call, refuse_stand_ins, refuse_tangent
 from hodiff._core._graph import OutputGraph
-from hodiff._core._settings import RandomState
+from hodiff._core._settings import RandomState, on
 from hodiff._core._where import Where
 from hodiff.calculus._second import hessian
 from hodiff.errors import DerivativeError, InputError
-from hodiff.sparse import _coloring
-from hodiff.sparse._pattern import Pattern, detect, given, scipy_sparse
-from hodiff.sparse._tracer import Constants
+from hodiff.sparse import _pattern, _rules
+from hodiff.sparse._pattern import Pattern, given, scipy_sparse
+from hodiff.sparse._tracer import Constants, Sets, TooMany, Tracer, exits, tensors_in
 
 SparseOutput = Literal["torch", "csr", "scipy", "auto"]
 """In which form a sparse matrix is wanted."""
@@ -57,9 +57,9 @@ class Plan(_arguments.Unlike):
         self.kind = kind
         self.products = int(colors.max()) + 1 if len(colors) else 0
         recover = {
-            "star": _coloring.symmetric,
-            "rows": _coloring.by_rows,
-            "columns": _coloring.by_columns,
+            "star": _pattern.symmetric,
+            "rows": _pattern.by_rows,
+            "columns": _pattern.by_columns,
         }[kind]
         self.place = recover(pattern, colors)
         self._whole = pattern, self.place
@@ -220,7 +220,7 @@ class Plan(_arguments.Unlike):
     ) -> list[Tensor]:
         """The sums of unit vectors of each color, and a random vector to compare, leaf by leaf."""
         parts = [
-            _coloring.seeds(colors, self.products, like)
+            _pattern.seeds(colors, self.products, like)
             for colors, like in zip(self.colors.split(list(sizes)), likes, strict=True)
         ]
         if random is not None:
@@ -747,7 +747,7 @@ def _plan(
         random.restore()
         detected = given(pattern, (rows, point.space.size), symmetric=order == 2)
     point.returned = noted[0] if noted else _tree.LEAF
-    colors, kind = (_coloring.color(detected), "star") if order == 2 else _of_jacobian(detected)
+    colors, kind = (_pattern.color(detected), "star") if order == 2 else _of_jacobian(detected)
     plan = Plan(f, point, order, detected, colors, kind, options)
     if pattern is None:
         plan._constants = noted[1]
@@ -783,16 +783,142 @@ def _of_jacobian(pattern: Pattern) -> tuple[Tensor, str]:
     # no fewer colors of columns, of rows
     lengths = [_longest(pattern.rows), _longest(pattern.columns)]
     kinds: list[Any] = ["rows", "columns"] if lengths[1] <= lengths[0] else ["columns", "rows"]
-    first = _coloring.color(pattern, kinds[0])
+    first = _pattern.color(pattern, kinds[0])
     needed = int(first.max()) + 1 if len(first) else 0
     if needed <= max(lengths):  # the other kind needs no fewer
         return first, kinds[0]
-    second = _coloring.color(pattern, kinds[1])
+    second = _pattern.color(pattern, kinds[1])
     return (first, kinds[0]) if needed <= int(second.max()) + 1 else (second, kinds[1])
 
 
 def _longest(indices: Tensor) -> int:
     return int(torch.bincount(indices).max()) if len(indices) else 0
+
+
+# --- `sparsity_pattern`: one reverse pass, followed by index sets, tells which entries can be other
+# than zero The rows of a Jacobian, or of a Hessian as the Jacobian of the gradient, are what a
+# reverse pass makes of unit cotangents. That pass is linear, so which of its results depend on
+# which entries of its cotangent is the pattern, and it is followed through the very operations that
+# compute the products later.
+
+
+def sparsity_pattern(
+    f: Any,
+    x: Any,
+    *,
+    order: int = 2,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Pattern:
+    r"""The entries of a Hessian or Jacobian that can be nonzero.
+
+    Args:
+        f: A function of *x* that returns one element for a Hessian, or a tensor or a container of
+            tensors for a Jacobian. Or such a tensor already computed; the pattern then holds only
+            at this point.
+        x: Where: a tensor, a container of tensors, a module, or `hodiff.select(module, ...)`.
+        order: 2 for the Hessian, 1 for the Jacobian.
+        allow: `autograd.Function`s to accept in a second derivative, as they are.
+        args: Further positional arguments for `f`. The pattern is valid for all values of dense
+            tensors in them.
+        kwargs: Keyword arguments for `f`, likewise.
+
+    Returns:
+        A `Pattern` of shape `(D, D)`, or `(M, D)` for M outputs, in the order of *x* and `f(x)`. It
+        may be wider than necessary, but misses no entry, at *x* and wherever `f` takes the same
+        Python branches. If Python reads a value that depends on *x* (an `if`, `.item()`, the index
+        in `x[x.argmax()]`, the shape of `x[x > 0]`), `f` may do something else at another point:
+        `values_read` records this, and a plan then checks each matrix. A zero in a tensor that `f`
+        closes over is assumed to stay zero, unless the tensor requires grad: pass what changes in
+        `args`.
+
+    Raises:
+        InputError: *order* is neither 1 nor 2, or the pattern has too many entries to store.
+        GraphError: As for `hvp` and `jacobian`.
+
+    Cost:
+        One evaluation of `f` and one reverse pass, two for a Hessian; about 15 µs for each
+        operation, and about 50 ns for each set entry in operations that add, gather or scatter.
+        Always on the CPU.
+
+    Examples:
+        A chain, each of whose terms couples two neighbors:
+
+        >>> import torch, hodiff
+        >>> chain = lambda x: ((x[1:] - x[:-1] ** 2) ** 2).sum()
+        >>> print(hodiff.sparse.sparsity_pattern(chain, torch.ones(5)).picture())
+        xx···
+        xxx··
+        ·xxx·
+        ··xxx
+        ···xx
+
+    Reference:
+        Walther, A. (2008). Computing sparse Hessians with automatic differentiation. ACM TOMS
+        34(1). doi:10.1145/1322436.1322439. Index sets are propagated there as here; here through
+        the linear pass.
+    """
+    if not isinstance(order, int) or isinstance(order, bool) or order not in (1, 2):
+        raise InputError(f"order: got {order!r}, expected 1 (a Jacobian) or 2 (a Hessian).")
+    request = call(
+        f, Where(x), passes=order, create_graph=False, allow=allow, args=args, kwargs=kwargs
+    )
+    return detect(request, order)
+
+
+def detect(request: Call, order: int, noted: list[Any] | None = None) -> Pattern:
+    """The pattern of what a call asks for; to `noted` the structure of what `f` returned is added,
+    and constants.
+    """
+    refuse_stand_ins()
+    given = [*request.where.tensors, *tensors_in((list(request.args), dict(request.kwargs)))]
+    tracer = Tracer(_rules.find, given, anywhere=request.builds_graph)
+    with exits(tracer), on(tracer), OutputGraph(request) as graph:
+        outputs = _reverse.gradient(graph, differentiated=True) if order == 2 else graph.tensors()
+        if noted is not None:
+            noted += [_tree.flatten(graph.outputs)[2], tracer.constants]
+        cotangents = [
+            torch.ones_like(output, memory_format=torch.contiguous_format) for output in outputs
+        ]
+        tracer.begin(cotangents)
+        try:
+            gradients = _reverse.vjp(graph, outputs, cotangents)
+            sets = Sets.joined([tracer.read(part) for part in gradients])
+            columns, rows = (_everything if tracer.lost else Sets.pairs)(sets)
+        except TooMany as error:
+            raise _too_many(tracer) from error
+    names = tuple(tracer.unknown) + ((tracer.lost,) if tracer.lost else ())
+    if order == 1:
+        return Pattern(rows, columns, (tracer.width, len(sets)), names, tuple(tracer.values_read))
+    both = torch.cat([rows, columns]), torch.cat([columns, rows])
+    return Pattern(*both, (len(sets), len(sets)), names, tuple(tracer.values_read))
+
+
+def _everything(sets: Sets) -> tuple[Tensor, Tensor]:
+    """All pairs of an element and a number."""
+    if len(sets) * sets.width > _DENSE:
+        raise TooMany
+    return torch.arange(len(sets), device="cpu").repeat_interleave(sets.width), torch.arange(
+        sets.width, device="cpu"
+    ).repeat(len(sets))
+
+
+_DENSE = 2**26
+
+
+def _too_many(tracer: Tracer) -> InputError:
+    named = [*([tracer.lost] if tracer.lost else []), *tracer.unknown]
+    blamed = (
+        f" Without a sparsity rule, and taken to couple all inputs: {', '.join(named)}."
+        if named
+        else ""
+    )
+    return InputError(
+        f"f: the matrix of derivatives is not sparse, or does not appear to be: the pattern has "
+        f"too many entries to store.{blamed} Give the pattern if you know it (pattern=), or use "
+        f"products: hodiff.hvp, hodiff.HessianOperator, hodiff.jvp."
+    )
 
 
 _compiled_callers.mark(Plan)

@@ -25,6 +25,7 @@ from hodiff._core import _versions
 from hodiff._core._faults import is_fault
 from hodiff._core._settings import Counted, DispatchMode, Scope, Undo, on
 from hodiff.errors import InputError
+from hodiff.sparse._pattern import sorted_unique
 
 # --- an index set for each element of a tensor: movement, broadcasting, sums, scatters ------------
 # Elements that have the same set share it: a `Sets` is a table of sets, and for each element the
@@ -197,18 +198,6 @@ class Sets:
             self._members(used, lengths),
             self.width,
         )
-
-
-def sorted_unique(keys: Tensor) -> Tensor:
-    """The different numbers among some, ascending."""
-    try:
-        import numpy
-
-        # an order of magnitude faster than torch.sort
-        ordered = torch.from_numpy(numpy.sort(keys.numpy()))
-    except (ImportError, RuntimeError):  # neither hodiff nor PyTorch needs NumPy
-        ordered = keys.sort().values
-    return torch.unique_consecutive(ordered)
 
 
 def _total(lengths: Tensor) -> int:

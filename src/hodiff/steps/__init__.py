@@ -570,10 +570,9 @@ def compile_step(
 
     At calls 1, 2, 4, 8, ... of each graph, and at every 1,000th, the result is compared with that
     of the eager loss, from the same random state and buffers. If they differ by more than rounding,
-    which is measured then, or by one percent, the step stays eager, with a warning that names the
-    first operation that differs. A change that has no guard may be wrong until then. What *aux*
-    holds may
-    differ by one percent: a metric that counts samples may count one more by rounding.
+    which is measured then, or by one percent, the step stays eager, with a warning. A change
+    that has no guard may be wrong until then. What *aux* holds may differ by one percent: a metric
+    that counts samples may count one more by rounding.
 
     Args:
         loss: A function of *where* and of the arguments of each call that returns one element.

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from hodiff._core import _settings
 from hodiff._core._settings import RandomState
@@ -32,10 +32,6 @@ class Before:
             torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         )
         self.tensors = [inputs[i] for i in graph.written]
-        self.note()
-
-    def note(self) -> None:
-        """Keep what it is now."""
         self.random = RandomState(self.device)
         self.values = [x.detach().clone() for x in self.tensors]
 
@@ -113,8 +109,7 @@ class EagerCheck:
         if self.difference > min(max(limit, 100 * rounding), most):
             self.wrong = (
                 f"its result differs from the eager one by {self.difference:.0e}, "
-                f"more than is taken for rounding ({min(100 * rounding, most):.0e}); "
-                f"the first operation that differs is {self._first()}"
+                f"more than is taken for rounding ({min(100 * rounding, most):.0e})"
             )
         elif beside > max(most, 100 * _apart(aux, _replaced(aux, outputs, results))):
             kinds = "in its parts, their kinds, shapes or dtypes, or in what is not finite"
@@ -173,16 +168,6 @@ class EagerCheck:
                 x = x.detach() * (1 + 2 * self.graph.eps * noise).to(x)
             moved.append(x)
         return moved
-
-    def _first(self) -> str:
-        """The first operation whose result the eager loss does not have."""
-        with _settings.on(_Watch()) as watch:
-            self._eager()
-        self.before.restore()
-        run = _Run(self.graph, watch.seen)
-        with _settings.grad_mode(False):
-            run.run(*self.inputs)
-        return run.place or "none of those that both have"
 
 
 MOST = 0.01
@@ -246,52 +231,3 @@ def _far(mine: Tensor, other: Tensor | None) -> float:
 def _norm(tensors: Sequence[Tensor]) -> float:
     norms = [float(x.detach().abs().double().norm()) for x in tensors]
     return math.hypot(*[norm for norm in norms if math.isfinite(norm)])
-
-
-class _Watch(_settings.DispatchMode):
-    """Keeps the results of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what it gives."""
-        result = func(*args, **(kwargs or {}))
-        self.seen += [
-            x.detach().clone() for x in trees.tree_leaves(result) if isinstance(x, Tensor)
-        ]
-        return result
-
-
-class _Run(fx.Interpreter):
-    """Runs a graph up to the first operation whose result is not among those given."""
-
-    def __init__(self, graph: StepGraph, seen: Sequence[Tensor]) -> None:
-        super().__init__(graph.traced)
-        self.limit, self.place = 100 * graph.eps, ""
-        self.known: dict[Any, list[Tensor]] = {}
-        for x in seen:
-            self.known.setdefault((x.shape, x.dtype), []).append(x)
-
-    def run_node(self, n: fx.Node) -> Any:
-        """The result of an operation, looked up among those that are known."""
-        result = super().run_node(n)
-        if (
-            n.op == "call_function"
-            and isinstance(result, Tensor)
-            and result.is_floating_point()
-            and not self.place
-        ):
-            alike = self.known.get((result.shape, result.dtype), ())
-            if not any(
-                torch.allclose(result, x, rtol=self.limit, atol=self.limit, equal_nan=True)
-                for x in alike
-            ):
-                lines = [
-                    line.strip()
-                    for line in (n.meta.get("stack_trace") or "").splitlines()
-                    if line.strip()
-                ]
-                self.place = f"{n.name} ({n.target})" + (f", of `{lines[-1]}`" if lines else "")
-        return result

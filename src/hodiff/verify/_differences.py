@@ -199,7 +199,7 @@ def slope(
 # --- what a check of derivatives says: comparisons, causes, remarks -------------------------------
 
 
-Kind = Literal["cut", "function", "operation", "kink", "hook", "state", "mixing", "random"]
+Kind = Literal["cut", "function", "operation", "kink", "hook", "state", "random"]
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Cause:
     Attributes:
         kind: `"cut"` (a value that counts as a constant), `"function"` (the backward of an
             `autograd.Function`), `"operation"` (a derivative of PyTorch's), `"kink"`, `"hook"`,
-            `"state"` (kept between calls), `"mixing"` (of samples), `"random"`.
+            `"state"` (kept between calls), `"random"`.
         file: The file of the user's code; empty where no line is known.
         line: The number of the line.
         text: What stands there.
@@ -278,7 +278,7 @@ class DerivativeReport(Reported):
         checks: One entry for each order and direction.
         causes: Where a disagreement comes from, as far as it was found; empty where everything
             agrees.
-        remarks: What else to know of `f`: state that it keeps, samples that it mixes, random
+        remarks: What else to know of `f`: state that it keeps, random
             numbers, kinks at *x*.
     """
 

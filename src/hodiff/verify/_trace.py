@@ -169,13 +169,12 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 @final
 class Recorder(_Counting):
-    """Notes cuts, hooks, batch norms; with `operations` each call and its arguments, with `choices`
+    """Notes cuts and hooks; with `operations` each call and its arguments, with `choices`
     each decision.
 
     Attributes:
         sites: Where values left the graph.
         hooks: Where hooks were put on tensors.
-        batch_norms: Where a batch norm ran in training mode.
         calls: The operations on values with a graph.
         choices: What was decided on values: comparisons, indices, sides of kinks.
         unheld: Cuts inside transforms of `torch.func`, whose values do not outlive them.
@@ -186,7 +185,6 @@ class Recorder(_Counting):
         self._operations, self._choices = operations, choices
         self.sites: list[Site] = []
         self.hooks: list[Place] = []
-        self.batch_norms: list[Place] = []
         self.calls: list[Called] = []
         self.choices: dict[Key, tuple[Any, str, Place]] = {}
         self.unheld: list[tuple[str, Place]] = []
@@ -206,8 +204,6 @@ class Recorder(_Counting):
         result = func(*args, **kwargs)
         if name == "register_hook":
             self.hooks.append(self.place(frame))
-        elif name == "batch_norm" and bool(args[5] if len(args) > 5 else kwargs.get("training")):
-            self.batch_norms.append(self.place(frame))
         if self._choices:
             decided = sides if sides is not None else _decided(result)
             if decided is not None:
@@ -579,7 +575,7 @@ def remarks(evaluation: ScalarEvaluation, surroundings: Surroundings) -> list[Ca
                 "each evaluation draws the same ones (dropout).",
             )
         )
-    return [*noted, *_mixing(evaluation)]
+    return noted
 
 
 def _kept(evaluation: ScalarEvaluation, surroundings: Surroundings) -> list[Cause]:
@@ -605,36 +601,6 @@ def _kept(evaluation: ScalarEvaluation, surroundings: Surroundings) -> list[Caus
     )
     fix = "let f compute what it needs each time, and return what it would keep."
     return [cause("state", None, f"{what}{value}", fix)]
-
-
-def _mixing(evaluation: ScalarEvaluation) -> list[Cause]:
-    """Batch norms in training mode; or rows of the output that move with other rows of x."""
-    fix = (
-        "with batch_ndim= it has no derivatives of each sample alone: use model.eval(), "
-        "or another norm."
-    )
-    norms = dict.fromkeys(place.line for place in evaluation.recorded().batch_norms)
-    if norms:
-        reason = "a batch norm in training mode mixes the samples of a batch"
-        return [cause("mixing", line, reason, fix) for line in norms if line.file]
-    x, y = evaluation.point[0], evaluation.output
-    if (
-        len(evaluation.point) > 1
-        or x.ndim < 2
-        or y.ndim < 1
-        or y.shape[0] != x.shape[0]
-        or len(x) < 2
-    ):
-        return []
-    moved = x.clone()
-    moved[0] += 1e-3 * (1 + moved[0].abs())
-    others = evaluation.run((moved,))[1:] - y[1:]
-    if not bool((others.abs() > 1e-12 * (1 + y[1:].abs())).any()):
-        return []
-    reason = (
-        "each row of f(x) depends on other rows of x: if rows are samples, they are not independent"
-    )
-    return [cause("mixing", None, reason, "look for an operation over the wrong dimension.")]
 
 
 # --- kinks and jumps: decisions that fall otherwise right beside a point --------------------------

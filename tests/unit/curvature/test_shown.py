@@ -37,72 +37,59 @@ CASES = {
     "least squares": (
         lambda: fitted(1),
         r"LeastSquaresRecord\(loss 1, fell by 1, damping 1e-30, length 1, 1 evaluation\)",
-        r"The loss fell by 1, by a step of relative length 1\.",
     ),
     "least squares, converged": (
         lambda: fitted(20),
         r"LeastSquaresRecord\(loss \S+, converged, .*",
-        r"Converged: the loss is \S+, and no step lowers it by more than rounding error\.",
     ),
     "trace": (
         lambda: hodiff.trace(A, samples=4, generator=generator()),
         r"TraceRecord\(4\.515e\+04 ± 0, 4 products, no tolerance asked\)",
-        "Exact, by 4 products.",
     ),
     "trace, gaussian": (
         lambda: hodiff.trace(A, samples=100, probes="gaussian", rtol=0.5, generator=generator()),
         r"TraceRecord\(4\.\d+e\+04 ± \d+(\.\d)?, 16 products, converged\)",
-        r"The standard error is 0\.0\d+ of the value after 16 products; the tolerance is met.",
     ),
     "trace, one": (
         lambda: hodiff.trace(A, vectors=torch.ones(300, dtype=torch.float64)),
         r"TraceRecord\(4\.515e\+04, 1 product, no tolerance asked\)",
-        "One vector, 1 product: the error is unknown.",
     ),
     "diagonal": (
         lambda: hodiff.diagonal(A, samples=4, generator=generator()),
         r"DiagonalRecord\(300, ± 0 at most, by vectors, 4 products, no tolerance asked\)",
-        "Exact, by 4 products.",
     ),
     "eigsh": (
         lambda: hodiff.eigsh(A, 4, generator=generator()),
         r"EigenRecord\(300, 299, 298, \.\.\. \(4\), residual \d[-.e\d]+, \d+ products, converged\)",
-        r"4 eigenvalues, \d+ products: the largest residual is \d[-.e\d]+, converged.",
     ),
     "density": (
         lambda: hodiff.spectral_density(A, samples=4, steps=20, probes="gaussian", generator=generator()),
         r"DensityRecord\(4x20 nodes in \[1\.\d+, 299\.\d+\], width 5\.\d+, 80 products\)",
-        r"The standard error is at most 0\.\d+ of the peak, after 80 products.",
     ),
     "density, exact": (
         lambda: hodiff.spectral_density(A, samples=10, steps=50),
         r"DensityRecord\(300 eigenvalues in \[1, 300\], width 5\.98, \d+ products\)",
-        "Exact: all 300 eigenvalues",
     ),
     "solve": (
         lambda: hodiff.solve(A, torch.ones(300, dtype=torch.float64)),
         r"SolveRecord\(300, residual \d[-.e\d]+, \d+ products, converged\)",
-        r"After \d+ products the relative residual is \d[-.e\d]+, within the tolerance.",
     ),
     "solve, some steps": (
         lambda: hodiff.solve(A, torch.ones(300, dtype=torch.float64), iterations=3),
         r"SolveRecord\(300, residual 0\.\d+, 3 products, iterations\)",
-        "after as many steps as were asked for",
     ),
     "solve, indefinite": (
         indefinite,
         r"SolveRecord\(2, residual \d\.?\d*, \d products, negative curvature\)",
-        "the operator is not positive definite",
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_line_a_sentence_and_a_table(case):
-    make, line, sentence = CASES[case]
+def test_a_line_and_a_table(case):
+    make, line = CASES[case]
     record = make()
     assert re.fullmatch(line, repr(record)), repr(record)
-    assert re.search(sentence, record.message), record.message
     with pytest.raises(TypeError, match=rf"{type(record).__name__} is not an array but a record with fields \.\w+, "):
         np.asarray(record)
     table = record._repr_html_()
@@ -114,7 +101,7 @@ def test_every_record_is_shown():
     from hodiff.curvature._records import Shown
 
     records = {value for name, value in {**vars(_records), **vars(_data_operator)}.items() if name.endswith("Record")}
-    assert records == {type(make()) for make, *_ in CASES.values()}
+    assert records == {type(make()) for make, _ in CASES.values()}
     assert all(issubclass(record, Shown) for record in records)
 
 

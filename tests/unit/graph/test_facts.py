@@ -433,7 +433,7 @@ def test_state_whose_graph_was_kept(told):
     (behind,) = facts(found, "behind")
     assert behind.leaves[: behind.stepped] == ("cell.weight_hh",)  # the others no optimizer steps
     assert len(behind.leaves) == 4 and behind.owners == ("opt",)
-    assert found.freed is None
+    assert found.line("freed by") is None
     found = told(RECURRENT.format(call="loss.backward()"))
     assert (found.cause, found.variable) == ("carried over", "h")
     assert lines(found, "freed by") == ["loss.backward()"]
@@ -893,7 +893,7 @@ def test_what_is_said_of_a_saved_tensor_is_certain():
         _ = node._saved_result
     found = hodiff.graph.explain(caught.value)
     assert (found.cause, found.certain) == ("read after freeing", True)
-    assert found.failed.text == "_ = node._saved_result"
+    assert found.line("failed").text == "_ = node._saved_result"
 
 
 # --- how it prints ----------------------------------------------------------------------------------------------------

@@ -339,7 +339,7 @@ def test_explain_looks_behind_an_exception_that_was_made_from_it():
     error.__cause__ = failing()
     found = hodiff.graph.explain(error)
     assert (found.cause, found.variable) == ("freed before", "y")
-    assert found.failed.text == "y.mean().backward()"
+    assert found.line("failed").text == "y.mean().backward()"
 
 
 @pytest.mark.parametrize("passes", ["loss.backward(); loss.backward()", "[loss.backward() for _ in range(2)]"])
@@ -364,7 +364,7 @@ def test_explain_sees_the_frames_around_the_one_that_caught_it():
     hidden.sum().backward()
     found = caught(hidden.mean())
     assert found.variable == "hidden"
-    assert found.failed.text == "loss.backward()"
+    assert found.line("failed").text == "loss.backward()"
 
 
 def test_an_explanation_is_added_once_beside_notes_of_others():

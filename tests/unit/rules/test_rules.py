@@ -24,17 +24,9 @@ OPTIONS = [
     ("Adam", {"lr": 0.1, "betas": (0.5, 0.6), "amsgrad": True, "decoupled_weight_decay": True, "weight_decay": 0.1}),
     ("AdamW", {"lr": 0.1, "weight_decay": 0.3}),
     ("AdamW", {"lr": 0.1, "betas": (0.5, 0.6), "amsgrad": True}),
-    ("NAdam", {"lr": 0.1, "weight_decay": 0.1}),
-    ("NAdam", {"lr": 0.1, "momentum_decay": 0.1, "decoupled_weight_decay": True, "weight_decay": 0.1}),
-    ("RAdam", {"lr": 0.1, "weight_decay": 0.1}),
-    ("RAdam", {"lr": 0.1, "betas": (0.8, 0.95), "decoupled_weight_decay": True, "weight_decay": 0.1}),
-    ("Adamax", {"lr": 0.1, "weight_decay": 0.1}),
-    ("Adamax", {"lr": 0.1, "betas": (0.6, 0.7), "maximize": True}),
     ("RMSprop", {"lr": 0.05, "weight_decay": 0.1}),
     ("RMSprop", {"lr": 0.05, "momentum": 0.8, "alpha": 0.9, "centered": True, "maximize": True}),
     ("Adagrad", {"lr": 0.3, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.2}),
-    ("Adadelta", {"lr": 2.0, "rho": 0.8, "eps": 1e-2, "weight_decay": 0.1}),
-    ("Adadelta", {"lr": 2.0, "maximize": True}),
 ]  # fmt: skip
 ROWS = pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[f"{n}-{','.join(o)}" for n, o in OPTIONS])
 
@@ -53,7 +45,7 @@ def start() -> Tensor:
 
 @pytest.fixture
 def double():
-    """NAdam holds a product in the default dtype."""
+    """As the optimizers hold their steps in the default dtype."""
     torch.set_default_dtype(D)
     yield
     torch.set_default_dtype(torch.float32)
@@ -167,7 +159,7 @@ def with_value(rule: rules.Rule, name: str, value: float | Tensor) -> rules.Rule
 
 @ROWS
 def test_a_rule_differentiates_by_every_number(name: str, options: dict) -> None:
-    """Seven steps (RAdam divides from the sixth on), by the number, by what f closes over, and by the start."""
+    """Seven steps, by the number, by what f closes over, and by the start."""
     smooth = {} if name == "SGD" else {"eps": 0.05}  # of 1e-8, differences are those of rounding
     rule = getattr(rules, name)(**{**options, **smooth, "lr": 0.1 * options["lr"]})
     inner = uphill if options.get("maximize") else loss
@@ -219,7 +211,7 @@ def test_momentum_keeps_its_first_gradient() -> None:
     assert torch.autograd.grad(p.sum(), theta)[0] == pytest.approx(-0.2)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "Adagrad"])
 def test_gradients_that_are_exactly_zero(name: str) -> None:
     """Below a layer that begins at zero; stock rules give NaN there, for every parameter."""
     rule, count = getattr(rules, name)(lr=0.1, eps=1e-2), 8
@@ -252,7 +244,7 @@ def test_one_number_for_each_leaf() -> None:
 
 
 @pytest.mark.table(plain=1)
-@pytest.mark.parametrize("name", ["Adam", "RMSprop", "Adagrad", "Adadelta"])
+@pytest.mark.parametrize("name", ["Adam", "RMSprop", "Adagrad"])
 def test_a_rule_is_a_pure_function_also_in_transforms(name: str) -> None:
     """Where values cannot be looked at; one row of gradients holds a zero."""
     rule, g = getattr(rules, name)(lr=0.1, eps=1e-2), torch.tensor([[0.3, -1.2], [0.0, 2.0]], dtype=D)

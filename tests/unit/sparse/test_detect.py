@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
-from hodiff.sparse import _pattern, _tracer, rules, sparsity_pattern
+from hodiff.sparse import _plan, _rules, _tracer, sparsity_pattern
 from tests.support.releases import GRID_SAMPLE
 from tests.unit.sparse.zoo import BAND, MASK, ZOO, D, generator
 
@@ -55,16 +55,16 @@ def test_the_zoo_is_large() -> None:
 def test_every_rule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that no function of the zoo reaches is not proven."""
     used = set()
-    find = rules.find
+    find = _rules.find
 
     def found(function: Any) -> Any:
         used.add(find(function))
         return find(function)
 
-    monkeypatch.setattr(rules, "find", found)
+    monkeypatch.setattr(_rules, "find", found)
     for f in ZOO.values():
         sparsity_pattern(f, POINTS[0])
-    unproven = {name for name, rule in rules.RULES.items() if rule not in used}
+    unproven = {name for name, rule in _rules.RULES.items() if rule not in used}
     assert not unproven, "add to ZOO, in tests/unit/sparse/zoo.py, functions whose derivatives perform these"
 
 
@@ -303,7 +303,7 @@ def test_what_is_not_sparse_is_refused_before_memory_is_full() -> None:
 @pytest.mark.parametrize("f", [Leaves.apply, lambda x: x.sum() * x])
 def test_how_many_entries_a_pattern_may_have(f: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a backward pass that could be followed and of one that could not."""
-    for module, bound in ((_pattern, "_DENSE"), (_tracer, "LIMIT")):
+    for module, bound in ((_plan, "_DENSE"), (_tracer, "LIMIT")):
         monkeypatch.setattr(module, bound, 12)
     x = torch.arange(1.0, 4.0, dtype=D)
     assert sparsity_pattern(f, x, order=1).nnz == 9

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hodiff.sparse import rules, sparsity_pattern
+from hodiff.sparse import _rules, sparsity_pattern
 from tests.unit.sparse.zoo import D, generator
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
@@ -222,13 +222,13 @@ def matrix(f: Map) -> Tensor:
 @pytest.mark.parametrize("name", [*LINEAR, *LIKE])
 def test_what_the_operator_couples_and_no_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backward, couples = LIKE.get(name) or (LINEAR[name], LINEAR[name])
-    find, answers = rules.find, {}
+    find, answers = _rules.find, {}
 
     def noted(function: Any) -> Any:
         rule = find(function)
         return rule and (lambda op: answers.setdefault(op.name, rule(op)))
 
-    monkeypatch.setattr(rules, "find", noted)
+    monkeypatch.setattr(_rules, "find", noted)
     expected = matrix(couples)
     pattern = sparsity_pattern(of(backward), torch.zeros(len(expected), dtype=D), order=1)
     assert not (matrix(backward) & ~expected).any()

@@ -142,9 +142,9 @@ OF_PARAMETERS = {
 
 
 def test_every_shadow_has_a_call() -> None:
-    from hodiff.steps import _shadows
+    from hodiff.steps import _dynamo
 
-    assert {name.partition(" ")[0] for name in AT_POINTS | AT_TENSORS} - {"penalty"} == {*_shadows.SHADOWS}
+    assert {name.partition(" ")[0] for name in AT_POINTS | AT_TENSORS} - {"penalty"} == {*_dynamo.SHADOWS}
 
 
 def compiles(call, selected: bool = False) -> None:

@@ -134,18 +134,18 @@ def told(result: object) -> object:
 
 def shadowed(monkeypatch) -> set[str]:
     """From now on shadows run in place of the functions; those that did."""
-    from hodiff.steps import _shadows
+    from hodiff.steps import _dynamo
 
     met = set()
 
     def replaced(name):
         def run(*args, **kwargs):
             met.add(name)
-            return _shadows.SHADOWS[name](*args, **kwargs)
+            return _dynamo.SHADOWS[name](*args, **kwargs)
 
         return run
 
-    for name in _shadows.SHADOWS:
+    for name in _dynamo.SHADOWS:
         monkeypatch.setattr(hodiff, name, replaced(name))
     return met
 
@@ -185,21 +185,21 @@ COUNTED = {
 @pytest.mark.filterwarnings("ignore")
 def test_each_shadow_counts_its_order(monkeypatch) -> None:
     """From order 3 on norm layers are written out, and `report.order` tells it."""
-    from hodiff.steps import _shadows
+    from hodiff.steps import _dynamo
 
     monkeypatch.setattr("tests.support.callers.generator", lambda: None)
     met, seen, wrong = shadowed(monkeypatch), set[str](), {}
     g = lambda z, *rest: SCALE * z.sin() * z
     calls = {name: (FORMS[name], order) for name, order in COUNTED.items()}
-    for each in (each for each in CALLERS if named(each.name) in _shadows.SHADOWS):
+    for each in (each for each in CALLERS if named(each.name) in _dynamo.SHADOWS):
         of_log_density = each.name == "sliced_score_matching_loss"  # then it takes one more
         run = partial(each.run, each.shaped(g), X, ())
         calls[f"{each.name}, of the catalogue"] = run, each.order + of_log_density
     for name, (call, order) in calls.items():
-        monkeypatch.setattr(_shadows.inside, "order", 0)
+        monkeypatch.setattr(_dynamo.inside, "order", 0)
         met.clear()
         call()
         seen |= met
-        if _shadows.inside.order != order:
-            wrong[name] = _shadows.inside.order, order
-    assert wrong == {} and seen == _shadows.SHADOWS.keys()
+        if _dynamo.inside.order != order:
+            wrong[name] = _dynamo.inside.order, order
+    assert wrong == {} and seen == _dynamo.SHADOWS.keys()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff.verify import _blame
+from hodiff.verify import _check
 from tests.support.modules import BY_NAME
 
 HERE = Path(__file__)
@@ -192,10 +192,10 @@ def test_a_kink_of_a_function_of_torch_itself(f, at):
 def test_what_is_too_rough_to_compare_is_not_called_wrong(monkeypatch):
     """An operation, alone: only what disagrees is blamed."""
     x = point().requires_grad_()
-    wrong = lambda: _blame._first_wrong(torch.sin, (x,), {}, 1, ())
-    monkeypatch.setattr(_blame, "compare", lambda *_: SimpleNamespace(verdict="disagrees"))
+    wrong = lambda: _check._first_wrong(torch.sin, (x,), {}, 1, ())
+    monkeypatch.setattr(_check, "compare", lambda *_: SimpleNamespace(verdict="disagrees"))
     assert wrong() is not None
-    monkeypatch.setattr(_blame, "compare", lambda *_: SimpleNamespace(verdict="inconclusive"))
+    monkeypatch.setattr(_check, "compare", lambda *_: SimpleNamespace(verdict="inconclusive"))
     assert wrong() is None
 
 
@@ -297,26 +297,6 @@ def test_what_is_only_written_down_is_a_remark():
 # --- remarks
 
 
-def test_a_batch_norm_that_mixes_samples_is_named():
-    norm = nn.BatchNorm1d(3).double()
-
-    def f(x):
-        return norm(x).tanh()  # norm
-
-    report = hodiff.check_derivatives(f, point(4, 3))
-    assert report.ok
-    assert [(remark.kind, remark.line) for remark in report.remarks] == [("mixing", number("norm"))]
-    norm.eval()
-    assert hodiff.check_derivatives(f, point(4, 3)).remarks == ()
-
-
-def test_rows_that_depend_on_each_other_are_remarked():
-    report = hodiff.check_derivatives(lambda x: x.cumsum(0).square().sum(1), point(3, 2))
-    assert report.ok
-    assert "each row of f(x) depends on other rows" in str(report)
-    assert hodiff.check_derivatives(lambda x: x.cumsum(1).square().sum(1), point(3, 2)).remarks == ()
-
-
 def test_random_numbers_are_remarked():
     report = hodiff.check_derivatives(lambda x: F.dropout(x, 0.5).square().sum(), point(9))
     assert [remark.kind for remark in report.remarks] == ["random"]
@@ -334,8 +314,9 @@ def test_a_cut_inside_a_library_names_the_users_line_and_the_place():
 
 
 def test_a_module_called_by_hodiff_itself_is_recorded():
-    report = hodiff.check_derivatives(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), point(4, 3), order=1)
-    assert [remark.kind for remark in report.remarks] == ["mixing"]
+    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout()).double()
+    report = hodiff.check_derivatives(net, point(4, 3), order=1)
+    assert [remark.kind for remark in report.remarks] == ["random"]
 
 
 def test_in_single_precision_too():
