@@ -489,7 +489,7 @@ def _read(node: Node, name: str) -> Any:
 
 
 SAVED = "_saved_"
-RAW = f"_raw{SAVED}"
+RAW = "_raw_saved_"
 """What begins the names under which nodes show what they saved, and that packed."""
 
 look = _read if RELEASE < (2, 12) else getattr
