@@ -114,8 +114,9 @@ def grad(
     """
     if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
+    where = Where(x, shards=True)
     with OutputGraph(
-        call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
+        call(f, where, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
         gradient = _reverse.gradient(graph)
     result = graph.call.where.result(gradient)
@@ -200,11 +201,13 @@ def value_and_grad(
     """
     if check_independence is not False and is_set(check_independence, "check_independence"):
         _independence.check(f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs, has_aux=has_aux)
+    where = Where(x, shards=True)
     with OutputGraph(
-        call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
+        call(f, where, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
         gradient = _reverse.gradient(graph)
-    value = (graph.value(), graph.extra()) if has_aux else graph.value()
+    value = graph.value() if where.layout is None else where.layout.mean(graph.value())
+    value = (value, graph.extra()) if has_aux else value
     return value, graph.call.where.result(gradient)
 
 
