@@ -144,7 +144,7 @@ def test_sharded_parameters_are_no_point(one: Ranks) -> None:
     assert not outcome.error, outcome
     for words in outcome.value:
         assert isinstance(words, str) and "Entrywise is sharded (fully_shard)" in words, words
-        assert "full_tensor()" in words and "'Sharded models'" in words
+        assert "full_tensor()" in words and "'Hessians of a sharded model'" in words
 
 
 def values(rank: int) -> list[Any]:

@@ -599,7 +599,8 @@ WAY_OUT = (
     "hodiff.grad, value_and_grad, hvp, cross_hvp, HessianOperator and GaussNewtonOperator take "
     "sharded parameters. For other calls gather the shards once into a plain copy of the model "
     "(p.full_tensor() for each parameter p), and share the data through an operator's "
-    "process_group=. The documentation has both, under 'Sharded models'."
+    "process_group=. The documentation has both, "
+    "under 'Hessians of a sharded model'."
 )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
+from hodiff.curvature._memory import LiveBytes
 from tests.support.processes import Ranks
 
 D = torch.float64
@@ -362,6 +363,31 @@ def untouched(rank: int) -> dict[str, bool]:
 def test_the_model_is_as_before(ranks: Ranks) -> None:
     for found in values(ranks(untouched)):
         assert all(found.values()), found
+
+
+def held(rank: int) -> tuple[float, float, int]:
+    """The peak of a product beyond the parameters and the vector, what is left, and the largest block: in numbers."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(12)]
+    model, x = nn.Sequential(*layers).to(D), torch.ones(1, 16, dtype=D)
+    for layer in model:
+        fully_shard(layer, mesh=mesh())
+    fully_shard(model, mesh=mesh())
+    v = {name: torch.ones_like(p.detach()) for name, p in model.named_parameters()}
+    f = lambda m: m(x).square().mean()
+    hodiff.hvp(f, model, v)
+    with LiveBytes() as live:
+        product = hodiff.hvp(f, model, v)
+    left = live.now / 8 - sum(local(x).numel() for x in product.values())
+    return live.peak / 8, left, sum(full(p).numel() for p in layers[0].parameters())
+
+
+def test_a_product_holds_its_shards_and_some_copies_of_a_block(ranks: Ranks) -> None:
+    for most, left, block in values(ranks(held)):
+        assert most < 1.2 * 12 * block / len(ranks.processes) + 7 * block
+        assert left < block / 4
 
 
 class Failing(list[Any]):
