@@ -666,7 +666,7 @@ def _check_class(module: nn.Module, name: str, shards: bool) -> None:
             )
             raise InputError(
                 f"{name}: {plain} is sharded (fully_shard), and its parameters are freed between "
-                f"passes, so it has no second derivative. {WAY_OUT}"
+                f"passes, which this call does not serve. {WAY_OUT}"
             )
     WHOLE.add(kind)
 

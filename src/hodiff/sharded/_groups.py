@@ -156,6 +156,8 @@ class Gathering(_blocks.Blocks):
     called.
     """
 
+    needed = False
+
     def __init__(self, f: Callable[..., Any], groups: Sequence[Group], ranks: ShardRanks) -> None:
         super().__init__(partial(_counted, f, ranks), True, {g.module: g.name for g in groups})
         self._groups = {group.module: group for group in groups}

@@ -106,10 +106,7 @@ def exchanging() -> Iterator[None]:
 
 class PaddedBatches:
     """The batches of this process; after the last one, those of a process that has more, as long
-    as any has: they take part with weight zero.
-
-    Attributes:
-        muted: Whether the batch at hand is such a one.
+    as any has: they take part with weight zero, as `muted` says.
     """
 
     def __init__(self, batches: Any, ranks: ShardRanks) -> None:
@@ -118,11 +115,6 @@ class PaddedBatches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
-
-    @property
-    def muted(self) -> bool:
-        """Whether the batch at hand has weight zero."""
-        return self._ranks.muted
 
     def __iter__(self) -> Iterator[Any]:
         ranks, own = self._ranks, iter(self._batches)
@@ -140,9 +132,9 @@ class PaddedBatches:
                     break
                 if not all(some for _, some in said):
                     batch = ranks.given_by(has.index(True), batch)
-                ranks.muted = mine is _NOTHING
+                ranks.muted = self._batches.muted = mine is _NOTHING
                 number += 1
                 yield batch
         finally:
-            ranks.muted = False
+            ranks.muted = self._batches.muted = False
         self.count = number

@@ -224,6 +224,11 @@ def calls(rank: int, name: str) -> dict[str, float]:
             hodiff.grad(lambda s: all_of_it(s.module), some(plain)),
             model,
         ),
+        "parameters alone": apart(
+            hodiff.grad(lambda s: full(s["layers.0.up.bias"]).exp().sum(), hodiff.select(model, "layers.0.up.bias")),
+            {"layers.0.up.bias": plain.layers[0].up.bias.detach().exp()},
+            model,
+        ),
         "parameters read outside": apart(
             hodiff.hvp(decayed(f), model, v), hodiff.hvp(decayed(all_of_it), plain, whole), model
         )
