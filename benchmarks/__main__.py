@@ -24,6 +24,7 @@ from benchmarks import (
     penalties,
     rows,
     scale,
+    sharded,
     sparse,
     steps,
 )
@@ -44,6 +45,7 @@ SUBJECTS = {
     "penalties": penalties,
     "rows": rows,
     "scale": scale,
+    "sharded": sharded,
     "sparse": sparse,
     "steps": steps,
     "eager": eager,

@@ -39,7 +39,7 @@ import typing
 from hodiff._core import _needed
 
 try:
-    from hodiff._core import _compiled_callers, _kernels, _lazy, _messages
+    from hodiff._core import _compiled_callers, _kernels, _lazy, _messages, _where
 
     with _lazy.uncollected():
         from hodiff._core._where import Selection, select
@@ -226,8 +226,15 @@ def _score(*args: typing.Any, **kwargs: typing.Any) -> typing.Any:
     return _cross_entropy.cross_entropy(*args, **kwargs)
 
 
+def _lay_out(where: _where.Where) -> typing.Any:
+    from hodiff.sharded import _layout
+
+    return _layout.of(where)
+
+
 # The rooms that the foundation asks where it must, each loaded when it is asked.
 _messages.explainer = _explain
+_where.lay_out = _lay_out
 _kernels.OURS.update(scaled_dot_product_attention=_attend, cross_entropy_loss=_score)
 
 # What most programs need none of, or a little.

@@ -1,4 +1,5 @@
-"""Parameters, points and vectors that are sharded over processes: refused under every public name, with a way out.
+"""Parameters, points and vectors that are sharded over processes: refused under every public name that does not serve
+them, with a way out (`tests/unit/sharded` has those that do).
 
 Stock PyTorch's gradient by such parameters is None silently, and a second pass finds them freed.
 """
@@ -23,6 +24,8 @@ NO_TENSORS_OF_THE_USERS = {
     "twice_differentiable",
 }  # fmt: skip
 """What their rows in `callers` make of a point holds none of its entries in a place that could be sharded."""
+SERVED = {"grad", "value_and_grad", "hvp", "cross_hvp", "HessianOperator", "GaussNewtonOperator"}
+"""They take sharded points."""
 FIRST_ORDER = {
     "grad", "value_and_grad", "vjp", "jacobian", "per_sample_grad", "gram", "sparse_jacobian",
     "sparse.plan_jacobian", "multi_grad",
@@ -74,9 +77,15 @@ def said(call: Callable[[], Any]) -> Any:
 def points(rank: int) -> dict[str, Any]:
     shard, _, _ = sharded()
     x = shard(X)
-    found = {caller.name: said(lambda caller=caller: caller(lambda z: z.sin() * z, x)) for caller in CALLERS}
+    found = {
+        caller.name: said(lambda caller=caller: caller(lambda z: z.sin() * z, x))
+        for caller in CALLERS
+        if caller.name not in SERVED
+    }
     return found | {
-        name: said(lambda call=call: call(x)) for name, call in PLAIN.items() if name not in NO_TENSORS_OF_THE_USERS
+        name: said(lambda call=call: call(x))
+        for name, call in PLAIN.items()
+        if name not in NO_TENSORS_OF_THE_USERS | SERVED
     }
 
 
@@ -118,17 +127,13 @@ def by_parameters(rank: int) -> list[Any]:
     return [
         said(call)
         for call in (
-            lambda: hodiff.grad(loss, model),
-            lambda: hodiff.hvp(loss, model, {"scale": torch.ones(3, dtype=D)}),
             lambda: hodiff.hessian(loss, hodiff.select(model, "scale")),
             lambda: hodiff.gradient_norm_penalty(loss, model),
-            lambda: hodiff.HessianOperator(loss, model),
-            lambda: hodiff.GaussNewtonOperator(batch, mean, model, data=[X]),
             lambda: hodiff.FisherOperator(batch, mean, model, data=[X], kind="empirical"),
             lambda: hodiff.JacobianOperator(batch, model, data=[X]),
             lambda: hodiff.check_derivatives(loss, model),
             lambda: hodiff.unroll(loss, model, hodiff.rules.SGD(lr=0.1), 2),
-            lambda: hodiff.grad(loss, {"a": model}),
+            lambda: hodiff.jacobian(loss, {"a": model}),
             lambda: hodiff.multi_grad([loss], model),
         )
     ]
@@ -139,7 +144,7 @@ def test_sharded_parameters_are_no_point(one: Ranks) -> None:
     assert not outcome.error, outcome
     for words in outcome.value:
         assert isinstance(words, str) and "Entrywise is sharded (fully_shard)" in words, words
-        assert "full_tensor(grad_placements=[Partial()])" in words
+        assert "full_tensor()" in words and "'Hessians of a sharded model'" in words
 
 
 def values(rank: int) -> list[Any]:
@@ -168,4 +173,5 @@ def test_values_and_vectors(one: Ranks) -> None:
 
 def test_every_name_is_looked_at() -> None:
     assert dist.is_available()
-    assert {caller.name for caller in CALLERS} >= FIRST_ORDER and set(PLAIN) >= NO_TENSORS_OF_THE_USERS
+    names = {caller.name for caller in CALLERS}
+    assert names >= FIRST_ORDER and set(PLAIN) >= NO_TENSORS_OF_THE_USERS and names | set(PLAIN) >= SERVED

@@ -20,7 +20,9 @@ FENCES = {page: len(re.findall(r"^```python\b", (ROOT / page).read_text("utf-8")
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.wide] * page.endswith("several-processes.md"))  # it starts processes
+        pytest.param(
+            page, marks=[pytest.mark.wide] * page.endswith(("several-processes.md", "sharded-models.md"))
+        )  # they start some
         for page, count in FENCES.items()
         if count and "/recipes/" in page
     ],

@@ -34,6 +34,8 @@ MAY_IMPORT = {
     "rules": ("errors", "_core"),
     "steps": FOUNDATION,
     "implicit": (*FOUNDATION, "calculus", "curvature", "rules"),
+    # the models that processes share: blocks that gather, and the protocol of several processes
+    "sharded": (*FOUNDATION, "memory", "curvature._process_group"),
     "plotting": ("errors", "curvature._records"),
     "verify": None,  # None: the public functions, that is `hodiff` itself, and anything below
     "cli": None,

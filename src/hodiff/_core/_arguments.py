@@ -202,11 +202,11 @@ ACCEPTED = (
 )
 
 
-def check_real_tensor(value: Any, name: str) -> None:
-    """Raise unless `value` is a strided, real floating-point tensor."""
+def check_real_tensor(value: Any, name: str, *, shards: bool = False) -> None:
+    """Raise unless `value` is a strided, real floating-point tensor; a DTensor with `shards`."""
     if value.__class__ is not Tensor and not isinstance(value, Tensor):
         raise InputError(f"{name}{_not_a_tensor(value)}")
-    if value.__class__ not in TENSORS and LOADED_BY in sys.modules and _is_dtensor(value):
+    if not shards and value.__class__ not in TENSORS and is_dtensor(value):
         raise InputError(f"{name} is a DTensor, of which each process holds a shard. {WAY_OUT}")
     if value.dtype.is_floating_point:
         if value.dtype.itemsize == 1:
@@ -596,11 +596,11 @@ def may_be_shared() -> bool:
 
 
 WAY_OUT = (
-    "Gather the shards once into a plain copy of the model (p.full_tensor() for each parameter p) "
-    "and share the data through an operator's process_group=; or differentiate with respect to the "
-    "local shards, p.to_local(), with an f that gathers them by "
-    "DTensor.from_local(...).full_tensor(grad_placements=[Partial()]). The documentation has both, "
-    "under 'Several processes'."
+    "hodiff.grad, value_and_grad, hvp, cross_hvp, HessianOperator and GaussNewtonOperator take "
+    "sharded parameters. For other calls gather the shards once into a plain copy of the model "
+    "(p.full_tensor() for each parameter p), and share the data through an operator's "
+    "process_group=. The documentation has both, "
+    "under 'Hessians of a sharded model'."
 )
 
 
@@ -616,7 +616,7 @@ def check_vectors(value: Any, name: str) -> None:
     for leaf in _tree.flatten(value, name)[0]:
         if isinstance(leaf, Tensor) and not leaf.is_nested:
             check_class(leaf, name)
-        if LOADED_BY in sys.modules and _is_dtensor(leaf):
+        if is_dtensor(leaf):
             raise InputError(
                 f"{name} is a DTensor, of which each process holds a shard, but the point is an "
                 f"ordinary tensor. Give the full tensor, v.full_tensor(), which is the same on "
@@ -624,20 +624,23 @@ def check_vectors(value: Any, name: str) -> None:
             )
 
 
-def check_modules(modules: Iterable[nn.Module], name: str) -> None:
-    """Raise for a module under `fully_shard`, or one that has DTensors for parameters."""
+def check_modules(modules: Iterable[nn.Module], name: str, *, shards: bool = False) -> None:
+    """Raise for a module under `fully_shard`, or one that has DTensors for parameters.
+
+    With `shards` only for what no call takes.
+    """
     for module in modules:
         if module.__class__ not in WHOLE:
-            _check_class(module, name)
+            _check_class(module, name, shards)
         for path, parameter in module._parameters.items():
-            if parameter.__class__ not in WHOLE and _is_dtensor(parameter):
+            if parameter.__class__ not in WHOLE and not shards and is_dtensor(parameter):
                 raise InputError(
                     f"{name}: the parameter {path!r} is a DTensor, sharded over processes. "
                     f"{WAY_OUT}"
                 )
 
 
-def _check_class(module: nn.Module, name: str) -> None:
+def _check_class(module: nn.Module, name: str, shards: bool) -> None:
     kind = module.__class__
     replicated = any(
         base.__module__ == _versions.REPLICATED_BY for base in kind.__mro__
@@ -654,6 +657,8 @@ def _check_class(module: nn.Module, name: str) -> None:
     if "torch.distributed.fsdp" in sys.modules:
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+        if shards and issubclass(kind, FSDPModule):
+            return
         if issubclass(kind, (FSDPModule, FullyShardedDataParallel)):
             plain = next(
                 (k.__name__ for k in kind.__mro__ if not k.__name__.startswith(("FSDP", "Fully"))),
@@ -661,7 +666,7 @@ def _check_class(module: nn.Module, name: str) -> None:
             )
             raise InputError(
                 f"{name}: {plain} is sharded (fully_shard), and its parameters are freed between "
-                f"passes, so it has no second derivative. {WAY_OUT}"
+                f"passes, which this call does not serve. {WAY_OUT}"
             )
     WHOLE.add(kind)
 
@@ -685,7 +690,10 @@ def freed() -> GraphError:
     )
 
 
-def _is_dtensor(value: Any) -> bool:
+def is_dtensor(value: Any) -> bool:
+    """Whether a tensor is sharded over processes."""
+    if LOADED_BY not in sys.modules:
+        return False
     # which waits where another thread has only begun to load it
     from torch.distributed.tensor import DTensor
 

@@ -117,6 +117,8 @@ def call(
         raise InputError(COMPUTED)
     if not plain and isinstance(what, (nn.Module, type)):
         what = _module(what)
+    if where.layout is not None:
+        what = where.layout.served(what, builds_graph, create_graph, batch_ndim)
     # past the function that the class has for it, as in each call of every function
     return tuple.__new__(Call, (
         what,

@@ -181,7 +181,10 @@ class EvaluationContext(_settings.Scope[Any]):
         if call.where.module_slices:
             self._lend()
             if self._leaves:
-                self._parameters.put(self._leaves)
+                layout = call.where.layout
+                self._parameters.put(
+                    self._leaves if layout is None else layout.dressed(self._leaves)
+                )
         if self._evaluation is not None:
             self._evaluation.put(self, undo, whole=self._whole)
         return self
@@ -278,6 +281,8 @@ class EvaluationContext(_settings.Scope[Any]):
             self.by_hand = None
         self._ran = True
         call = self.call
+        if call.where.layout is not None:
+            arguments = call.where.layout.dressed(arguments)
         if call.where.module_slices:
             self._parameters.put(arguments)
         argument = call.where.argument(arguments)

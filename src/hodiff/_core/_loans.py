@@ -25,7 +25,7 @@ from hodiff._core._call import Call
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 
-__all__ = ["memory_of", "tag_of"]
+__all__ = ["mark_as_parameter", "memory_of", "tag_of"]
 
 # --- leaves in place of tensors -------------------------------------------------------------------
 
@@ -336,7 +336,7 @@ class ParameterLoan:
         What comes back is what stands there now: of a call around, its leaves.
         """
         _locks.claim(self.modules, self, first=True)
-        tensors = self._where.tensors
+        tensors = self._where.layout.given if self._where.layout else self._where.tensors
         numbers = dict(zip(map(id, tensors), range(len(tensors)), strict=True))
         for module_slice in self._where.module_slices:
             for module, name, _, parameter in module_slice.assembly.slots:

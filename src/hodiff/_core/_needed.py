@@ -121,6 +121,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "torch.compile beside hodiff": ("torch._dynamo.eval_frame: DynamoStance _stance",),
     "flex_attention inside hodiff": ("torch._higher_order_ops.flex_attention: math_attention",),
     "sharding": ("torch.distributed.tensor._api: _FromTorchTensor.backward",),
+    "fully_shard": ("torch.distributed.fsdp: FSDPModule._get_fsdp_state",),
 }
 """For each part of the library, by the name that users know, what it needs: whose names, and which.
 

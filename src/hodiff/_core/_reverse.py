@@ -205,7 +205,9 @@ def transposed_product(
     if not functions:
         return pulled
     given = [part.detach() for part in pulled]
-    expected = sum(float(part.double().square().sum()) for part in given)
+    layout = graph.call.where.layout
+    squares = [part.double().square().sum() for part in given]
+    expected = float(sum(squares) if layout is None else layout.total(squares))
     back = (
         vjp(graph, pulled, given, differentiated=True, inputs=cotangents)
         if any(part.requires_grad for part in pulled)
@@ -215,6 +217,8 @@ def transposed_product(
         float((u.detach().double() * part.detach()).sum())
         for u, part in zip(cotangents, back, strict=True)
     )
+    if layout is not None:
+        squared = float(layout.mean(torch.tensor(squared, device=given[0].device)))
     if abs(squared - expected) > 10 * torch.finfo(given[0].dtype).eps ** 0.5 * expected:
         names = ", ".join(sorted(kind.__name__.removesuffix("Backward") for kind in functions))
         raise GraphError(

@@ -108,6 +108,7 @@ class Space:
             in linear algebra.
         batch: The leading dimensions of all tensors, in which systems lie beside each other; flat:
             `(*batch, D)`.
+        layout: Where the entries are, if processes share them: `likes` are like this one's parts.
     """
 
     def __init__(
@@ -119,8 +120,10 @@ class Space:
         *,
         operator: bool = False,
         batch: torch.Size = NO_BATCH,
+        layout: Any = None,
     ) -> None:
         self.likes = likes
+        self.layout = layout
         self.names = names
         self.tree = tree
         self.operator = operator
@@ -143,7 +146,10 @@ class Space:
             for like in self.likes
         ]
         batch = hollow[0].shape[:batch_ndim]
-        return Space(hollow, self.names, self.tree, self._meaning, operator=True, batch=batch)
+        return Space(
+            hollow, self.names, self.tree, self._meaning,
+            operator=True, batch=batch, layout=self.layout,
+        )  # fmt: skip
 
     @classmethod
     def line(cls, like: Tensor, name: str = "x", batch_ndim: int = 0) -> Space:
@@ -156,7 +162,10 @@ class Space:
         tree = _tree.Branch(dict, tuple(names), (_tree.LEAF,) * len(names))
         likes = [self.likes[index] for index in chosen]
         meaning = f"a dict with keys {names}"
-        return Space(likes, names, tree, meaning, operator=self.operator, batch=self.batch)
+        layout = None if self.layout is None else self.layout.only(chosen)
+        return Space(
+            likes, names, tree, meaning, operator=self.operator, batch=self.batch, layout=layout
+        )
 
     @cached_property
     def shapes(self) -> list[torch.Size]:
@@ -169,7 +178,9 @@ class Space:
 
     @cached_property
     def size(self) -> int:
-        """The number of entries, D; of one of a batch."""
+        """The number of entries, D, of all processes; of one of a batch."""
+        if self.layout is not None:
+            return sum(tensor.numel() for tensor in self.layout.given)
         return sum(self._sizes)
 
     @property
@@ -206,6 +217,9 @@ class Space:
     def parse(self, value: Any, name: str = "v") -> Vectors:
         """Recognize a spelling, check it, and take it apart."""
         tree, like = self.tree, self.likes[0]
+        if self.layout is not None:
+            parts, count = self.layout.parsed(value, tree, name)
+            return Vectors("structure", parts, count, tree)
         if (
             tree is _tree.LEAF
             and not self.operator
@@ -356,6 +370,8 @@ class Space:
 
     def split(self, flat: Tensor) -> Leaves:
         """The parts of flat vectors, one or several: views, unless dtypes are mixed."""
+        if self.layout is not None:
+            self.layout.refuse_flat()
         if self.flat:
             return [flat if flat.dtype is self.dtype else flat.to(self.dtype)]
         lead = flat.shape[:-1]
@@ -401,6 +417,8 @@ class Space:
 
     def result(self, parts: Sequence[Tensor], tree: _tree.Tree = _tree.LEAF) -> Any:
         """Parts in the structure of the point, or in another of as many leaves."""
+        if self.layout is not None:
+            parts = self.layout.placed(parts)
         return _tree.rebuild(tree or self.tree, iter(parts))
 
     def units(self, start: int, stop: int) -> Tensor:

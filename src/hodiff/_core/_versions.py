@@ -41,6 +41,7 @@ __all__ = [
     "LARGEST",
     "count_below",
     "forward_mode_on",
+    "fsdp_groups",
     "hooks_on",
     "is_batched",
     "is_wrapped",
@@ -335,6 +336,14 @@ def mend_from_local() -> bool:
 
         module._FromTorchTensor.backward = staticmethod(backward)
     return True
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """The parameters that `fully_shard` gathers together when a module is called,
+    with its policies.
+    """
+    _needed.check("fully_shard")
+    return module._get_fsdp_state()._fsdp_param_groups
 
 
 # --- the key under which kernels of ours stand (see `_kernels`) -----------------------------------

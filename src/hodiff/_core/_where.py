@@ -8,7 +8,8 @@ difference; everything above works on lists of leaves.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -18,7 +19,11 @@ from hodiff._core import _arguments, _locks, _tree
 from hodiff._core._vectors import Space, matches
 from hodiff.errors import InputError
 
-__all__ = ["Selection", "Where", "modules_below", "plain", "select"]
+__all__ = ["Selection", "Where", "lay_out", "modules_below", "plain", "select"]
+
+
+lay_out: Callable[[Any], Any] = lambda where: None  # noqa: E731 - until `hodiff` puts its own here
+"""The layout of a point whose tensors may be sharded over processes; None where they are not."""
 
 
 class ModuleSlice(NamedTuple):
@@ -43,11 +48,15 @@ class Where:
         module_slices: The modules among the point, with the slice of `tensors` that is theirs.
         tree: The structure of results.
         given_tree: The structure of the point as it was given, where a module is one leaf.
+        layout: Where the entries of its tensors are, if processes share them; `tensors` are then
+            this process's parts.
     """
 
     __slots__ = (
         "_argument_items",
+        "_shards",
         "given_tree",
+        "layout",
         "module_slices",
         "name",
         "names",
@@ -55,17 +64,22 @@ class Where:
         "tree",
     )
 
-    def __init__(self, value: Any, name: str = "x") -> None:
+    def __init__(self, value: Any, name: str = "x", *, shards: bool = False) -> None:
+        """Parse a point; with `shards`, also one whose tensors are sharded over processes."""
         self.name = name
+        self.layout: Any = None
+        self._shards = shards and _arguments.LOADED_BY in sys.modules
         # The commonest point, kept free of any overhead.
         if value.__class__ is Tensor or isinstance(value, Tensor):
-            _arguments.check_real_tensor(value, name)
+            _arguments.check_real_tensor(value, name, shards=self._shards)
             self.tensors = [value]
             self.names = [name]
             self.module_slices = []
             self._argument_items = [None]
             self.given_tree = _tree.LEAF
             self.tree = _tree.LEAF
+            if self._shards:
+                self._lay_out()
             return
         if value is _arguments.MISSING:
             raise InputError(
@@ -78,6 +92,8 @@ class Where:
         if isinstance(value, (nn.Module, Selection)):
             self._argument_items, self.given_tree = [_given(value)], _tree.LEAF
             self.tree = self._add_module(value, name, single=True)
+            if self._shards:
+                self._lay_out()
             return
         items, paths, tree = _tree.flatten(value, name)
         _arguments.check_container(tree, len(items), name)
@@ -85,6 +101,14 @@ class Where:
         expansions = [self._add(item, path) for item, path in zip(items, paths, strict=True)]
         self.tree = _tree.rebuild_tree(tree, iter(expansions))
         self._check_modules()
+        if self._shards:
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Let this process's parts stand for tensors that are sharded."""
+        self.layout = lay_out(self)
+        if self.layout is not None:
+            self.tensors = self.layout.parts()
 
     def _add(self, item: Any, path: str) -> _tree.Tree:
         """Append the leaves of one item; return the tree of its result."""
@@ -93,14 +117,14 @@ class Where:
                 module_slice._replace(start=module_slice.start + len(self.tensors))
                 for module_slice in item.module_slices
             ]
-            self.tensors += item.tensors
+            self.tensors += item.tensors if item.layout is None else item.layout.given
             self.names += item.names
             self._argument_items += item._argument_items
             return item.tree
         self._argument_items.append(_given(item))
         if isinstance(item, (nn.Module, Selection)):
             return self._add_module(item, path, single=False)
-        _arguments.check_real_tensor(item, path)
+        _arguments.check_real_tensor(item, path, shards=self._shards)
         self.tensors.append(item)
         self.names.append(path)
         return _tree.LEAF
@@ -112,9 +136,12 @@ class Where:
                 f"{path} is a TorchScript module, whose parameters cannot be replaced; "
                 "pass the eager module."
             )
+        for part in module.modules() if self._shards else ():
+            if hasattr(part, "reshard"):  # under `fully_shard`, after a forward pass
+                part.reshard()  # pyright: ignore[reportCallIssue]
         assembly = Assembly.of(module)
         if _arguments.may_be_shared():
-            _arguments.check_modules(assembly.modules, path)
+            _arguments.check_modules(assembly.modules, path, shards=self._shards)
         pairs = _chosen(item, assembly) if isinstance(item, Selection) else assembly.trainable()
         if not pairs:
             raise InputError(
@@ -130,7 +157,7 @@ class Where:
                     f"{path} has uninitialized (lazy) parameters; run one forward pass first."
                 )
             if parameter.is_meta or parameter.__class__ not in _arguments.TENSORS:
-                _arguments.check_real_tensor(parameter, path)
+                _arguments.check_real_tensor(parameter, path, shards=self._shards)
         self.module_slices.append(ModuleSlice(module, len(self.tensors), names, assembly))
         self.tensors += [parameter for _, parameter in pairs]
         self.names += names if single else [f"{path}.{name}" for name in names]
@@ -153,7 +180,8 @@ class Where:
     @classmethod
     def joined(cls, *parts: Where) -> Where:
         """Several points as one, a tuple of them, each keeping its name in messages."""
-        whole = cls(parts, ", ".join(part.name for part in parts))
+        shards = any(part.layout is not None for part in parts)
+        whole = cls(parts, ", ".join(part.name for part in parts), shards=shards)
         whole.given_tree = _tree.rebuild_tree(
             whole.given_tree, iter([part.given_tree for part in parts])
         )
@@ -177,6 +205,8 @@ class Where:
 
     def result(self, leaves: Iterable[Any]) -> Any:
         """`leaves` in the shape of the caller's point; a dict by parameter name for a module."""
+        if self.layout is not None:
+            leaves = self.layout.placed(leaves)
         return (
             next(iter(leaves))
             if self.tree is _tree.LEAF
@@ -185,7 +215,7 @@ class Where:
 
     def space(self) -> Space:
         """The vectors like this point."""
-        return Space(self.tensors, self.names, self.tree, f"like {self.name}")
+        return Space(self.tensors, self.names, self.tree, f"like {self.name}", layout=self.layout)
 
     def duplicate(self) -> str | None:
         """The name of a tensor that is given twice, if one is."""

@@ -127,8 +127,9 @@ def grad(
             kwargs=kwargs,
             has_aux=has_aux,
         )
+    where = Where(x, shards=True)
     with OutputGraph(
-        call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
+        call(f, where, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
         gradient = _reverse.gradient(graph)
     result = graph.call.where.result(gradient)
@@ -221,11 +222,13 @@ def value_and_grad(
             kwargs=kwargs,
             has_aux=has_aux,
         )
+    where = Where(x, shards=True)
     with OutputGraph(
-        call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
+        call(f, where, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
         gradient = _reverse.gradient(graph)
-    value = (graph.value(), graph.extra()) if has_aux else graph.value()
+    value = graph.value() if where.layout is None else where.layout.mean(graph.value())
+    value = (value, graph.extra()) if has_aux else value
     return value, graph.call.where.result(gradient)
 
 

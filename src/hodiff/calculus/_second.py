@@ -118,7 +118,7 @@ def hvp(
         6(1). doi:10.1162/neco.1994.6.1.147. Double backward is its reverse-over-reverse form.
     """
     chunk = _arguments.check_chunk_size(chunk_size)
-    where = Where(x)
+    where = Where(x, shards=True)
     given = where.space().parse(v)
     if check_independence is not False:
         check_samples(
@@ -136,9 +136,12 @@ def hvp(
         call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
         gradient: Sequence[Any] = _reverse.gradient(graph, differentiated=True)
-        gradient = gradient if checkpoint is False else _nodes.without_values(gradient)
+        if checkpoint is not False or where.layout is not None:
+            gradient = _nodes.without_values(gradient)
         parts = _reverse.products(graph, gradient, given.parts, given.number, chunk_size=chunk)
         graph.warn_of_zeros(parts, given.parts)
+        if where.layout is not None:
+            parts = where.layout.placed(parts)
         products = given.like(parts)
         return (products, graph.extra()) if has_aux else products
 
@@ -346,7 +349,7 @@ def cross_hvp(
         arXiv:1806.09055. Its equation 8 approximates this product by a difference.
     """
     chunk = _arguments.check_chunk_size(chunk_size)
-    first, second = Where(x), Where(y, "y")
+    first, second = Where(x, shards=True), Where(y, "y", shards=True)
     given = second.space().parse(v)
     where = Where.joined(first, second)
     if check_independence is not False:
@@ -372,11 +375,14 @@ def cross_hvp(
             differentiated=True,
             inputs=graph.leaves[split:],
         )
-        gradient = gradient if checkpoint is False else _nodes.without_values(gradient)
+        if checkpoint is not False or where.layout is not None:
+            gradient = _nodes.without_values(gradient)
         inputs = graph.leaves[:split]
         products = _reverse.products(
             graph, gradient, given.parts, given.number, chunk_size=chunk, inputs=inputs
         )
+        if first.layout is not None:
+            products = first.layout.placed(products)
         return given.arranged(products, first.tree)
 
 

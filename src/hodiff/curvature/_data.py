@@ -40,7 +40,10 @@ class Batches:
         count: How many there are; None while that is unknown.
         given: Whether there are data at all.
         shared: Whether they are this process's share, and others have theirs.
+        muted: Whether the one at hand has weight zero.
     """
+
+    muted = False
 
     def __init__(
         self,

@@ -116,11 +116,14 @@ class DataOperator(LinearOperator, Generic[G]):
         reduction: DataReduction = "mean",
     ) -> None:
         super().__init__()
-        point, others = Where(where), process_group is not None
-        batches = Batches(
+        point, others = Where(where, shards=self._takes_shards), process_group is not None
+        self._group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
+        others = others or self._group_sum is not None
+        batches: Any = Batches(
             data, point.tensors[0].device, keep=keep, progress=progress, shared=others
         )
-        self._group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
+        if self._group_sum is not None:
+            batches = self._group_sum.padded(batches)
         made = builder(batches, self._group_sum)
         _arguments.check_option(reduction, DataReduction, "reduction")
         graphs: GraphCache[G, Any] = GraphCache(
@@ -137,6 +140,8 @@ class DataOperator(LinearOperator, Generic[G]):
     """Reverse passes: of a product through a graph, and to build that graph."""
     _route: str
     """How products are computed, for `repr`."""
+    _takes_shards = False
+    """Whether its point may be sharded over processes."""
 
     @property
     def _live(self) -> str:
@@ -318,6 +323,9 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
     def _multiply(self, parts: Leaves, count: int | None) -> Leaves:
         chunk = 1 if count is None else self._inner_chunk()
         total: Leaves = []
+        if self._group_sum is not None and self._graphs.where.layout is not None:
+            self._graphs.check()  # before others wait in a gather
+            self._group_sum.begin("multiplies", *self._names(), count=count)
 
         def add(graph: G, number: int) -> None:
             products = self._apply(graph, parts, count, chunk)

@@ -97,6 +97,11 @@ def predicted(
     ))  # fmt: skip
 
 
+def is_gathered(where: Where) -> bool:
+    """Whether the parameters of a point are whole in blocks alone."""
+    return where.layout is not None and where.layout.groups is not None
+
+
 def linearize(graph: OutputGraph, outputs: Leaves, at: list[Tensor]) -> tuple[Leaves, Leaves]:
     """J' u as a function of u, at a u: `(u, J' u)`. It is linear, so that any u will do."""
     cotangents = [part.detach().requires_grad_() for part in at]
@@ -278,11 +283,12 @@ class PullbackBuilder(Builder[CurvedOutputs]):
             from hodiff.memory import _blocks
 
             predict = _blocks.in_blocks(predict, where, self.checkpoint)
-        keep = self.keep or self.checkpoint is False
+        lean = self.checkpoint is not False or is_gathered(where)
+        keep = self.keep or not lean
         with predicted(predict, where, batch, self.allow, keep=keep) as graph:
             random, outputs = graph.context.random.moved(), graph.tensors()
             calls_back = _nodes.runs_hooks(_nodes.survey(outputs))
-            tangents = None if self.checkpoint is False else predict.tangents(graph)
+            tangents = graph.call.what.tangents(graph) if lean else None
             at_outputs = loss_at_outputs(self.loss, self.weigh, graph, batch, number, self.allow)
             for part in (*outputs, at_outputs.value):  # at which the loss takes constants
                 refuse_tangent(part, "what predict or the loss returns")
@@ -479,6 +485,8 @@ class GaussNewtonOperator(PullbackOperator):
         Schraudolph, N. N. (2002). Fast curvature matrix-vector products for second-order gradient
         descent. Neural Computation 14(7). doi:10.1162/08997660260028683.
     """
+
+    _takes_shards = True
 
     def __init__(
         self,

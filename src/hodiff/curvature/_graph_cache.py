@@ -202,7 +202,9 @@ class GraphCache(Generic[G, B]):
         self.batches = batches
         self._budget = memory_budget
         self.undivided = undivided
-        self.where = point if isinstance(point, Where) else Where(point)
+        self.where = point if isinstance(point, Where) else Where(point, shards=True)
+        if self.where.layout is not None:
+            self.where.layout.ranks = group_sum
         self.device = self.where.tensors[0].device
         self.live = (
             "the point has a grad_fn"
@@ -244,13 +246,17 @@ class GraphCache(Generic[G, B]):
                 "the operator is closed; H.refresh() opens it again at the current point."
             )
         self._modules.check()
-        self.batches.check_items(self._shape)
+        if self.where.layout is None:  # else no process may run f by itself
+            self.batches.check_items(self._shape)
         builder = self.builder.fresh(begins=True)
         graphs: dict[int, G] = {}
         try:
             first = self._first_pass(builder, graphs, take)
             if self.group_sum is not None:
                 first = self._with_others(first, self.group_sum)
+            if self.where.layout is not None and not first.everywhere.complete:
+                graphs.clear()  # all processes gather for a batch, or none
+                first = replace(first, own=first.own._replace(complete=False))
             check_total(first.everywhere.weight)
         except BaseException:
             graphs.clear()  # the error's traceback has them too
@@ -275,10 +281,10 @@ class GraphCache(Generic[G, B]):
         random: dict[int, _settings.RandomState] = {}
         for number, batch in enumerate(self.batches):
             state = _settings.RandomState(self.device)
-            build = partial(builder.build, self.where, batch, number)
+            build = partial(self._built, builder, batch, number)
             counts = self.batches.given and keeping
             graph, size = _memory.measured(build, self.device) if counts else (build(), 0)
-            if self.batches.given and not number:
+            if self.batches.given and not number and self.where.layout is None:
                 at = graph.weight, _shape_of(graph.evaluation), self._shape
                 self.batches.check_first(batch, *at, by_samples=self.builder.by_samples)
             terms = [graph.value, *graph.gradient]
@@ -420,7 +426,15 @@ class GraphCache(Generic[G, B]):
         return 1.0 if self.undivided or graph.weight is None else weight + graph.weight
 
     def _again(self, batch: Any, number: int) -> G:
-        return self._replayed(number, partial(self.builder.build, self.where, batch, number))
+        return self._replayed(number, partial(self._built, self.builder, batch, number))
+
+    def _built(self, builder: B, batch: Any, number: int) -> G:
+        """The graph of a batch; one that is run for other processes' sake counts nothing."""
+        graph = builder.build(self.where, batch, number)
+        if not self.batches.muted:
+            return graph
+        nothing = None if graph.weight is None else 0.0
+        return replace(graph, value=torch.zeros_like(graph.value), weight=nothing)
 
     def _replayed(self, number: int, make: Callable[[], R]) -> R:
         """A batch evaluated as in the first pass, if there was one: with its precision,

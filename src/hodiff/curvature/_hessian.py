@@ -210,6 +210,7 @@ class HessianOperator(SummedOperator[BatchGraph]):
     """
 
     _route = "double backward"
+    _takes_shards = True
 
     def __init__(
         self,

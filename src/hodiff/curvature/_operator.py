@@ -573,6 +573,8 @@ class LinearOperator(_arguments.Unlike):
             `J @ J.T`, see `hodiff.JacobianOperator`.
         """
         say_detached("A.dense()", self._live)
+        if self._domain.layout is not None:
+            self._domain.layout.refuse_flat("A.dense()")
         with self._raise_on_all_ranks():
             return self._fixed()._dense()
 

@@ -161,6 +161,8 @@ def check_square(
             f"{name}: got {_arguments.kind(operator)}, "
             "expected an operator (hodiff.HessianOperator, ...)."
         )
+    if operator._domain.layout is not None:
+        operator._domain.layout.refuse_flat(name)
     *batch, rows, columns = operator.shape
     if batch and not stacks:
         raise InputError(

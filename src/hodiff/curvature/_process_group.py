@@ -54,8 +54,7 @@ class ProcessGroupSum:
             torch.distributed.get_world_size(group),
         )
         self._owner, self._chunk_size = owner, chunk_size
-        with _locks.lock:
-            self._number = _made[group] = _made.get(group, 0) + 1
+        self._number = self._numbered()
         pairs = zip(where.names, where.tensors, strict=True)
         self._structure = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in pairs]
         self._size = sum(tensor.numel() for tensor in where.tensors)
@@ -67,6 +66,12 @@ class ProcessGroupSum:
         self._greeted = self._inside = False
         self._threads: list[int] = []
         self.digest = Digest(self._device)
+
+    def _numbered(self) -> int:
+        """The number of this operator, among those of the group."""
+        with _locks.lock:
+            _made[self._group] = _made.get(self._group, 0) + 1
+            return _made[self._group]
 
     # --- steps
 
@@ -117,6 +122,13 @@ class ProcessGroupSum:
         if at > opening:
             self._reduce(buffer[opening:at])
         return places, [other.fact for other in said]
+
+    def begin(self, step: Step, *who: str, count: int | None = None) -> None:
+        """Say, before a pass that waits for others, that this process is at it."""
+
+    def padded(self, batches: Any) -> Any:
+        """The batches of this process, and what it takes part in for the others' sake."""
+        return batches
 
     def generator(self, device: torch.device) -> torch.Generator:
         """One that draws the same on every rank,
@@ -314,6 +326,8 @@ def shared(
     """The processes of `process_group=`, checked; None where there is no group,
     or no other process in it.
     """
+    if where.layout is not None:
+        return where.layout.shared(process_group, where, owner, chunk_size)
     if process_group is None:
         return None
     distributed = torch.distributed

@@ -193,6 +193,13 @@ class _Met(threading.local):
 
 
 _met = _Met()
+
+
+def meets(blocks: Any) -> bool:
+    """Whether this thread runs the function of these blocks, and none of them."""
+    return _met.blocks is blocks
+
+
 _INSIDE = object()
 """Met inside of a block is a part of it."""
 
@@ -418,14 +425,16 @@ def _watch(undo: Undo) -> None:
 watch_calls = Counted(_watch)
 
 
-@final
 class Blocks:
     """A function of the user's; while it runs, its blocks keep only what enters them.
 
     Attributes:
         named: The modules that are blocks, with their names; none, where checkpoints are.
         met: How many blocks have run.
+        needed: Whether one has to.
     """
+
+    needed = True
 
     def __init__(
         self, f: Callable[..., Any], checkpoint: bool | str, named: dict[nn.Module, str]
@@ -438,7 +447,7 @@ class Blocks:
         self.met = 0
         with Scope(self._enter):
             result = self.__wrapped__(*args, **kwargs)
-        if not self.met:
+        if self.needed and not self.met:
             names = ", ".join([*self.named.values()][:4])
             raise InputError(
                 f"checkpoint={self.checkpoint!r}: f calls none of the modules {names}. Name "
@@ -455,8 +464,15 @@ class Blocks:
         """J v of the function, of which this is an evaluation."""
         return Tangents(graph)
 
+    def inside(self) -> Callable[..., Any]:
+        """The function without blocks, for an evaluation that records nothing."""
+        return self.__wrapped__
+
     def _enter(self, undo: Undo) -> None:
         _within(self, undo)
+        self._watch(undo)
+
+    def _watch(self, undo: Undo) -> None:
         for part in [part for module in self.named for part in module.modules()]:
             _hooks.lend_module(part, ())  # and no other thread has it
         for module in self.named:
@@ -466,7 +482,7 @@ class Blocks:
             attributes[name] = partial(self._call, module)
 
     def _call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        if _met.blocks is not self:  # inside of a block, or in another thread
+        if not meets(self):  # inside of a block, or in another thread
             return module._call_impl(*args, **kwargs)
         return self.run(module._call_impl, args, kwargs, self.named[module])
 
@@ -627,7 +643,7 @@ class Tangents:
             Scope(partial(_within, _INSIDE)),
         ):
             call = context.call
-            context.call = call._replace(what=call.what.__wrapped__)
+            context.call = call._replace(what=call.what.inside())
             with self._random.replayed(), Scope(_level):
                 given = zip((leaf.detach() for leaf in leaves), vectors, strict=True)
                 duals = [x if v is None else forward_ad.make_dual(x, v) for x, v in given]

@@ -1,0 +1,1 @@
+"""Points whose tensors are sharded over processes: internal, loaded where such a one is met."""

@@ -1,0 +1,295 @@
+"""The groups of a model under `fully_shard`: blocks that gather their shards, in each pass again.
+
+What `fully_shard` gathers together is a block as those of `checkpoint=` are: between passes it
+keeps its shards and what enters it, and nothing whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hodiff._core import _call, _tree, _versions
+from hodiff._core._loans import mark_as_parameter
+from hodiff._core._settings import Scope, Undo
+from hodiff._core._where import Where, plain
+from hodiff.errors import InputError
+from hodiff.memory import _blocks
+from hodiff.sharded._gather import Averaged, Move, Moved, ShardCut
+from hodiff.sharded._ranks import PLAIN, ShardRanks
+
+SHARD = "_shard_of_hodiff"
+"""The attribute of a parameter that a model has while `f` runs: this process's part, a leaf."""
+
+
+Held = tuple[nn.Module, str, Any, Tensor]
+"""A place of a parameter: the module, the name there, the parameter, this process's part."""
+
+
+class Group:
+    """A module under `fully_shard`, and the modules whose parameters its call makes whole.
+
+    Attributes:
+        name: The path of the module.
+        module: The module.
+        modules: It and those below it, but other groups.
+        repeats: Whether it is a block, which each pass runs again; not what has blocks in it.
+        meshes: The processes that share the data, for each part that is gathered by itself.
+        mesh: The first, which is that of all; None without parameters.
+    """
+
+    def __init__(
+        self, name: str, module: Any, modules: Sequence[nn.Module], *, repeats: bool
+    ) -> None:
+        self.name, self.module = name, module
+        self.modules, self.repeats = modules, repeats
+        self._hooked = [part for part in modules if isinstance(part, FSDPModule)]
+        theirs = [each for part in self._hooked for each in _versions.fsdp_groups(part)]
+        for each in theirs:
+            _check_group(each, name)
+        self.meshes = [each.mesh_info.mesh for each in theirs]
+        self.mesh: Any = self.meshes[0] if theirs else None
+
+    def slots(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        """The places of its parameters, and what is there now."""
+        for module in self.modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield module, name, parameter
+
+    def held(self) -> list[Held]:
+        """The places of its parameters, what is there now, and of that this process's part."""
+        made: dict[int, Tensor] = {}
+        for _, _, parameter in self.slots():
+            if id(parameter) not in made:
+                shard = parameter.__dict__.get(SHARD)
+                made[id(parameter)] = parameter.to_local() if shard is None else shard
+        return [(*slot, made[id(slot[2])]) for slot in self.slots()]
+
+    def __call__(self, held: Sequence[Held], *args: Any, **kwargs: Any) -> Any:
+        """The result of the module, whose parameters are whole meanwhile."""
+        with Scope(partial(self._enter, held)):
+            return self.module._call_impl(*args, **kwargs)
+
+    def _enter(self, held: Sequence[Held], undo: Undo) -> None:
+        whole: dict[int, Tensor] = {}
+        pairs = {id(shard): (parameter, shard) for _, _, parameter, shard in held}
+        for kind in {(shard.requires_grad, shard.dtype): None for *_, shard in held}:
+            some = [(p, x) for p, x in pairs.values() if (x.requires_grad, x.dtype) == kind]
+            move = Move(self.mesh, [self._cut(p) for p, _ in some], gathers=True)
+            made = Moved.apply(*(x for _, x in some), move)
+            whole |= {id(x): self._finished(p, y) for (p, x), y in zip(some, made, strict=True)}
+        for module, name, _, shard in held:
+            undo += [partial(module._parameters.__setitem__, name, module._parameters[name])]
+            module._parameters[name] = whole[id(shard)]  # type: ignore[assignment]
+        for module in self._hooked:
+            for table in ("_forward_pre_hooks", "_forward_hooks"):
+                theirs = module.__dict__[table]
+                undo += [partial(module.__dict__.__setitem__, table, theirs)]
+                module.__dict__[table] = type(theirs)(
+                    (key, hook) for key, hook in theirs.items() if not _is_of_fsdp(hook)
+                )
+
+    def _cut(self, parameter: Any) -> ShardCut:
+        """The way in which a parameter is cut over the processes that share the data."""
+        n = self.mesh.ndim
+        shape = [*parameter.shape]
+        for at, each in enumerate(parameter.placements[n:], n):  # tensor parallel besides
+            if not each.is_replicate():
+                chunk = -(-shape[each.dim] // parameter.device_mesh.size(at))
+                begun = chunk * parameter.device_mesh.get_local_rank(at)
+                shape[each.dim] = max(0, min(chunk, shape[each.dim] - begun))
+        dim = parameter.placements[n - 1].dim
+        return ShardCut(torch.Size(shape), dim, -(-shape[dim] // self.mesh.size(n - 1)))
+
+    def _finished(self, parameter: Any, whole: Tensor) -> Tensor:
+        """A whole tensor as the module's own code knows its parameter."""
+        n = self.mesh.ndim
+        if parameter.device_mesh.ndim > n:
+            names = parameter.device_mesh.mesh_dim_names[n:]
+            whole = DTensor.from_local(
+                whole,
+                parameter.device_mesh[names],
+                parameter.placements[n:],
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        mark_as_parameter(whole, parameter)
+        return whole
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp")
+
+
+def _check_group(group: Any, name: str) -> None:
+    """Raise for what is not served."""
+    info, policy = group.mesh_info, group.mp_policy
+    if isinstance(group.offload_policy, CPUOffloadPolicy):
+        why = "its shards are offloaded to the CPU"
+    elif policy.param_dtype or policy.reduce_dtype or policy.output_dtype:
+        why = "it has a MixedPrecisionPolicy: convert the model, or use torch.autocast in f"
+    elif info.shard_mesh_dim is None or info.is_spmd_mesh or info.mesh.ndim > 2:
+        why = "it is replicated, or sharded over a mesh with names of its own (dp_mesh_dims)"
+    elif len(group.modules) != 1:
+        why = "fully_shard was given a list of modules: give it one at a time"
+    elif any(hasattr(p.sharded_param.to_local(), "fsdp_pre_all_gather") for p in group.fsdp_params):
+        why = "its tensors bring their own gathering (fsdp_pre_all_gather)"
+    else:
+        return
+    raise InputError(
+        f"{name}: this use of fully_shard is not served: {why}. "
+        f"Else gather a plain copy of the model, by p.full_tensor() for each parameter p."
+    )
+
+
+@final
+class Gathering(_blocks.Blocks):
+    """A function of a sharded model; while it runs, groups gather their shards when they are
+    called.
+    """
+
+    needed = False
+
+    def __init__(self, f: Callable[..., Any], groups: Sequence[Group], ranks: ShardRanks) -> None:
+        super().__init__(partial(_counted, f, ranks), True, {g.module: g.name for g in groups})
+        self._groups = {group.module: group for group in groups}
+        self._ranks = ranks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the function, whose groups are blocks."""
+        self._begun = False
+        with self._ranks.raise_on_all_ranks():
+            return super().__call__(*args, **kwargs)
+
+    def inside(self) -> Callable[..., Any]:
+        """The function whose groups gather, but are no blocks."""
+        return self._straight
+
+    def _straight(self, *args: Any, **kwargs: Any) -> Any:
+        with Scope(self._watch):
+            return self.__wrapped__(*args, **kwargs)
+
+    def _call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._begun:
+            self._begun = True
+            self._ranks.begin(
+                "evaluates", str(_call.state.running[-1].call.order), *self.named.values()
+            )
+        group = self._groups[module]
+        call = partial(group, group.held())
+        if group.repeats and _blocks.meets(self):
+            return self.run(call, args, kwargs, group.name)
+        return call(*args, **kwargs)
+
+
+def _counted(f: Callable[..., Any], ranks: ShardRanks, *args: Any, **kwargs: Any) -> Any:
+    """The result of `f`; constants of its values, where it runs for other processes' sake."""
+    result = f(*args, **kwargs)
+    return _tree.tree_map(_muted, result) if ranks.muted else result
+
+
+def _muted(x: Any) -> Any:
+    varies = isinstance(x, Tensor) and x.is_floating_point()
+    return x.detach() + 0 * (x - x.detach()) if varies else x
+
+
+class Groups:
+    """The groups of all modules of a point."""
+
+    def __init__(self, groups: Sequence[Group], mesh: Any) -> None:
+        self.groups, self.mesh = groups, mesh
+
+    def check(self, where: Where) -> None:
+        """Raise where a tensor of the point belongs to no group, or to several."""
+        owner: dict[int, Group] = {}
+        for group in self.groups:
+            for _, name, parameter in group.slots():
+                if (
+                    not isinstance(parameter, DTensor)
+                    or owner.setdefault(id(parameter), group) is not group
+                ):
+                    raise InputError(
+                        f"{where.name}: the parameter {name!r} of {group.name} is not sharded with "
+                        f"its group (it was ignored, or is tied to one of another group)."
+                    )
+        for each in where.module_slices:
+            end = each.start + len(each.names)
+            for number in range(each.start, end):
+                if id(where.tensors[number]) not in owner:
+                    raise InputError(
+                        f"{where.name}: {where.names[number]} is in no module under fully_shard, "
+                        f"but others are; "
+                        f"nobody would add up its gradients. Call fully_shard on the whole model "
+                        f"as well."
+                    )
+        free = [x for x in where.tensors if id(x) not in owner]
+        if any(isinstance(x, DTensor) for x in free):
+            raise InputError(
+                f"{where.name}: a DTensor beside a module under fully_shard is not served."
+            )
+
+    def dressed(
+        self, made: list[Any], leaves: Sequence[Tensor], given: Sequence[Tensor]
+    ) -> list[Any]:
+        """Tensors for `f`, each of which knows the leaf it is made of."""
+        for number, (tensor, leaf, theirs) in enumerate(zip(made, leaves, given, strict=True)):
+            if tensor is leaf:
+                made[number] = tensor = Averaged.apply(leaf, (self.mesh, False))
+            else:
+                tensor.__dict__[SHARD] = leaf
+            mark_as_parameter(tensor, theirs)
+        return made
+
+    def served(self, what: Any, ranks: ShardRanks) -> Any:
+        """The function whose groups gather."""
+        if isinstance(what, _blocks.Blocks):
+            raise InputError(
+                "checkpoint: the groups of fully_shard are the blocks of a sharded model, always. "
+                "Leave it out."
+            )
+        return Gathering(what, self.groups, ranks)
+
+    def ranks(self, where: Where, owner: str = PLAIN, chunk_size: object = None) -> ShardRanks:
+        """The processes that share the model."""
+        return ShardRanks(self.mesh, where, owner, chunk_size)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over the processes that share the data."""
+        return Averaged.apply(value, (self.mesh, True))
+
+
+def of(where: Where) -> Groups | None:
+    """The groups of a point's modules; None where there is no module under `fully_shard`."""
+    groups: list[Group] = []
+    for each in where.module_slices:
+        root = plain(each.module)
+        paths = {module: path or type(module).__name__ for path, module in root.named_modules()}
+        for outer in _outermost([root]):
+            inner = [*_outermost(outer.children())]
+            below = {part for block in inner for part in block.modules()}
+            rest = [part for part in outer.modules() if part not in below]
+            groups += [Group(paths[outer], outer, rest, repeats=not inner)]
+            groups += [Group(paths[m], m, [*m.modules()], repeats=True) for m in inner]
+    if not groups:
+        return None
+    meshes = [mesh for group in groups for mesh in group.meshes]
+    if any(mesh != meshes[0] for mesh in meshes):
+        raise InputError(f"{where.name}: its modules are sharded over several meshes; use one.")
+    return Groups(groups, meshes[0])
+
+
+def _outermost(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The modules under `fully_shard` that are in no other one."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            yield module
+        else:
+            yield from _outermost(module.children())
