@@ -30,7 +30,8 @@ _SHARES = {
     "explain/operations/": 0.1,
     "explain/wrong-derivatives/": 0.3,
     "recipes/hessian-training/": 0.5,
-    "recipes/implicit-maml/": 0.4,
+    "recipes/messages/": 1.6,
+    "recipes/notebooks/": 0.5,  # beside messages with the word "not"
     "recipes/is-my-penalty-right/": 0.5,
 }
 
@@ -45,8 +46,10 @@ def improve(path: Path, listed: str) -> None:
         part["title"] = _title(part["title"], anchor or part["title"])
         if location in words:
             part["tags"] = words[location]
-        aside = page.startswith("api/") and (
-            "hodiff." not in (anchor or part["title"]) or "._" in anchor
+        aside = (
+            location not in words
+            and page.startswith("api/")
+            and ("hodiff." not in (anchor or part["title"]) or "._" in anchor)
         )
         part["boost"] = _ASIDE if aside else _share(page)
     index["config"]["fields"]["tags"]["boost"] = _KEYWORD
