@@ -566,7 +566,7 @@ SMALLER = {
     "damping=1e-6, momentum=0.063": {"damping": 1e-6, "momentum": 0.0633},
 }
 RACES = {
-    "poisson": Race(lambda: poisson((2, 32, 1)), 5, variants=BOTH),
+    "poisson": Race(lambda: poisson((2, 32, 1)), 10, variants=BOTH),
     "poisson, wide": Race(lambda: poisson((2, 32, 32, 1)), 20, 3, 1),
     "burgers": Race(burgers, 8, variants=BOTH),
     "forces": Race(forces, 5, variants=BOTH),

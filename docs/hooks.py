@@ -82,14 +82,15 @@ def on_nav(nav: Any, *, config: Any, files: Any) -> None:
 
 def on_post_build(*, config: Any) -> None:
     """Writes it, tells the search what counts, and sets the formulas of all pages."""
-    from docs import formulas, search
+    from docs import formulas, gallery, search
 
     site = Path(config.site_dir)
     (site / "llms.txt").write_text(config.extra["llms"], encoding="utf-8")
-    glossary = Path(config.docs_dir) / "glossary.md"
-    words = glossary.read_text("utf-8") if glossary.exists() else ""
+    listed = Path(config.docs_dir) / "keywords.txt"
+    words = listed.read_text("utf-8") if listed.exists() else ""
     search.improve(site / "search" / "search_index.json", words)
     formulas.set_all(site)
+    gallery.fill(site)
 
 
 def _folded(table: str, longest: int) -> str:
@@ -98,6 +99,11 @@ def _folded(table: str, longest: int) -> str:
         return table
     show = f"<details markdown>\n<summary>Show the table of {rows} rows</summary>"
     return f"{show}\n\n{table}\n</details>\n"
+
+
+def _title(text: str) -> str:
+    """Of a page of the reference, in the navigation."""
+    return re.split(r"\.|: ", text.partition("\n")[0].removeprefix("# "))[-1]
 
 
 def _with_functions(entry: Any, config: Any) -> Any:
@@ -114,7 +120,7 @@ def _with_functions(entry: Any, config: Any) -> Any:
         {
             title: [
                 {f"{title}: overview": page},
-                *({Path(each).stem: each} for each in below),
+                *({_title(text): each} for each, text in below.items()),
             ]
         }
         if below

@@ -1,6 +1,7 @@
 """What `docs/benchmarks.md` shows of `docs/benchmarks.json`, which `python -m benchmarks --json` writes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from docs.figures import INK, subplots, svg
 from matplotlib.ticker import LogLocator, NullFormatter
 
 _FILE = Path(__file__).with_name("benchmarks.json")
+_RANGE = re.compile(r"\[(\S+) - (\S+)\]")
 _COLORS = ("#5c6bc0", "#e57373", "#66a966", "#c99a2e", "#9c6bc0", "#5aa0b8")
 
 
@@ -142,42 +144,42 @@ def verdicts() -> tuple[int, int]:
     return sum(met), len(met)
 
 
-def table(*, missed: bool = False) -> str:
-    """All rows, or those that miss their bar."""
-    lines = ["| what | case | measured | target | met |", "|---|---|---|---|---|"]
+def table(*, met: bool) -> str:
+    """The rows that met their target, or those that missed it: each claim once, with its cases."""
+    lines = ["| what, and case | measured | target |", "|---|---|---|"]
+    claim = ""
     for subject in measured().values():
         for row in subject["rows"]:
-            if not (missed and row["met"] is not False):
-                verdict = {True: "yes", False: "**no**", None: ""}[row["met"]]
-                cells = (
-                    row["subject"],
-                    row["case"],
-                    row["measured"],
-                    row["bar"],
-                    verdict,
-                )
-                lines.append(
-                    "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-                )
+            if row["met"] is not met:
+                continue
+            if row["subject"] != claim:
+                claim = row["subject"]
+                lines.append(f"| **{_cell(claim)}** | | |")
+            figure = row["measured"].partition(";")[0]
+            figure = _RANGE.sub(r"(\1 to \2)", figure)
+            lines.append(
+                "| " + " | ".join(map(_cell, (row["case"], figure, row["bar"]))) + " |"
+            )
     return "\n".join(lines)
 
 
-def machine() -> str:
-    """Where each subject was measured."""
-    lines = [
-        "| subject | date | processor | PyTorch | peers | rounds | load |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def machines() -> str:
+    """Where the subjects were measured: each machine once."""
+    at: dict[tuple[str, str], list[str]] = {}
     for name, subject in measured().items():
-        at = subject["where"]
-        peers = (
-            ", ".join(f"{peer} {release}" for peer, release in at["peers"].items())
-            or "none"
+        where = subject["where"]
+        peers = ", ".join(
+            f"{peer} {release}" for peer, release in where["peers"].items()
         )
-        rounds = "few (`--quick`)" if at["quick"] else "all"
-        processor = f"{at['processor']} ({at['device']})"
-        lines.append(
-            f"| {name} | {at['date']} | {processor} | {at['torch']} | {peers} | {rounds} | "
-            f"{at['load']} |"
-        )
-    return "\n".join(lines)
+        machine = f"{where['processor']} ({where['device']}), PyTorch {where['torch']}"
+        with_peers = f", with {peers}" if peers else ""
+        said = f"{name} ({where['date']}, load {where['load']})"
+        at.setdefault((machine, with_peers), []).append(said)
+    return "\n".join(
+        f"* **{machine}**{with_peers}: {', '.join(subjects)}"
+        for (machine, with_peers), subjects in at.items()
+    )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

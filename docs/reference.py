@@ -1,4 +1,4 @@
-"""The pages of the reference: of each group a table, made from the docstrings, and a page for each of its functions.
+"""The pages of the reference: of each group a table, made from the docstrings, and pages of its functions, those together that are read together.
 
 A group is one file below `docs/api`, with an entry `::: name` for each function.
 What a build shows of it is its prose and its table; `split` gives the entries to pages of their own.
@@ -13,19 +13,41 @@ from pathlib import Path
 _ENTRY = re.compile(r"^::: (\S+)$|^## (.+)$", re.MULTILINE)
 _BLOCK = re.compile(r"^::: (?P<name>\S+)\n(?:    .*\n)*\n?", re.MULTILINE)
 _EMPTY = re.compile(r"^##+ .+\n+(?=## |\Z)", re.MULTILINE)
-_HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
-_FAMILIES = {
-    "What they return": "records",
-    "The records": "records",
-    "What Taylor mode did": "report",
-}
-_WHOLE = (
-    "errors",
-    "memory",
-    "steps",
-    "verify",
-    "where",
-)  # groups that are one page: few functions, or one
+_TOGETHER = (  # what stands on one page, whose name is that of the first
+    "grad value_and_grad",
+    "jacobian jvp vjp",
+    "per_sample_grad gram",
+    "hessian value_grad_and_hessian hessian_diagonal cross_hessian",
+    "hvp cross_hvp",
+    "nth_derivative derivatives",
+    "gradient_penalty interpolate sample_norm",
+    "wgan_gp_penalty dragan_penalty r1_penalty r2_penalty",
+    "PathLengthPenalty hessian_penalty",
+    "eikonal_penalty sliced_score_matching_loss",
+    "jacobian_penalty curvature_penalty gradient_norm_penalty",
+    "LinearOperator JacobianOperator MatrixOperator",
+    "GaussNewtonOperator FisherOperator",
+    "trace diagonal",
+    "eigsh spectral_density convergence",
+    "logdet TraceRecord DiagonalRecord EigenRecord DensityRecord SolveRecord",
+    "solve nystrom",
+    "LevenbergMarquardt LeastSquaresRecord",
+    "root fixed_point",
+    "Rule SGD Adam AdamW NAdam RAdam Adamax RMSprop Adagrad Adadelta",
+    "inspect predict shared release monitor",
+    "watch explain lifetime multi_grad",
+    "Graph NodeRecord Saved Leaf Prediction Finding Shared Explanation Watch Lifetime Released "
+    "Monitor Step",
+    "laplacian value_grad_and_laplacian second_order_operator biharmonic",
+    "divergence value_and_divergence curl",
+    "partial partials derivatives_of jet report Report Estimate Partials",
+    "sparse_hessian sparse_jacobian",
+    "plan_hessian plan_jacobian Plan",
+    "sparsity_pattern color Pattern",
+)
+_PAGES = {name: line.split()[0] for line in _TOGETHER for name in line.split()}
+_NAMED = {"Rule": "rules", "Graph": "records"}  # a page that no function gives a name
+_WHOLE = ("errors", "memory", "steps", "verify", "where")  # groups of one page
 
 
 def summary(page: str) -> str:
@@ -64,11 +86,9 @@ def split(page: str, text: str) -> tuple[str, dict[str, str]]:
     title = text.partition("\n")[0].removeprefix("# ")
     pages: dict[str, list[str]] = {}
     for found in _BLOCK.finditer(text):
-        heading = [each[1] for each in _HEADING.finditer(text, 0, found.start())][-1:]
-        name = _FAMILIES.get(heading[0]) if heading else None
-        if found["name"].startswith("hodiff.rules."):
-            name = "rules"
-        pages.setdefault(name or found["name"].rpartition(".")[2], []).append(found[0])
+        name = found["name"].rpartition(".")[2]
+        first = _PAGES.get(name, name)
+        pages.setdefault(_NAMED.get(first, first), []).append(found[0])
     below = (
         f"\n[{title}](../{group}.md) lists the functions of this group and the keywords that they "
         "share.\n"
@@ -84,7 +104,9 @@ def _page(name: str, group: str, parts: list[str]) -> str:
     if len(parts) == 1:
         head, _, options = parts[0].strip().partition("\n    options: {")
         return f"{head}\n    options: {{heading_level: 1{', ' + options if options else '}'}\n"
-    return f"# {group}: {name}\n\n" + "\n".join(map(_second_level, parts))
+    names = [part.split()[1].rpartition(".")[2] for part in parts]
+    title = f"{group}: {name}" if name in _NAMED.values() else ", ".join(names)
+    return f"# {title}\n\n" + "\n".join(map(_second_level, parts))
 
 
 def _second_level(part: str) -> str:

@@ -9,8 +9,6 @@ from typing import Any
 
 from mkdocs.exceptions import PluginError
 
-_WORDS = re.compile(r"^\*\*(?P<words>.+)\*\*\n:   (?P<text>.+)$", re.MULTILINE)
-_LINK = re.compile(r"\[[^\]]*\](?:\((?P<address>[^)]+)\)|\[(?P<name>[^\]]+)\])")
 _FORMULA = re.compile(
     r"(?:[\s,:]|\b(?:and|by|for|from|in|is|of|or|over|to|with)\b)*\\\(.*"
 )  # and what follows it
@@ -32,23 +30,26 @@ _SHARES = {
     "explain/operations/": 0.1,
     "explain/wrong-derivatives/": 0.3,
     "recipes/hessian-training/": 0.5,
-    "recipes/implicit-maml/": 0.4,
+    "recipes/messages/": 1.6,
+    "recipes/notebooks/": 0.5,  # beside messages with the word "not"
     "recipes/is-my-penalty-right/": 0.5,
 }
 
 
-def improve(path: Path, glossary: str) -> None:
+def improve(path: Path, listed: str) -> None:
     """Rewrites the index at `path`: it keeps its form, so that another theme would find in it what it knows."""
     index = json.loads(path.read_text("utf-8"))
-    words = keywords(glossary, {part["location"] for part in index["docs"]})
+    words = keywords(listed, {part["location"] for part in index["docs"]})
     for part in index["docs"]:
         location = part["location"]
         page, _, anchor = location.partition("#")
         part["title"] = _title(part["title"], anchor or part["title"])
         if location in words:
             part["tags"] = words[location]
-        aside = page.startswith("api/") and (
-            "hodiff." not in (anchor or part["title"]) or "._" in anchor
+        aside = (
+            location not in words
+            and page.startswith("api/")
+            and ("hodiff." not in (anchor or part["title"]) or "._" in anchor)
         )
         part["boost"] = _ASIDE if aside else _share(page)
     index["config"]["fields"]["tags"]["boost"] = _KEYWORD
@@ -64,30 +65,21 @@ def _share(page: str) -> float:
     )
 
 
-def keywords(glossary: str, locations: set[str]) -> dict[str, list[str]]:
-    """The words of the glossary's second part, by where the first link of each leads."""
+def keywords(text: str, locations: set[str]) -> dict[str, list[str]]:
+    """The words of `keywords.txt`, by where each line leads: a page, a heading of it, or a name."""
     found: dict[str, list[str]] = {}
-    _, _, second = glossary.partition("## Words that people search for")
-    for entry in _WORDS.finditer(second):
-        link = _LINK.search(entry["text"])
-        if link is None:
-            raise PluginError(f"the glossary's {entry['words']!r} leads nowhere")
-        address = (
-            re.sub(r"\.md(?=#|$)", "/", link["address"]) if link["address"] else ""
-        )
-        anchor = f"#{link['name']}"
-        places = (
-            [address]
-            if address
-            else [place for place in locations if place.endswith(anchor)]
-        )
+    for line in text.splitlines():
+        target, _, words = line.partition(": ")
+        page, _, anchor = target.partition("#")
+        if page.endswith(".md"):
+            address = re.sub(r"(index)?\.md$", "/", page).replace("//", "/")
+            places = [f"{address}#{anchor}" if anchor else address]
+        else:
+            places = [place for place in locations if place.endswith(f"#{target}")]
         if len(places) != 1 or places[0] not in locations:
-            raise PluginError(
-                f"the glossary's {entry['words']!r} leads to {address or link['name']!r}, "
-                "not in the index"
-            )
+            raise PluginError(f"docs/keywords.txt: {target!r} is not in the index")
         found.setdefault(places[0], []).extend(
-            word.strip() for word in entry["words"].split(",")
+            word.strip() for word in words.split(",")
         )
     return found
 

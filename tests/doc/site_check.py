@@ -1,4 +1,5 @@
-"""Checks a built site: nothing is fetched from elsewhere, every internal link and anchor exists, every fence ran.
+"""Checks a built site: nothing is fetched from elsewhere, every internal link and anchor exists, every fence ran, and
+it is short.
 
 python tests/doc/site_check.py site
 """
@@ -29,11 +30,22 @@ FETCHES = {
 NOT_FETCHED = {"alternate", "canonical", "edit", "next", "prev"}  # values of <link rel=…> that only inform
 EXTERNAL = re.compile(r"^\s*(?:[a-z][a-z0-9+.-]*:)?//", re.IGNORECASE)
 CSS_URL = re.compile(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)", re.IGNORECASE)
+PAGES, WORDS, LONGEST = 115, 110_000, 1_500  # of the site, and of a page, as rendered
+DATA = {  # pages that are a record, or a table
+    "explain/stock-pytorch",
+    "explain/wrong-derivatives",
+    "explain/operations",
+    "explain/failures",
+    "benchmarks",
+}
+UNSEEN = {"script", "style", "svg", "math"}  # what of an article is no word
 
 
 class _Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
+        self.text: list[str] = []  # of the article
+        self._inside = self._hidden = 0
         self.anchors: set[str] = set()
         self.links: list[str] = []  # followed by a reader
         self.fetched: list[str] = []  # followed by the browser
@@ -51,11 +63,18 @@ class _Page(HTMLParser):
                     self.fetched.extend(_addresses(name, values[name]))
         self.fetched.extend(_css_addresses(values.get("style", "")))
         self._in_style = tag == "style"
+        self._inside += tag == "article"
+        self._hidden += tag in UNSEEN
+        self.text += [" "] * (tag not in ("span", "a", "code"))
 
     def handle_endtag(self, tag: str) -> None:
         self._in_style = False
+        self._inside -= tag == "article"
+        self._hidden -= tag in UNSEEN
 
     def handle_data(self, data: str) -> None:
+        if self._inside and not self._hidden:
+            self.text.append(data.replace("¶", ""))
         self.raw |= "```python exec=" in data
         if self._in_style:
             self.fetched.extend(_css_addresses(data))
@@ -80,9 +99,13 @@ def check_site(root: Path) -> list[str]:
     if not pages:
         return [f"{root}: holds no page"]
 
-    faults = []
+    faults, total = [], 0
     for path, page in pages.items():
         name = path.relative_to(root.resolve())
+        words = len("".join(page.text).split())
+        total += words
+        if words > LONGEST and name.parent.as_posix() not in DATA:
+            faults.append(f"{name}: {words} words, at most {LONGEST}")
         if page.raw:
             faults.append(f"{name}: shows a fence that did not run")
         for address in page.fetched:
@@ -92,6 +115,9 @@ def check_site(root: Path) -> list[str]:
     for sheet in sorted(root.rglob("*.css")):
         for address in _css_addresses(sheet.read_text(encoding="utf-8")):
             faults.extend(_fault(root, sheet.resolve(), sheet.relative_to(root), address, pages, fetched=True))
+    number = sum(path.name == "index.html" for path in pages)
+    if number > PAGES or total > WORDS:
+        faults.append(f"{number} pages of {total} words, at most {PAGES} of {WORDS}")
     return faults
 
 

@@ -19,14 +19,9 @@ for page in ("coming-from.md", "coming-from-others.md"):
         SHARED[title], SECTIONS[title] = above, section
 NEEDS = {
     "curvlinops": "curvlinops",
-    "PyHessian": "pyhessian",
     "BackPACK": "backpack",
     "higher": "higher",
     "TorchOpt and jaxopt": "torchopt",
-    "hypertorch": "hypergrad",
-    "torchdiffeq": "torchdiffeq",
-    "GPyTorch": "gpytorch",
-    "PyPose": "pypose",
     "NequIP": "nequip",
     "laplace-torch": "laplace",
     "DeepXDE": "deepxde",

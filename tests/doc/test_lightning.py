@@ -1,4 +1,4 @@
-"""The program of `docs/recipes/lightning.md` prints what the page says, where Lightning is installed."""
+"""The program of `docs/recipes/notebooks.md` prints what the page says, where Lightning is installed."""
 
 import re
 import subprocess

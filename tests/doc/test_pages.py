@@ -67,6 +67,17 @@ def test_code_is_as_wide_as_a_page_shows_it():
     assert not wide
 
 
+def test_a_recipe_shows_at_most_forty_lines_at_once():
+    """What a program starts from is folded."""
+    long = []
+    for page in PAGES:
+        fences = re.findall(r"^```python\b(.*)\n((?:.*\n)*?)```$", (ROOT / page).read_text("utf-8"), re.MULTILINE)
+        for options, code in fences:
+            if "/recipes/" in page and "source=" in options and "folded=" not in options and code.count("\n") > 40:
+                long.append(f"{page}: {code.count(chr(10))} lines: {code.partition(chr(10))[0]}")
+    assert not long
+
+
 HIDDEN = {"docs/recipes/several-losses.md": {"peak"}}  # told on the page
 
 

@@ -106,5 +106,5 @@ def test_strict_build(tmp_path, fault):
         page = (tmp_path / "site" / "index.html").read_text("utf-8")
         assert "42" in page
         shown = re.sub("<[^>]+>", "", page)
-        assert "x: float | int" in shown and "Real" not in shown
+        assert "float | int" in shown and "Real" not in shown
         assert 'class="katex"' in page and "<script" in page and "katex.min.js" not in page

@@ -42,6 +42,13 @@ def test_each_kind_of_fault_is_found(tmp_path, body, css, fault):
     assert fault in found
 
 
+def test_a_long_page_is_a_fault(tmp_path):
+    (found,) = check_site(site(tmp_path, f"<article>{'<p>word</p>' * 1_501}</article>"))
+    assert "1501 words" in found
+    (tmp_path / "other").mkdir()
+    assert not check_site(site(tmp_path / "other", f"<article>{'<p>word</p>' * 1_500}</article>"))
+
+
 def test_an_empty_folder_is_a_fault(tmp_path):
     (found,) = check_site(tmp_path)
     assert "holds no page" in found

@@ -46,7 +46,8 @@ MODULES_OF_FIVE_CALLS = 41
 STATEMENTS_OF_FIVE_CALLS = 6428  # sharded points are told apart
 ROOMS_OF_THEIR_OWN = ("steps", "memory", "curvature", "graph")
 LONGEST_BODY = 45
-IMPORTED_ONCE = 5  # `_near_zero` now comes with `_substitutes`, when an operation has to be written out
+# `_near_zero` comes with `_substitutes`, when an operation has to be written out; 2 are of sharded models
+IMPORTED_ONCE = 7
 PRIVATE_NAMES = {
     "_core._versions": 56,
     "graph._saved": 5,

@@ -87,58 +87,38 @@ def _defined(runs: dict[str, Any]) -> str:
 
 
 def _refused(runs: dict[str, Any]) -> str:
-    """The reasons, each with the operations and routes that it stands for."""
+    """The reasons, each with the operations that it stands for; the box has the routes."""
     reasons: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for release, run in runs.items():
         for name, routes in run["operations"].items():
-            for route, verdict in routes.items():
+            for verdict in routes.values():
                 if kind(verdict) == "refused":
                     reason = verdict.removeprefix("refused: ").partition(" (in ")[0]
-                    reasons[reason][name] |= {f"{route}|{release}"}
-    lines = [
-        "## What hodiff refuses, why, and the way out\n",
-        "| operations | routes | what the error says |",
-        "|---|---|---|",
-    ]
+                    reasons[reason][name] |= {release}
+    lines = ["## What hodiff refuses, why, and the way out\n", "| operations | what the error says |", "|---|---|"]
     for reason, names in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0])):
-        routes = {entry.partition("|")[0] for entries in names.values() for entry in entries}
-        seen = {entry.partition("|")[2] for entries in names.values() for entry in entries}
-        ordered = ", ".join(route.name for route in ROUTES if route.name in routes)
+        seen = {entry for entries in names.values() for entry in entries}
         only = "" if seen == set(runs) else f" (torch {', '.join(release for release in runs if release in seen)})"
-        lines.append(f"| {_names(sorted(names))} | {ordered}{only} | {_cell(reason)} |")
+        lines.append(f"| {_names(sorted(names))}{only} | {_cell(reason)} |")
     return "\n".join(lines) + "\n\n"
 
 
 def _stock(runs: dict[str, Any]) -> str:
-    """Where plain PyTorch gives a wrong number, and by how much."""
+    """Where plain PyTorch gives a wrong number; the box says by how much, and what hodiff does."""
     stock = [route for route in ROUTES if not route.ours]
-    lines = [
-        "## Where plain PyTorch is silently wrong\n",
-        "The largest relative error; `not finite` is a NaN or an infinity where the derivative is finite. "
-        "What hodiff does by its routes of the same order stands beside it. "
-        "[What stock PyTorch gets wrong](stock-pytorch.md) has short programs for the most important.\n",
-        "| operation | torch | " + " | ".join(route.name for route in stock) + " | hodiff, 2nd | hodiff, 3rd |",
-        "|---|---|" + "---|" * (len(stock) + 2),
-    ]
-    names = sorted({name for run in runs.values() for name in run["operations"]})
-    for name in names:
-        rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
-        for release, run in runs.items():
-            routes = run["operations"].get(name, {})
-            cells = [_error(routes.get(route.name, "right")) for route in stock]
-            if any(cells):
-                ours = [
-                    ", ".join(
-                        sorted(
-                            {kind(routes.get(r.name, "right")) for r in ROUTES if r.ours and r.order == order}
-                            - {"none"}
-                        )
-                    )
-                    for order in (2, 3)
-                ]
-                rows[*cells, *ours].append(release)
-        lines += [f"| {name} | {', '.join(found)} | " + " | ".join(cells) + " |" for cells, found in rows.items()]
-    return "\n".join(lines) + "\n\n"
+    wrong: dict[str, set[str]] = defaultdict(set)
+    for release, run in runs.items():
+        for name, routes in run["operations"].items():
+            if any(_error(routes.get(route.name, "right")) for route in stock):
+                wrong[name].add(release)
+    everywhere = [name for name in sorted(wrong) if len(wrong[name]) == len(runs)]
+    some = [f"`{name}` ({', '.join(sorted(wrong[name]))})" for name in sorted(wrong) if name not in everywhere]
+    return (
+        "## Where plain PyTorch is silently wrong\n\n"
+        "By some route, or not finite where the derivative is finite. The box above says by which, and by how much. "
+        "[What stock PyTorch gets wrong](stock-pytorch.md) has short programs for the most important.\n\n"
+        f"In all of these releases: {_names(everywhere)}.\n\nIn some: {', '.join(some)}.\n\n"
+    )
 
 
 SEARCH = """\
