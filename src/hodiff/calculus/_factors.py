@@ -707,10 +707,9 @@ class _Reading:
                 if not is_fault(error):
                     raise
         rows = [one(*each) for each in zip(*seeds, strict=True)]
-        return [
-            torch.stack(column) if len(column) > 1 else column[0].unsqueeze(0)
-            for column in zip(*rows, strict=True)
-        ]
+        if len(rows) == 1:
+            return [part.unsqueeze(0) for part in rows[0]]
+        return [torch.stack(column) for column in zip(*rows, strict=True)]
 
     # --- rows
 
