@@ -65,7 +65,7 @@ def train(model, x, steps=4):
 
 
 def main() -> None:
-    """Gradients, products and an eigenvalue beside those of one process, and training."""
+    """Gradients, products, an eigenvalue beside those of one process; training."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     digits = load_digits()
@@ -83,7 +83,8 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
 
     # a call of its own data: the mean over the ranks, as backward() has it
-    mean = lambda m: F.cross_entropy(m(inputs[rank::world]), targets[rank::world])  # noqa: E731
+    mine = inputs[rank::world], targets[rank::world]
+    mean = lambda m: F.cross_entropy(m(mine[0]), mine[1])  # noqa: E731
     gradient = hodiff.grad(mean, model)
     mean(model).backward()
     same = all(
@@ -108,9 +109,8 @@ def main() -> None:
     agree = all(abs(a - b) < 1e-12 for a, b in zip(whole, shards, strict=True))
     if rank == 0:
         weight = product["0.weight"]
-        print(
-            f"{weight.placements} of {tuple(weight.shape)}: {tuple(weight.to_local().shape)}"
-        )
+        shape = tuple(weight.to_local().shape)
+        print(f"{weight.placements} of {tuple(weight.shape)}: {shape}")
         print("grad is what backward() leaves, to the bit:", same)
         print("H v is that of one process:", error.item() < 1e-14)
         print(f"largest eigenvalue {top:.4f}; by eigsh, on one process, {exact:.4f}")

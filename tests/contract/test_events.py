@@ -393,6 +393,25 @@ def _shared(_: Model) -> torch.Tensor:
         return group_sum.sum("multiplies", [X])[0][0].clone()
 
 
+def _straight(_: Model) -> None:
+    """The function of a sharded model for an evaluation that records nothing."""
+    from hodiff.sharded._groups import Gathering
+
+    Gathering(lambda: None, [], mock.Mock(muted=False)).inside()()
+
+
+def _fully_sharded(_: Model) -> Any:
+    """A product of a sharded model, of one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(X.shape[-1], 2), nn.Tanh(), nn.Linear(2, 1)).to(X.dtype)
+    fully_shard(model[0])
+    fully_shard(model)
+    v = {name: torch.ones_like(p.detach()) for name, p in model.named_parameters()}
+    return hodiff.hvp(lambda m: m(X).square().sum(), model, v)
+
+
 def _entered(context: Callable[[], Any]) -> Call:
     def run(_: Model) -> None:
         with context():
@@ -525,6 +544,9 @@ ENTERED: dict[str, Call] = {
     "curvature/_data_operator.py: DataOperator": _closed,
     "curvature/_process_group.py: _exchanging": _shared,
     "curvature/_process_group.py: raise_on_all_ranks": _shared,
+    "sharded/_ranks.py: exchanging": _fully_sharded,
+    "sharded/_groups.py: Scope(self._meet)": _straight,
+    "sharded/_groups.py: Scope(partial(self._enter, held))": _fully_sharded,
     "curvature/_data.py: told_what_it_got": CALLS["GaussNewtonOperator, module in f"],
     "curvature/_staleness.py: one_look": lambda _: hodiff.HessianOperator(_cube, X).dense(),
     "curvature/_probes.py: EstimatorProgress": CALLS["trace"],

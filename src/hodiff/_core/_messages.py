@@ -227,8 +227,13 @@ WRONG_TANGENTS = {
     **dict.fromkeys(("householder_product", "orgqr"), "products of I - tau v v'"),
     **(
         {
-            **dict.fromkeys(("det", "slogdet", "logdet"), "torch.linalg.slogdet"),
-            **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), "torch.linalg.solve"),
+            **dict.fromkeys(
+                ("det", "slogdet", "logdet"), "the product of the pivots of torch.linalg.lu_factor"
+            ),
+            **dict.fromkeys(
+                ("solve", "solve_ex", "tensorsolve"),
+                "torch.linalg.lu_solve(*torch.linalg.lu_factor(A), B)",
+            ),
         }
         if _versions.LU_IS_CONSTANT
         else {}

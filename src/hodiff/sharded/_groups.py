@@ -174,8 +174,11 @@ class Gathering(_blocks.Blocks):
         return self._straight
 
     def _straight(self, *args: Any, **kwargs: Any) -> Any:
-        with Scope(self._watch):
+        with Scope(self._meet):
             return self.__wrapped__(*args, **kwargs)
+
+    def _meet(self, undo: Undo) -> None:
+        self._watch(undo)
 
     def _call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._begun:
