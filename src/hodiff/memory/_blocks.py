@@ -658,5 +658,10 @@ class Tangents:
 
 
 def _level(undo: Undo) -> None:
-    undo += [partial(forward_ad.exit_dual_level, level=0)]
+    undo += [_leave_level]
     forward_ad.enter_dual_level()
+
+
+def _leave_level() -> None:
+    with suppress(RuntimeError):  # none was entered: an interrupt came first
+        forward_ad.exit_dual_level(level=0)

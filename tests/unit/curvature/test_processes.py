@@ -1,5 +1,6 @@
 """Operators whose data several processes share: the answers of one process, and errors on all of them."""
 
+import contextlib
 import datetime
 import functools
 import os
@@ -401,6 +402,21 @@ def stumbling(rank: int, culprit: int, later: bool) -> Any:
         H @ draw(39)
 
 
+def stumbling_again(rank: int, culprit: int) -> None:
+    """One operator fails twice, and the second time as well all know of it."""
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        if rank == culprit:
+            raise Stumble("no such file")
+        return sum_of_cross_entropy(model, batch)
+
+    data = [batches(LABELS)[rank]]
+    H = hodiff.HessianOperator(loss, network(), data=data, process_group=dist.group.WORLD)
+    with contextlib.suppress(Stumble, hodiff.GraphError):
+        H @ draw(39)
+    H @ draw(39)
+
+
 def healthy(rank: int) -> None:
     """The group is as good as before."""
     build("Hessian", dist.group.WORLD) @ draw(39)
@@ -465,6 +481,7 @@ def looking_on(rank: int) -> None:
 FAILURES = {
     "first pass, 0": (stumbling, (0, False), [0], "Stumble: no such file"),
     "first pass, 1": (stumbling, (1, False), [1], "Stumble: no such file"),
+    "a second time": (stumbling_again, (1,), [1], "Stumble: no such file"),
     "later, 0": (stumbling, (0, True), [0], "Stumble: no such file"),
     "later, 2": (stumbling, (2, True), [2], "Stumble: no such file"),
     "a vector of another size": (short, (), [0], "InputError: v has shape (38,)"),

@@ -345,3 +345,15 @@ def test_the_systems_of_a_log_determinant_are_solved_side_by_side(monkeypatch: p
     (found,) = torch.autograd.grad(value, a)
     agree(found, 1 / a.detach(), 1e-6)  # of a diagonal matrix, signs know it
     assert asked == [4]  # the processes have solved them; one look at what is left
+
+
+def test_who_looks_on_changes_no_solution_that_begins_anew() -> None:
+    """Of systems by GMRES, of which one has ended when the others begin anew."""
+    A = torch.eye(12, dtype=D) + 0.3 * torch.triu(torch.ones(12, 12, dtype=D), 1)
+    sides = torch.stack([torch.eye(12, dtype=D)[0], *draw(2, 12, seed=3)])
+    options = {"method": "gmres", "restart": 4, "rtol": 1e-10}
+    alone = hodiff.solve(hodiff.MatrixOperator(A), sides.T, **options)
+    seen: list[Tensor] = []
+    looked = hodiff.solve(hodiff.MatrixOperator(A), sides.T, callback=lambda r: seen.append(r.value.clone()), **options)
+    assert torch.equal(alone.value, looked.value) and len(seen) > 4
+    agree(A @ looked.value, sides.T, 1e-8)
