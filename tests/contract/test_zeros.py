@@ -66,7 +66,7 @@ def test_a_network_of_straight_pieces_is_said_once_for_each_line(door: str) -> N
 
 PIECES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "LeakyReLU": (network(nn.LeakyReLU()), "leakyrelu"),
-    "PReLU": (network(nn.PReLU()), "prelu"),
+    "PReLU": (network(nn.PReLU()), "prelu|where"),
     "ReLU6": (network(nn.ReLU6()), "hardtanh|relu6"),
     "Hardtanh": (network(nn.Hardtanh()), "hardtanh"),
     "two layers": (network(nn.ReLU(), nn.Linear(8, 8), nn.ReLU()), "relu"),

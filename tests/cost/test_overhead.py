@@ -29,7 +29,10 @@ BOUNDS = {
     "cached product": (-14, -10),  # one asks whether a tracer looks on
     "gradient penalty": (190, 199),
     "tall jacobian": (-26, -24),  # one asks for room, one takes a view that tracers follow
-    "three steps of a solve": (450, 450),  # three ask whether a product has lost a tangent
+    "three steps of a solve": (
+        454,
+        454,
+    ),  # three ask whether a product has lost a tangent; steps have names of their own
     "solution and its backward pass": (599, 601),
 }
 """How many; and in a process that has made an optimizer, as every training loop has: that loads Dynamo and DTensor.

@@ -25,9 +25,10 @@ from tests.support.calls import Function, walked
 BOUNDS = {
     "hvp of a tensor": (12, 57, 62),  # one asks whether zeros are no answer
     "hvp of a module": (15, 82, 101),
-    "laplacian": (17, 104, 192),
+    "laplacian": (17, 104, 193),  # one asks whether a point is shared by processes
     "gradient penalty": (14, 94, 113),
-    "first product": (21, 170, 1350),  # it reads which variables the function names, to compare them later
+    # it reads which variables the function names, to compare them later, and whether processes share the point
+    "first product": (21, 171, 1352),
     "cached product": (12, 47, 70),
     "failing backward": (13, 117, 460),  # _messages, the one file of texts; frames: it reads the source of this file
 }

@@ -22,6 +22,7 @@ STANDING = {
     ("cli", "main", "OSError"): "a stream that takes no more: the reader of a pipe has read enough, or a full disk",
     ("cli._explain", "flush", "suppress(OSError)"): "the same of the program's, which Python says at its end",
     ("memory._blocks", "Tangents.along", "RuntimeError"): "raised again, unless forward mode is what is missing",
+    ("memory._blocks", "_leave_level", "suppress(RuntimeError)"): "none was entered: an interrupt came first",
     ("memory._blocks", "_captured", "suppress(ValueError)"): "a cell that is empty yet, as Python has it",
     ("_core._needed", "_is_there", "(AttributeError, ImportError)"): "a name that is missing, which is said",
     ("_core._locks", "_me", "RuntimeError"): "PyTorch's, of a thread that has kept nothing yet",

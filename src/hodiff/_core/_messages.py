@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -353,7 +353,13 @@ _KINDS = {
     "forward AD": "no forward mode",
     "forward mode AD": "no forward mode",
 }
-_about = partial(partial, GraphError.about)
+
+
+def _about(message: str, **facts: Any) -> Callable[[], GraphError]:
+    """A maker of an error of ours."""
+    return lambda: GraphError.about(message, **facts)
+
+
 _OURS: dict[str, Callable[[], GraphError]] = {
     "freed": _about(
         "the graph has already been freed: a backward() or autograd.grad() without retain_graph "

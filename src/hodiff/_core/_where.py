@@ -78,7 +78,7 @@ class Where:
             self._argument_items = [None]
             self.given_tree = _tree.LEAF
             self.tree = _tree.LEAF
-            if self._shards:
+            if self._shards and value.__class__ not in _arguments.TENSORS:
                 self._lay_out()
             return
         if value is _arguments.MISSING:
@@ -106,9 +106,13 @@ class Where:
 
     def _lay_out(self) -> None:
         """Let this process's parts stand for tensors that are sharded."""
-        self.layout = lay_out(self)
-        if self.layout is not None:
-            self.tensors = self.layout.parts()
+        kinds = {*map(type, self.tensors)}
+        for module_slice in self.module_slices:
+            kinds.update(map(type, module_slice.assembly.modules))
+        if not kinds <= _arguments.WHOLE:
+            self.layout = lay_out(self)
+            if self.layout is not None:
+                self.tensors = self.layout.parts()
 
     def _add(self, item: Any, path: str) -> _tree.Tree:
         """Append the leaves of one item; return the tree of its result."""
@@ -136,12 +140,14 @@ class Where:
                 f"{path} is a TorchScript module, whose parameters cannot be replaced; "
                 "pass the eager module."
             )
-        for part in module.modules() if self._shards else ():
-            if hasattr(part, "reshard"):  # under `fully_shard`, after a forward pass
-                part.reshard()  # pyright: ignore[reportCallIssue]
         assembly = Assembly.of(module)
         if _arguments.may_be_shared():
             _arguments.check_modules(assembly.modules, path, shards=self._shards)
+            if self._shards and not _arguments.WHOLE.issuperset(map(type, assembly.modules)):
+                for part in assembly.modules:
+                    if hasattr(part, "reshard"):  # under `fully_shard`, after a forward pass
+                        part.reshard()  # pyright: ignore[reportCallIssue]
+                assembly = Assembly.of(module)
         pairs = _chosen(item, assembly) if isinstance(item, Selection) else assembly.trainable()
         if not pairs:
             raise InputError(

@@ -260,7 +260,7 @@ def test_a_run_that_leads_away_is_not_taken(method: Literal["cg", "minres"], see
     with pytest.warns(hodiff.ConvergenceWarning, match="after"):
         found = hodiff.solve(hodiff.MatrixOperator(A), b, method=method, rtol=1e-7)
     true = residual(hodiff.MatrixOperator(A.double()), found.value.double(), b.double())
-    assert found.residual <= 1 and found.residual == pytest.approx(true, rel=1e-2)
+    assert found.residual <= 1 and found.residual == pytest.approx(true, rel=5e-2)
 
 
 @pytest.mark.parametrize("scale", [1e-100, 1e-20, 1e20, 1e100])
