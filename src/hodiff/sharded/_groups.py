@@ -131,10 +131,10 @@ def _is_of_fsdp(hook: Any) -> bool:
 
 def _check_group(group: Any, name: str) -> None:
     """Raise for what is not served."""
-    info, policy = group.mesh_info, group.mp_policy
+    info, policies = group.mesh_info, [each.mp_policy for each in group.fsdp_params]
     if isinstance(group.offload_policy, CPUOffloadPolicy):
         why = "its shards are offloaded to the CPU"
-    elif policy.param_dtype or policy.reduce_dtype or policy.output_dtype:
+    elif any(each.param_dtype or each.reduce_dtype or each.output_dtype for each in policies):
         why = "it has a MixedPrecisionPolicy: convert the model, or use torch.autocast in f"
     elif info.shard_mesh_dim is None or info.is_spmd_mesh or info.mesh.ndim > 2:
         why = "it is replicated, or sharded over a mesh with names of its own (dp_mesh_dims)"
