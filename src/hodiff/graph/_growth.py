@@ -547,7 +547,7 @@ def _fills(node: ast.AST, name: str) -> bool:
         held = ast.unparse(call.value)
         return held == name or held.startswith((f"{name}[", f"{name}.setdefault("))
     given = _source.targets(node)
-    whole = name in given and (isinstance(node, ast.AugAssign) or _reads(node, name))
+    whole = name in given and (isinstance(node, ast.AugAssign) or _source.reads(node, name))
     return whole or any(target.startswith(f"{name}[") for target in given)
 
 
@@ -658,13 +658,3 @@ def report(growth: Growth, *, ended: bool = True) -> str:
     parts = ["\n\n".join([TITLE, *map(str, grown)])] if grown else []
     parts += filter(None, [str(growth.untrained) if ended else ""])
     return "\n\n".join(parts) + "\n" if parts else ""
-
-
-def _reads(node: ast.AST, name: str) -> bool:
-    """Whether a statement reads a variable."""
-    return any(
-        isinstance(each, (ast.Name, ast.Attribute))
-        and isinstance(each.ctx, ast.Load)
-        and ast.unparse(each) == name
-        for each in ast.walk(node)
-    )

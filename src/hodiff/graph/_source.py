@@ -169,18 +169,19 @@ def only_assignment(name: str, line: Line | None) -> Line | None:
     """The line that assigns `name` in the function around a line, if it is the only one."""
     numbers = assignments(name, line) if name and line is not None else []
     only = Line(line.file, numbers[0]) if line is not None and len(numbers) == 1 else None
-    if only and cell_of(only.file) and name in names_in(statement(only)):
+    if only and cell_of(only.file) and reads(statement(only), name):
         return None  # what it had before is from an earlier cell
     return only
 
 
-def names_in(node: ast.AST | None) -> list[str]:
-    """The names that are read in a statement."""
-    return [
-        each.id
+def reads(node: ast.AST | None, name: str) -> bool:
+    """Whether a statement reads a variable."""
+    return any(
+        isinstance(each, (ast.Name, ast.Attribute))
+        and isinstance(each.ctx, ast.Load)
+        and ast.unparse(each) == name
         for each in _walk(node)
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
-    ]
+    )
 
 
 def carried(loop: ast.stmt) -> list[str]:

@@ -72,8 +72,8 @@ class ShardRanks(ProcessGroupSum):
         """A batch of the process of this number; this one's own, if it has one."""
         box = [None if batch is _NOTHING else batch]
         source = dist.get_global_rank(self._group, rank)
-        dist.broadcast_object_list(given := [*box], src=source, group=self._group)
-        return given[0] if batch is _NOTHING else batch
+        dist.broadcast_object_list(box, src=source, group=self._group)
+        return box[0] if batch is _NOTHING else batch
 
     def _tell(self, error: Exception) -> None:
         if not self.waits:
