@@ -112,7 +112,7 @@ def _called(loss: Callable[..., Any], where: Any, has_aux: bool, *args: Any, **k
     if not has_aux:
         return result
     value, aux = split(result)
-    return value, trees.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
+    return value, trees.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, aux)
 
 
 def _watched() -> str:
