@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hodiff
+from tests.support import audit
 from tests.unit.steps.support import MARKS
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")]
@@ -99,6 +100,12 @@ def made(way: str, aux: bool) -> tuple[Any, Any, Net, Callable[..., Any], Any]:
     return step, where, net, f, around
 
 
+@pytest.fixture(scope="module", autouse=True)
+def once_before() -> None:
+    """The first step of a process loads the compiler, and watches threads from then on."""
+    hodiff.compile_step(lambda w: w**2, torch.ones((), requires_grad=True), backend="replay").value_and_grad()
+
+
 def numbers() -> tuple[Any, ...]:
     return random.getstate(), torch.get_rng_state().tolist()
 
@@ -140,8 +147,10 @@ def test_a_step_leaves_what_its_loss_does(way: str, call: str, aux: bool) -> Non
 
     seen: list[Any] = []
     handles = [p.register_hook(seen.append) for p in net.parameters() if p.requires_grad]
+    switches = audit.process()
     with around():
         got, got_beside, got_gradients = taken(call, step, net, x, aux)
+    assert not audit.differences(switches, audit.process())
     for handle in handles:
         handle.remove()
     torch.testing.assert_close((got, got_beside), (value.detach(), beside), check_dtype=True)
