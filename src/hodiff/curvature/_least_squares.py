@@ -451,7 +451,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             ratio = trial.gain / step.decrease if step.decrease > 0 else -math.inf
             state.setdefault("radius", step.norm)
             if ratio < POOR:
-                state["radius"] = CUT * step.norm
+                state["radius"] = CUT * step.norm or state["radius"]
             elif ratio > GOOD:
                 state["radius"] = max(state["radius"], 2 * step.norm)
             accepted = ratio > SUFFICIENT
