@@ -4,7 +4,7 @@ import io
 import math
 import sys
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -131,6 +131,52 @@ def test_gmres_preconditioned_needs_no_symmetry_and_keeps_the_true_residual() ->
     assert residual(hodiff.MatrixOperator(A), found.value, b) <= 1.01e-8
     with pytest.raises(hodiff.InputError, match="preconditioner: this MatrixOperator is not known to be symmetric"):
         hodiff.solve(hodiff.MatrixOperator(values), b, preconditioner=near)
+
+
+@pytest.mark.parametrize("restart", [1, 2, 4])
+def test_gmres_preconditioned_begins_anew(restart: int) -> None:
+    """Of later bases, too, what is preconditioned is the change alone."""
+    values = torch.logspace(0, 4, N, dtype=D)
+    A = torch.diag(values) + 0.3 * torch.triu(draw(N, N), 1)
+    near = hodiff.MatrixOperator(torch.linalg.inv(torch.diag(values) * 1.3 + 0.2 * torch.triu(draw(N, N), 1)))
+    b = draw(N, seed=5)
+    whole = hodiff.solve(hodiff.MatrixOperator(A), b, method="gmres", preconditioner=near)
+    found = hodiff.solve(hodiff.MatrixOperator(A), b, method="gmres", preconditioner=near, restart=restart)
+    assert found.converged and found.products > restart + 1  # more than one basis
+    assert found.products <= 4 * whole.products
+    agree(found.value, torch.linalg.solve(A, b), 1e-6)
+
+
+@pytest.mark.parametrize("method", ["cg", "minres", "gmres"])
+def test_a_preconditioner_of_another_dtype_is_refused(method: Literal["cg", "minres", "gmres"]) -> None:
+    A, narrow = hodiff.MatrixOperator(torch.ones(4, dtype=D)), hodiff.MatrixOperator(torch.ones(4))
+    with pytest.raises(hodiff.InputError, match=r"preconditioner has .*float32, but .*float64"):
+        hodiff.solve(A, torch.ones(4, dtype=D), method=method, preconditioner=narrow)
+
+
+LIMITS = {"products": {"products": 4}, "rtol": {"rtol": 0.3}, "iterations": {"iterations": 3}}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("method", ["cg", "minres", "gmres"])
+def test_a_backward_pass_keeps_to_the_limits_of_its_solve(method: Any, limit: str) -> None:
+    """The derivative by b is the solution for what arrives, within the same limits: as inexact, and warned of."""
+    size = 400  # its matrix is not solved at once
+    values = torch.logspace(0, 3, size, dtype=D)
+    b, u = draw(size, seed=1).requires_grad_(), draw(size, seed=2)
+    A = hodiff.MatrixOperator(values)
+    with warnings.catch_warnings(record=True) as forward:
+        warnings.simplefilter("always")
+        value = hodiff.solve(A, b, method=method, create_graph=True, **LIMITS[limit]).value
+    with warnings.catch_warnings(record=True) as backward:
+        warnings.simplefilter("always")
+        (found,) = torch.autograd.grad(value @ u, b)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = hodiff.solve(A, u, method=method, **LIMITS[limit]).value
+    agree(found, expected, 1e-10)
+    assert float((found - u / values).norm()) > 1e-3 * float(found.norm())
+    assert len(backward) == len(forward) == (limit == "products")
 
 
 def test_gmres_says_where_it_cannot() -> None:

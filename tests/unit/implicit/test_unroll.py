@@ -494,6 +494,61 @@ def test_an_argument_that_is_not_used() -> None:
         hodiff.unroll(lambda p: (p if next(used) < 2 else p.detach()).square().sum(), ONE, rules.SGD(), 4)
 
 
+UNUSED = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2},
+    "Adam": {"lr": 0.1, "weight_decay": 0.2},
+    "AdamW": {"lr": 0.1, "weight_decay": 0.2},
+    "RMSprop": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2},
+    "Adagrad": {"lr": 0.1, "weight_decay": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+@pytest.mark.parametrize("segments", [None, 2])
+def test_a_parameter_rests_in_steps_that_do_not_use_it(name: str, segments: int | None) -> None:
+    """As in torch.optim, where its `.grad` is None: no decay, no momentum, and its steps are not counted."""
+    assert set(UNUSED) == set(rules.__all__) - {"Rule"}
+    start = [torch.tensor([1.0, -2.0], dtype=D), torch.tensor([0.5, 3.0], dtype=D)]
+    batches = [True, False, False, True, True, False]
+    f = lambda p, both: (p[0] ** 4).sum() + ((p[1] * p[0]).sin().sum() if both else 0)
+    options = {} if segments is None else {"segments": segments}
+    found = hodiff.unroll(f, start, getattr(rules, name)(**UNUSED[name]), batches, **options)
+
+    theirs = [nn.Parameter(x.clone()) for x in start]
+    optimizer = getattr(torch.optim, name)(theirs, **UNUSED[name])
+    for both in batches:
+        optimizer.zero_grad()
+        f(theirs, both).backward()
+        optimizer.step()
+    torch.testing.assert_close([x.detach() for x in found], [x.detach() for x in theirs], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 5, 7, 100])
+def test_any_number_of_segments(segments: int) -> None:
+    problem = Problem()
+    close(problem.gradients(5, segments=segments), problem.gradients(5))
+
+
+@pytest.mark.parametrize("first", [torch.zeros(0, dtype=D), torch.zeros(2, dtype=D)], ids=["empty", "not empty"])
+def test_segments_compare_all_parameters(first: Tensor) -> None:
+    """A parameter without entries is none that has been compared."""
+    theta, factor = torch.tensor(2.0, dtype=D, requires_grad=True), [1.0]
+    f = lambda p: (p[0] ** 2).sum() + factor[0] * theta * (p[1] ** 2).sum()
+    found = hodiff.unroll(f, [first, torch.ones(2, dtype=D)], rules.SGD(lr=0.1), 4, segments=2)
+    factor[0] = 3.0
+    with pytest.raises(GraphError, match=r"(?i)chang|elsewhere|other"):
+        found[1].sum().backward()
+
+
+def test_segments_find_what_is_passed_by_keyword_alone() -> None:
+    theta = torch.tensor([0.3, -0.2], dtype=D, requires_grad=True)
+    f = lambda w: F.linear(X[:, :4], w, bias=theta).square().mean()
+    ends = [hodiff.unroll(f, torch.ones(2, 4, dtype=D), rules.SGD(lr=0.1), 4, **o) for o in ({}, {"segments": 2})]
+    one, other = (torch.autograd.grad(end.sin().sum(), theta)[0] for end in ends)
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert bool(one.abs().min() > 1e-3)
+
+
 def test_a_function_that_changes_its_argument() -> None:
     with pytest.raises(GraphError, match="in place"):
         hodiff.unroll(lambda p: p.detach().add_(1).sum() + p.sum(), ONE.clone(), rules.SGD(), 2)
