@@ -792,6 +792,7 @@ def refusals(rank: int) -> list[str]:
 
     for build_one in (
         lambda: hodiff.HessianOperator(sum_of_cross_entropy, model, data=data, process_group=group),
+        lambda: hodiff.HessianOperator(sum_of_cross_entropy, nn.Sequential(model), data=data, process_group=group),
         lambda: hodiff.HessianOperator(lambda m: m(X).sum(), network(), process_group=group),
         lambda: hodiff.HessianOperator(sum_of_cross_entropy, network(), data=data, process_group=True),
         lambda: hodiff.HessianOperator(mean, network(), data=batches(LABELS)[:1], process_group=group).value,
@@ -812,8 +813,9 @@ def test_what_cannot_be_shared_is_refused(three: Ranks) -> None:
     whole = hodiff.HessianOperator(sum_of_cross_entropy, network(), data=batches(LABELS))
     for outcome in three(refusals):
         assert not outcome.error, outcome
-        wrapped, dataless, no_group, bare, nothing, weighed = outcome.value
+        wrapped, inside, dataless, no_group, bare, nothing, weighed = outcome.value
         assert wrapped.startswith("x is wrapped in DistributedDataParallel") and "pass model.module" in wrapped
+        assert "DistributedDataParallel" in inside
         assert dataless.startswith("process_group: there are no data to share among processes")
         assert no_group.startswith("process_group: got a bool, expected a group that this process belongs to")
         assert bare.startswith("f returned one value, but there are several batches (or processes)")
