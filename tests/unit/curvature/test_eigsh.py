@@ -140,3 +140,17 @@ def test_the_memory_of_a_basis(rtol: float, most: int) -> None:
     assert found.converged
     torch.testing.assert_close(found.value.double(), expected.flip(0)[:2], rtol=1e-5, atol=0)
     assert ledger.most / (4 * 400) <= most
+
+
+@pytest.mark.parametrize(("size", "top"), [(120, (9.5, 9.5)), (300, (9.2, 9.2, 9.2)), (500, (9.1, 9.1))])
+@pytest.mark.parametrize("which", ["largest", "smallest", "magnitude"])
+def test_copies_just_above_a_dense_rest(size: int, top: tuple[float, ...], which: str) -> None:
+    """The search for a copy begins below the rest: it may not end before its first value has converged."""
+    for seed in range(3):
+        values = torch.cat([torch.linspace(0, 9, size - len(top), dtype=D), torch.tensor(top, dtype=D)])
+        values = -values if which == "smallest" else values
+        found = hodiff.eigsh(
+            hodiff.MatrixOperator(values), len(top), which=which, generator=torch.Generator().manual_seed(seed)
+        )
+        assert found.converged
+        torch.testing.assert_close(found.value.abs(), torch.tensor(top, dtype=D), rtol=1e-7, atol=0)
