@@ -230,7 +230,7 @@ class CompiledStep(Unlike):
         self.report.calls += 1
         with Scope(self._freeze) if self._selects else nullcontext():
             if self._settled:
-                return self._plain(args, kwargs)
+                return self._for_once(self.report.reasons[-1], args, kwargs)
             if watched := _watched():
                 return self._for_once(watched, args, kwargs)
             result, failure = None, ""
@@ -450,12 +450,14 @@ class CompiledStep(Unlike):
         self._tell(reason, "This step")
 
     def _tell(self, reason: str, what: str) -> None:
-        if reason in self.report.reasons:
-            return
-        self.report.reasons.append(reason)
         text = f"compile_step: {reason}. {what} runs uncompiled."
+        known = reason in self.report.reasons
+        if not known:
+            self.report.reasons.append(reason)
         if self._fallback == "raise":
             raise GraphError(text)
+        if known:
+            return
         warnings.warn(text, HodiffWarning, stacklevel=outside())
 
 

@@ -195,3 +195,17 @@ def test_a_step_leaves_what_its_loss_does(way: str, call: str, aux: bool) -> Non
     left = once()
     gc.collect()
     assert [ref() for ref in left] == [None] * len(left)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("eager")])
+def test_where_it_shall_raise_each_call_raises(way: str, call: str) -> None:
+    f, _, before, around, _ = WAYS[way]
+    net = Net()
+    step = hodiff.compile_step(f, net, has_aux=True, backend="replay", fallback="raise")
+    for _ in range(before if f is loss else 0):
+        step.value_and_grad(torch.randn(5, 3))
+    for _ in range(3):
+        with pytest.raises(hodiff.GraphError, match="runs uncompiled"), around():
+            taken(call, step, net, torch.randn(5, 3), True)
+    assert len(step.report.reasons) == 1
