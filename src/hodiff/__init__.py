@@ -39,10 +39,9 @@ import typing
 from hodiff._core import _needed
 
 try:
-    from hodiff._core import _compiled_callers, _kernels, _lazy, _messages, _where
+    from hodiff._core import _call, _compiled_callers, _kernels, _messages, _settings, _where
 
-    with _lazy.uncollected():
-        from hodiff._core._where import Selection, select
+    with _settings.uncollected():
         from hodiff.calculus._first import grad, jacobian, jvp, value_and_grad, vjp
         from hodiff.calculus._second import (
             cross_hessian,
@@ -63,12 +62,7 @@ try:
             InputError,
             RandomnessWarning,
         )
-        from hodiff.fields._second_order import (
-            biharmonic,
-            laplacian,
-            second_order_operator,
-            value_grad_and_laplacian,
-        )
+        from hodiff.fields._second_order import laplacian, value_grad_and_laplacian
 except (AttributeError, ImportError) as error:
     raise _needed.in_words(error) from error
 
@@ -79,6 +73,7 @@ if typing.TYPE_CHECKING:
     from hodiff import plotting as plotting
     from hodiff import rules as rules
     from hodiff import sparse as sparse
+    from hodiff._core._modules import Selection, select
     from hodiff.calculus._higher import derivatives, nth_derivative
     from hodiff.calculus._multi import multi_grad
     from hodiff.calculus._per_sample import gram, per_sample_grad
@@ -98,8 +93,14 @@ if typing.TYPE_CHECKING:
         spectral_density,
         trace,
     )
+    from hodiff.fields._operators import (
+        biharmonic,
+        curl,
+        divergence,
+        second_order_operator,
+        value_and_divergence,
+    )
     from hodiff.fields._partial import derivatives_of, jet, partial, partials
-    from hodiff.fields._vector import curl, divergence, value_and_divergence
     from hodiff.implicit._unroll import unroll
     from hodiff.memory import twice_differentiable
     from hodiff.penalties._critic import interpolate, sample_norm
@@ -232,18 +233,32 @@ def _lay_out(where: _where.Where) -> typing.Any:
     return _layout.of(where)
 
 
+def _check_samples(settled: _call.Call) -> None:
+    from hodiff._core import _independence
+
+    _independence.check(settled)
+
+
 # The rooms that the foundation asks where it must, each loaded when it is asked.
 _messages.explainer = _explain
 _where.lay_out = _lay_out
+_call.check_samples = _check_samples
 _kernels.OURS.update(scaled_dot_product_attention=_attend, cross_entropy_loss=_score)
 
 # What most programs need none of, or a little.
 _HOMES = {
+    "_core._modules": ("Selection", "select"),
     "calculus._higher": ("derivatives", "nth_derivative"),
     "calculus._multi": ("multi_grad",),
     "calculus._per_sample": ("gram", "per_sample_grad"),
+    "fields._operators": (
+        "biharmonic",
+        "curl",
+        "divergence",
+        "second_order_operator",
+        "value_and_divergence",
+    ),
     "fields._partial": ("derivatives_of", "jet", "partial", "partials"),
-    "fields._vector": ("curl", "divergence", "value_and_divergence"),
     "graph": (),
     "implicit": (),
     "implicit._unroll": ("unroll",),
@@ -272,7 +287,7 @@ _HOMES = {
     "steps": ("compile_step",),
     "verify._check": ("check_derivatives",),
 }
-__getattr__, __dir__ = _lazy.names(
+__getattr__, __dir__ = _compiled_callers.names(
     globals(),
     _HOMES
     | {

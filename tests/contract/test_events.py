@@ -37,7 +37,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _kernels, _lazy, _locks, _settings
+from hodiff._core import _kernels, _locks, _settings
 from hodiff._core._where import Where
 from hodiff.cli._explain import Warnings
 from hodiff.curvature._memory import LiveBytes
@@ -521,7 +521,7 @@ ENTERED: dict[str, Call] = {
     "_core/_kernels.py: Counted(_plain_attention)": _entered(lambda: _settings.Scope(_kernels.plain_attention.enter)),
     "_core/_hooks.py: Counted(_watch_checkpoints)": _entered(hodiff.twice_differentiable),
     "_core/_kernels.py: Scope(include)": _repeated,
-    "_core/_lazy.py: Scope(_without_collections)": _entered(_lazy.uncollected),
+    "_core/_settings.py: Scope(_without_collections)": _entered(_settings.uncollected),
     "memory/_attention.py: Scope(_by_products)": _plain,
     "_core/_settings.py: Offered": _entered(hodiff.twice_differentiable),
     "_core/_python_functions.py: Scope(_comparing)": _compared,

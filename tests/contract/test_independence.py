@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import hodiff
 from hodiff._core import _independence
+from hodiff._core._call import call
 from hodiff.errors import BatchMixingWarning
 
 D = torch.float64
@@ -255,7 +256,7 @@ def test_one_sample_is_not_evaluated_to_see_whether_it_mixes():
         calls.append(1)
         return x.square().sum(1)
 
-    _independence.check(f, torch.ones(1, 3), batch_ndim=1)
+    _independence.check(call(f, torch.ones(1, 3), 1, batch_ndim=1))
     assert not calls
 
 

@@ -1422,7 +1422,7 @@ WIDE = torch.linspace(1, 2, 300_000)
 
 @pytest.mark.parametrize("name", LARGE)
 def test_vectors_that_do_not_fit_are_foreseen(name, monkeypatch):
-    monkeypatch.setattr("hodiff._core._vectors.memory_on", lambda device: 2e9)
+    monkeypatch.setattr("hodiff._core._arguments.memory_on", lambda device: 2e9)
     call, words = LARGE[name]
     with pytest.raises(InputError, match=rf"{words}.* would hold .*GB, but cpu has 2 GB"):
         call(hodiff.MatrixOperator(WIDE))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hodiff
-from hodiff._core import _nodes, _refusals
+from hodiff._core import _nodes, _values
 
 DOUBLE = {"dtype": torch.float64}
 X = torch.tensor([[0.3, -0.7], [1.1, 0.4], [-0.9, 0.2]], **DOUBLE)
@@ -20,7 +20,7 @@ W, U = torch.linspace(-1, 1, 16, **DOUBLE).view(2, 8) + 0.05, torch.linspace(1, 
 
 @pytest.fixture(autouse=True)
 def no_place_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_refusals, "_looked", set())
+    monkeypatch.setattr(_values, "_looked", set())
 
 
 def network(*between: nn.Module) -> nn.Sequential:
@@ -129,8 +129,8 @@ def test_zeros_that_are_right_are_not_spoken_of(case: str) -> None:
 
 def test_the_device_is_read_once_for_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Any] = []
-    look = _refusals._all_zero
-    monkeypatch.setattr(_refusals, "_all_zero", lambda tensors: read.append(1) or look(tensors))
+    look = _values._all_zero
+    monkeypatch.setattr(_values, "_all_zero", lambda tensors: read.append(1) or look(tensors))
     for door in ("laplacian", "hvp"):
         assert not said(lambda: DOORS[door](lambda x: MLP(x) * x.sum(-1, True)), times=4)  # noqa: B023
     assert len(read) == 2

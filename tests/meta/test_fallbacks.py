@@ -8,7 +8,7 @@ from tests.meta.source import library_files, module_name, tree
 # Classes of exceptions that mean one thing each.
 NARROW = {
     "ByNoRoute", "Different", "GraphError", "HodiffError", "ImportError", "InputError", "NoRule", "StopIteration",
-    "SyntaxError", "SystemExit", "TooMany", "CoefficientTooLarge", "hodiff.GraphError",
+    "SyntaxError", "SystemExit", "TooMany", "CoefficientTooLarge", "_jet.NoRule", "hodiff.GraphError",
     "importlib.metadata.PackageNotFoundError", "torch.OutOfMemoryError",
 }  # fmt: skip
 
@@ -29,7 +29,7 @@ STANDING = {
     ("_core._versions", "", "suppress(RuntimeError)"): "PyTorch's, of a key of which it has none by that name",
     ("_core._locks", "claim", "RuntimeError"): "the identity of a thread that has none yet",
     ("_core._graph", "OutputGraph._evaluate", "RuntimeError"): "raised again unless f is to run once more, otherwise",
-    ("_core._loans", "memory_of", "(RuntimeError, NotImplementedError)"): GETTER,
+    ("_core._tree", "memory_of", "(RuntimeError, NotImplementedError)"): GETTER,
     ("curvature._memory", "_storages", "suppress(NotImplementedError)"): GETTER,
     ("_core._versions", "prove.run", "Exception"): "in a thread of its own; each becomes an error",
     ("_core._versions", "_read", "(_Packed, RuntimeError)"): "kept, and raised by `unpack`",

@@ -23,7 +23,7 @@ MAY_IMPORT = {
         "_core._messages",
         "_core._needed",
         "_core._arguments",  # what a value is called
-        "_core._lazy",
+        "_core._compiled_callers",
     ),
     "memory": FOUNDATION,  # kernels that a function of the user's meets
     "jets": (*FOUNDATION, "memory"),  # an engine below the calculus, which takes its high orders from it

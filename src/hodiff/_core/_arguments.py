@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
+import os
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from hodiff._core import _settings, _tree, _versions
 from hodiff._core._faults import interrupts
-from hodiff.errors import GraphError, HodiffError, InputError
+from hodiff.errors import GraphError, InputError
 
 __all__ = [
     "MISSING",
     "Allowed",
     "Checkpoint",
     "ChunkSize",
-    "NoNumber",
     "Probes",
     "SupportsArray",
-    "Unlike",
     "allowed",
+    "as_called",
     "check_arguments",
     "check_batch",
     "check_chunk_size",
@@ -104,79 +102,6 @@ def is_set(value: Any, name: str) -> bool:
         if interrupts(error):
             raise
     raise InputError(f"{name}: got {shown(value)}, expected True or False.")
-
-
-class NoAttribute(HodiffError, AttributeError):
-    """A name that an object does not have: `hasattr` is False, and the error says what to write."""
-
-
-class Unlike(ABC):
-    """A value taken for a tensor or for another library's object:
-    its errors say what to write instead.
-    """
-
-    @abstractmethod
-    def _instead(self, name: str) -> str:
-        """The spelling to use for an attribute of this name."""
-
-    if not TYPE_CHECKING:  # a checker of types says it before anything runs
-
-        def __getattr__(self, name: str) -> Any:
-            """Names of other libraries, and slips."""
-            # a property whose computation met such an error: that is the one to show
-            if hasattr(type(self), name):
-                return object.__getattribute__(self, name)
-            raise NoAttribute(f"{kind(self)} has no attribute {name!r}: {self._instead(name)}")
-
-        def __format__(self, spec: str) -> str:
-            """Refuse the format of a number."""
-            if spec:
-                raise InputError(
-                    f"{kind(self)} has no format {spec!r}: {self._instead('__format__')}"
-                )
-            return str(self)
-
-        def __len__(self) -> NoReturn:
-            """PyTorch and NumPy ask it of sequences."""
-            raise TypeError(f"{kind(self)} has no length: {self._instead('__len__')}")
-
-        def __bool__(self) -> bool:
-            """Without a length it is an object as any other."""
-            return True
-
-
-class NoNumber(Unlike):
-    """A record whose number is its value: arithmetic with the record itself is a slip."""
-
-    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
-        """NumPy would make an array that holds the record, and fail later and elsewhere."""
-        raise TypeError(f"{kind(self)} is not an array but {self._parts}")
-
-    @property
-    def _parts(self) -> str:
-        return f"a record with fields .{', .'.join(vars(self))}."
-
-    def _instead(self, name: str) -> str:
-        return f"it is {self._parts}"
-
-    def _refuse(self, *others: object) -> NoReturn:
-        raise InputError(f"{kind(self)} is not a number but {self._parts}")
-
-    if not TYPE_CHECKING:
-        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
-        __rtruediv__ = __neg__ = __matmul__ = __rmatmul__ = __pow__ = __float__ = _refuse
-        __lt__ = __gt__ = __le__ = __ge__ = __getitem__ = __abs__ = __int__ = __round__ = _refuse
-        __hash__ = object.__hash__
-
-        def __eq__(self, other: object) -> bool:
-            """Whether it is the same record; a number is no record, and `False` would hide that."""
-            return self._refuse() if isinstance(other, (numbers.Number, Tensor)) else self is other
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse the record as an argument of PyTorch."""
-        given = _tree.flatten([*args, *(kwargs or {}).values()])[0]
-        next(value for value in given if isinstance(value, NoNumber))._refuse()
 
 
 # --- checks, made before anything is computed -----------------------------------------------------
@@ -497,6 +422,41 @@ def check_container(tree: _tree.Tree, count: int, name: str) -> None:
         )
 
 
+SMALL = 2**30
+"""Bytes of a tensor that nobody need ask the machine about."""
+
+
+def check_room(what: str, shape: Sequence[int], like: Tensor, way_out: str) -> None:
+    """Raise for a tensor larger than the memory of its device, before PyTorch asks for that."""
+    size = math.prod(shape) * like.element_size()
+    if size > SMALL and size > (whole := memory_on(like.device)):
+        raise InputError(
+            f"{what} would hold {' x '.join(f'{side:,}' for side in shape)} numbers, "
+            f"{size / 1e9:,.0f} GB, but {like.device} has {whole / 1e9:,.0f} GB. {way_out}"
+        )
+
+
+def memory_on(device: torch.device) -> float:
+    """The bytes of memory of a device; infinite where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cpu" and hasattr(os, "sysconf"):  # not on Windows
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return math.inf
+
+
+def as_called(what: Any) -> Any:
+    """A function as it is called: of a compiled module the one behind the wrapper, since compiled
+    code has no second derivative, whose names and parameters are the ones people know.
+    """
+    if isinstance(what, nn.Module):
+        compiled = type(what).__name__ == "OptimizedModule"
+        return next(what.children(), what) if compiled else what
+    if isinstance(what, type) and issubclass(what, nn.Module):
+        raise InputError(f"f: got the class {what.__name__}; give an instance of it.")
+    return what
+
+
 # --- what stands for a tensor where a vector is wanted --------------------------------------------
 
 
@@ -513,70 +473,6 @@ def check_dense(value: Tensor, name: str, advice: str = "") -> None:
         raise InputError(f"{name}: got a {layout} tensor; give a dense one{advice}.")
 
 
-def as_tensors(value: Any, dtype: torch.dtype, device: torch.device, name: str) -> Any:
-    """NumPy arrays, also in a container, and lists of numbers as tensors;
-    anything else as it is.
-    """
-    if isinstance(value, Tensor):
-        if value.is_nested:
-            check_dense(value, name)
-        return value
-    if isinstance(value, Mapping) and not isinstance(value, dict):
-        value = dict(value)
-    if _is_array(value) or _is_numbers(value):
-        return _tensor(value, dtype, device, name)
-    if _tree.is_container(value) and any(map(_is_array, _tree.flatten(value, name)[0])):
-        return _tree.tree_map(
-            lambda leaf: _tensor(leaf, dtype, device, name) if _is_array(leaf) else leaf, value
-        )
-    return value
-
-
-def tree_of_listed_leaves(value: Any, tree: _tree.Tree, number: int) -> _tree.Tree:
-    """The structure of a list (or tuple) of the leaves in the order of the point,
-    where it is no such point.
-    """
-    if not isinstance(value, (list, tuple)) or len(value) != number:
-        return None
-    if not all(isinstance(part, Tensor) for part in value):
-        return None
-    _, _, leaves = _tree.flatten(value)
-    return leaves if _tree.difference(tree, leaves, "") else None
-
-
-def _tensor(value: Any, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
-    """Numbers from elsewhere, copied, in the precision of flat vectors."""
-    if _is_array(value):
-        if value.dtype.kind not in "fiu":
-            raise InputError(f"{name}: got an array of {value.dtype}, expected real numbers.")
-        double = dtype is torch.float64
-        value = torch.from_numpy(
-            value.astype("float64" if double else "float32", order="C", copy=True)
-        )
-        return value.to(device, dtype)
-    try:
-        return torch.tensor(value, dtype=dtype, device=device)
-    except ValueError as error:
-        raise InputError(
-            f"{name}: got a nested list whose rows differ in length ({error})."
-        ) from error
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # who has an array has imported it
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def _is_numbers(value: Any, depth: int = 0) -> bool:
-    """Whether this is a list of numbers, or of such lists, and no list in itself."""
-    if not isinstance(value, (list, tuple)) or not value or depth > _tree.DEEPEST:
-        return False
-    return all(
-        _is_numbers(item, depth + 1) or (isinstance(item, numbers.Real) and type(item) is not bool)
-        for item in value
-    )
-
-
 # --- parameters that are sharded over processes: recognized, and refused with what works instead --
 # A gradient by shards is None in PyTorch, silently, and a model under `fully_shard` frees what a
 # second pass needs. Whoever has such tensors has imported the module that defines them.
@@ -586,13 +482,6 @@ LOADED_BY = "torch.distributed.tensor"
 """The module without which there are no such tensors: who calls the checks asks for it first,
 which costs nothing.
 """
-
-
-def may_be_shared() -> bool:
-    """Whether there may be modules that belong to several processes:
-    what makes them has been loaded.
-    """
-    return LOADED_BY in sys.modules or _versions.REPLICATED_BY in sys.modules
 
 
 WAY_OUT = (
@@ -605,72 +494,6 @@ WAY_OUT = (
 
 
 TENSORS = frozenset((Tensor, nn.Parameter))
-WHOLE: set[type] = {*TENSORS, type(None)}
-"""Classes of tensors and modules that are known to be nobody's shards."""
-
-
-def check_vectors(value: Any, name: str) -> None:
-    """Raise for vectors of such a class, DTensors among them, alone or in a container."""
-    if TENSORS.issuperset(map(type, value.values() if isinstance(value, dict) else (value,))):
-        return
-    for leaf in _tree.flatten(value, name)[0]:
-        if isinstance(leaf, Tensor) and not leaf.is_nested:
-            check_class(leaf, name)
-        if is_dtensor(leaf):
-            raise InputError(
-                f"{name} is a DTensor, of which each process holds a shard, but the point is an "
-                f"ordinary tensor. Give the full tensor, v.full_tensor(), which is the same on "
-                f"every process."
-            )
-
-
-def check_modules(modules: Iterable[nn.Module], name: str, *, shards: bool = False) -> None:
-    """Raise for a module under `fully_shard`, or one that has DTensors for parameters.
-
-    With `shards` only for what no call takes.
-    """
-    for module in modules:
-        if module.__class__ not in WHOLE:
-            _check_class(module, name, shards)
-        for path, parameter in module._parameters.items():
-            if parameter.__class__ not in WHOLE and not shards and is_dtensor(parameter):
-                raise InputError(
-                    f"{name}: the parameter {path!r} is a DTensor, sharded over processes. "
-                    f"{WAY_OUT}"
-                )
-
-
-def _check_class(module: nn.Module, name: str, shards: bool) -> None:
-    kind = module.__class__
-    replicated = any(
-        base.__module__ == _versions.REPLICATED_BY for base in kind.__mro__
-    )  # each such module has its own class
-    if (
-        replicated
-        and not sys.modules[_versions.REPLICATED_BY].replicate.state(module).has_initialized
-    ):
-        raise InputError(
-            f"{name}: a module under torch.distributed's replicate() has not run yet. Its first "
-            f"forward pass registers its parameters and buffers, and writes into them, so it may "
-            f"not see ours: run it once before, model(x)."
-        )
-    if "torch.distributed.fsdp" in sys.modules:
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-        if shards and issubclass(kind, FSDPModule):
-            return
-        if issubclass(kind, (FSDPModule, FullyShardedDataParallel)):
-            plain = next(
-                (k.__name__ for k in kind.__mro__ if not k.__name__.startswith(("FSDP", "Fully"))),
-                "",
-            )
-            raise InputError(
-                f"{name}: {plain} is sharded (fully_shard), and its parameters are freed between "
-                f"passes, which this call does not serve. {WAY_OUT}"
-            )
-    WHOLE.add(kind)
-
-
 NODE = "RegisterPostBackwardFunction"
 """The Function by which `fully_shard` notices, in the first pass,
 that a module's parameters may be freed.

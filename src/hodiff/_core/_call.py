@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from hodiff._core import _arguments, _settings, _versions
 from hodiff._core._arguments import Allowed, allowed, is_set
-from hodiff._core._where import Where, plain
+from hodiff._core._where import Where
 from hodiff.errors import InputError
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Call",
     "call",
     "carries_tangent",
+    "check_samples",
     "cut",
     "in_place_of",
     "inside",
@@ -38,6 +39,7 @@ __all__ = [
     "refuse_tangent",
     "refuse_transforms",
     "state",
+    "tag_of",
     "tangents",
 ]
 
@@ -84,6 +86,9 @@ class Call(NamedTuple):
 
 _NONE, _NO_BATCH = (), torch.Size()
 
+check_samples: Callable[[Call], object] = lambda settled: None  # noqa: E731 - until `hodiff` puts its own here
+"""What warns where samples of a call are not independent."""
+
 
 def call(
     what: Any,
@@ -100,8 +105,12 @@ def call(
     unpack_point: bool = False,
     keep: bool = False,
     cast: torch.dtype | None = None,
+    check_independence: bool = False,
 ) -> Call:
-    """A `Call`, from arguments as users and the functions above give them."""
+    """A `Call`, from arguments as users and the functions above give them.
+
+    With `check_independence`, once it is known that samples are independent.
+    """
     where = where if where.__class__ is Where else Where(where)
     create_graph = recorded(create_graph)
     plain = type(what) is FunctionType  # as the tracer of `torch.compile` can read it
@@ -116,11 +125,11 @@ def call(
     if has_aux and not builds_graph:
         raise InputError(COMPUTED)
     if not plain and isinstance(what, (nn.Module, type)):
-        what = _module(what)
+        what = _arguments.as_called(what)
     if where.layout is not None:
         what = where.layout.served(what, builds_graph, create_graph, batch_ndim)
     # past the function that the class has for it, as in each call of every function
-    return tuple.__new__(Call, (
+    settled = tuple.__new__(Call, (
         what,
         where,
         builds_graph,
@@ -139,23 +148,15 @@ def call(
         keep,
         cast,
     ))  # fmt: skip
+    if check_independence is not False and is_set(check_independence, "check_independence"):
+        check_samples(settled)
+    return settled
 
 
 COMPUTED = (
     "has_aux: this is about what a function returns, but f is a tensor already computed. Leave "
     "has_aux out, or give the function."
 )
-
-
-def _module(what: Any) -> Any:
-    """A module as it is called: behind a `torch.compile` wrapper,
-    since compiled code has no second derivative.
-    """
-    if isinstance(what, nn.Module):
-        return plain(what)
-    if issubclass(what, nn.Module):
-        raise InputError(f"f: got the class {what.__name__}; give an instance of it.")
-    return what
 
 
 USER = "hodiff: the function of the user's in it"
@@ -165,6 +166,29 @@ def in_place_of(f: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
     """A function of ours that is evaluated in place of the user's, from which that can be told."""
     vars(ours)[USER] = f
     return ours
+
+
+# --- leaves in place of tensors -------------------------------------------------------------------
+
+LEAF_TAG = "_leaf_of_hodiff"
+"""The attribute of a leaf of ours that says whose it is."""
+
+
+class LeafTag:
+    """The owner of a leaf: it is met again, in the graph of a later call, where `f` kept something.
+
+    Attributes:
+        open: Whether the evaluation still runs.
+        detached: Whether its results are, so that nothing but a leftover leads to its leaves.
+    """
+
+    open = True
+    detached: bool
+
+
+def tag_of(leaf: Tensor) -> tuple[LeafTag, int] | None:
+    """The owner of a leaf, and its number there; None for a tensor of the user's."""
+    return leaf.__dict__.get(LEAF_TAG)
 
 
 # --- calls inside the functions of other calls: which evaluations this thread has open, and what

@@ -1,5 +1,5 @@
-"""Calls inside `torch.compile`: the functions that the tracer may follow, and those that run as
-they are, between two graphs.
+"""Public names: loaded when asked for; inside `torch.compile`, which of them the tracer may follow,
+and which run as they are, between two graphs.
 
 hodiff reads graphs, lends modules, switches settings and warns; none of that can be held by a
 traced region. So what
@@ -13,12 +13,13 @@ each function.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, TypeVar
 
-from hodiff._core import _versions
+from hodiff._core import _needed, _versions
 
-__all__ = ["REASON", "break_graphs", "mark", "uncompiled"]
+__all__ = ["REASON", "break_graphs", "mark", "names", "uncompiled"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,3 +78,45 @@ def _methods(cls: type) -> list[Any]:
         for each in behind
         if inspect.isfunction(each) and each.__globals__["__name__"].startswith("hodiff")
     ]
+
+
+# --- packages whose modules are loaded when their names are asked for, not with `import hodiff` ---
+
+
+def names(
+    namespace: dict[str, Any], homes: Mapping[str, Sequence[str]], beside: Sequence[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package.
+
+    Args:
+        namespace: The package's globals, with its `__all__`.
+        homes: The names that each of its modules makes public; the modules are names themselves.
+        beside: Modules whose names are not the package's, though they are looked for there.
+    """
+    package = namespace["__name__"]
+    home = {name: module for module, listed in homes.items() for name in listed}
+
+    def look_up(name: str) -> Any:
+        if name in homes:
+            return import_module(f"{package}.{name}")
+        if name not in home:
+            # doctest and inspect ask whether there is a `__wrapped__`
+            public = () if name[0] == "_" else beside
+            places = (
+                f"{package}.{at}"
+                for at in public
+                if name in import_module(f"{package}.{at}").__all__
+            )
+            way = next((f"; write {at}.{name}" for at in places), "")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{way}")
+        for room in f"{package}.{home[name]}".split("."):
+            _needed.check(room)
+        value = namespace[name] = getattr(import_module(f"{package}.{home[name]}"), name)
+        mark(value)
+        return value
+
+    def listed() -> list[str]:
+        packages = {module for module in homes if module[0] != "_" and "." not in module}
+        return sorted({*namespace, *namespace["__all__"], *packages})
+
+    return look_up, listed

@@ -25,10 +25,9 @@ from hodiff._core import (
     _tree,
     _versions,
 )
-from hodiff._core._call import Call, cut
+from hodiff._core._call import LEAF_TAG, Call, LeafTag, cut, tag_of
 from hodiff._core._kernels import plain_attention
 from hodiff._core._lending import EvaluationContext
-from hodiff._core._loans import LEAF_TAG, LeafTag, memory_of, tag_of
 from hodiff.errors import GraphError, InputError
 
 __all__ = ["OutputGraph", "Watched", "detached", "split"]
@@ -164,10 +163,10 @@ class OutputGraph:
                     f"{name}: got {_arguments.kind(value)}, expected a function of "
                     f"{self.call.where.name}, or a tensor computed from it."
                 )
-        twice = self.call.where.duplicate()
+        twice = self.call.where.duplicate(range(len(self.call.where.tensors)))
         if twice:
             raise InputError(
-                f"{twice}: the same tensor is given twice, and a tensor already computed cannot "
+                f"{twice[0]}: the same tensor is given twice, and a tensor already computed cannot "
                 f"tell the two apart. Give it once, or give a function, which takes each as its "
                 f"own variable."
             )
@@ -272,10 +271,10 @@ class OutputGraph:
 
     def warn_of_zeros(self, second: Iterable[Any], vectors: Iterable[Any] | None = None) -> None:
         """Say that second derivatives by tensors are 0 where a network has no others."""
-        if not self.call.where.module_slices and any(map(_refusals.BENDS.__getitem__, self.kinds)):
-            _refusals.warn_of_zeros(
-                lambda: _nodes.survey(self.tensors()).operations(), second, vectors
-            )
+        if not self.call.where.module_slices and any(map(_messages.BENDS.__getitem__, self.kinds)):
+            from hodiff._core._values import warn_of_zeros
+
+            warn_of_zeros(lambda: _nodes.survey(self.tensors()).operations(), second, vectors)
 
     def tensors(self) -> list[Tensor]:
         """The outputs as a flat list, each checked to be a real tensor."""
@@ -318,7 +317,7 @@ class OutputGraph:
             *self.call.where.tensors,
             *([] if self.call.builds_graph else _tensors(self.call.what)),
         ]
-        return detached(value, {memory_of(tensor) for tensor in theirs})
+        return detached(value, {_tree.memory_of(tensor) for tensor in theirs})
 
     # --- what one look at the graph tells
 
@@ -427,8 +426,8 @@ class OutputGraph:
         """Whether the outputs depend on tensors over the point's own memory: `f` used those, in
         place of the point.
         """
-        own = {memory_of(tensor) for tensor in self.call.where.tensors if tensor.numel()}
-        return not own.isdisjoint(map(memory_of, survey.variables()))
+        own = {_tree.memory_of(tensor) for tensor in self.call.where.tensors if tensor.numel()}
+        return not own.isdisjoint(map(_tree.memory_of, survey.variables()))
 
     def _kept_by(self, tag: LeafTag) -> str:
         """The attribute of a module that holds a value of an evaluation that has ended,
@@ -511,7 +510,7 @@ def detached(value: Any, theirs: Container[int] = ()) -> Any:
     def apart(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return cut(leaf.clone() if theirs and memory_of(leaf) in theirs else leaf)
+        return cut(leaf.clone() if theirs and _tree.memory_of(leaf) in theirs else leaf)
 
     return apart(value) if value.__class__ is Tensor else _tree.tree_map(apart, value)
 

@@ -1,6 +1,6 @@
 """Events behind a user's function: modules it calls, passes, checkpoints, hooks on gradients.
 
-Every module that `f` calls is lent (see `_loans`), however `f` reaches it. A hook that replaces a
+Every module that `f` calls is lent (see `_modules`), however `f` reaches it. A hook that replaces a
 gradient acts in each pass through its place: the second derivative is then that of no function, as
 in plain PyTorch. So hooks that `f` registers, or that its modules have, are watched.
 """

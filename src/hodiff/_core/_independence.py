@@ -6,32 +6,18 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _reverse, _settings
-from hodiff._core._call import call
+from hodiff._core._call import Call
 from hodiff._core._graph import OutputGraph
-from hodiff._core._settings import RandomState
-from hodiff._core._where import Where
 from hodiff.errors import BatchMixingWarning, InputError
 
-__all__ = ["check"]
 
-
-def check(
-    f: Any,
-    where: Any,
-    *,
-    batch_ndim: int,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    has_aux: bool = False,
-    unpack_point: bool = False,
-) -> None:
+def check(settled: Call) -> None:
     """Warn, and say by how much, where the outputs of one sample depend on the points of another.
 
     The gradient of a sum of outputs is compared with that of a weighted sum, which multiplies each
@@ -39,27 +25,23 @@ def check(
     special one (zeros, equal samples) what mixes may have no derivative; a tensor already computed
     is taken where it is. Draws of `f` in this evaluation leave no trace in the default generators.
     """
+    batch_ndim, where, batch = settled.batch_ndim, settled.where, settled.batch
     if not batch_ndim:
         raise InputError(
             "check_independence: with batch_ndim=0 there are no samples; pass batch_ndim=1 as well."
         )
-    where = where if isinstance(where, Where) else Where(where)
-    batch = _arguments.check_batch(where.tensors, where.names, batch_ndim)
     count = batch.numel()
     if count < 2:
         return
     ours = torch.Generator().manual_seed(0)
-    random = RandomState(where.tensors[0].device)
+    random = _settings.RandomState(where.tensors[0].device)
     # whose parameters are what they are
-    if callable(f) and not isinstance(f, Tensor) and not where.module_slices:
+    if settled.builds_graph and not where.module_slices:
         where = copy.copy(where)
         where.tensors = _beside(where.tensors, ours)
     # Without batch_ndim: what is measured says more than the warning about BatchNorm.
-    with OutputGraph(
-        call(
-            f, where, 1, False, args=args, kwargs=kwargs, has_aux=has_aux, unpack_point=unpack_point
-        )
-    ) as graph:
+    alone = settled._replace(where=where, create_graph=False, order=1, strict=None, keep=False)
+    with OutputGraph(alone._replace(batch_ndim=0, batch=torch.Size())) as graph:
         random.restore()
         outputs = graph.tensors()
         if any(output.shape[:batch_ndim] != batch for output in outputs):

@@ -1,7 +1,7 @@
 """The one place where a user's function is called, with all that it is lent.
 
 An `EvaluationContext` is the state in which it runs: grad mode on, kernels that have second
-derivatives, the modules of the point lent (see `StateLoan`), so that `f` sees leaves of ours and
+derivatives, the modules of the point lent (see `_modules`), so that `f` sees leaves of ours and
 nothing of the user's is changed. It stays until the last derivative pass has run. What comes out of
 it is a `Graph` (reverse mode) or a series (Taylor mode); both go through `run`, and so through the
 same checks.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,77 +35,15 @@ from hodiff._core import (
     _tree,
     _versions,
 )
-from hodiff._core._call import Call
-from hodiff._core._hooks import WATCH, Hooks, watch_hooks, watch_modules
-from hodiff._core._loans import (
-    LEAF_TAG,
-    Kept,
-    LeafTag,
-    ParameterLoan,
-    StateLoan,
-    cast,
-    mark_as_parameter,
-    put,
-    tag_of,
-)
-from hodiff._core._settings import RandomState
-from hodiff._core._where import TRAINABLE, is_trainable
+from hodiff._core._call import LEAF_TAG, Call, LeafTag, tag_of
 from hodiff.errors import InputError
 
 __all__ = ["EvaluationContext"]
 
-T = TypeVar("T")
 _version, _is_cuda = attrgetter("_version"), attrgetter("is_cuda")
 
 
-class Evaluation:
-    """One run of `f`, of which passes that come later may run parts again: activation checkpoints
-    do.
-
-    Attributes:
-        over: Whether the modules have something else by now; before, nothing is to be done.
-    """
-
-    __slots__ = ("_call", "_kept", "_state", "over")
-
-    def __init__(self, call: Call, state: StateLoan) -> None:
-        self._call, self._state, self.over = call, state, False
-
-    def end(self, state: StateLoan) -> None:
-        """The modules get something else after this."""
-        if not hasattr(self, "_kept"):
-            self._kept = state.kept()
-            del self._state
-        self.over = True
-
-    def back(self, begun: Kept, undo: list[Callable[[], object]]) -> None:
-        """Let the modules have what they had as a block began, or as they were met, if later."""
-        if hasattr(self, "_state"):  # it has not ended; later it is resumed for whole passes
-            put(self._state.as_met(begun), undo)
-        put(begun, undo)
-
-    def resumed(self, *, whole: bool = False) -> EvaluationContext:
-        """The evaluation's state once more: the modules, in no other thread meanwhile, have what
-        they had.
-
-        With `whole`, for the whole of a pass, not for one part of `f`.
-        """
-        context = EvaluationContext(self._call)
-        context._evaluation, context._whole = self, whole
-        return context
-
-    def put(
-        self, context: EvaluationContext, undo: list[Callable[[], object]], *, whole: bool
-    ) -> None:
-        """Let the modules have it, once they are borrowed."""
-        context.loan.take([module for module in self._kept if module not in context.borrowed])
-        put(self._kept, undo)
-        if whole:
-            undo += [partial(setattr, self, "over", True)]
-            self.over = False
-
-
-_SWITCHES = (watch_modules,), (watch_modules, watch_hooks)
+_SWITCHES = (_hooks.watch_modules,), (_hooks.watch_modules, _hooks.watch_hooks)
 """What is switched for a first derivative, and for those above."""
 
 
@@ -132,22 +70,24 @@ class EvaluationContext(_settings.Scope[Any]):
     borrowed: Mapping[nn.Module, Any] = MappingProxyType({})
     by_hand: _hooks.ByHand | None = None
     nests = packs_blocks = _normal = _ran = _whole = False
-    _evaluation: Evaluation | None = None
-    _loan: StateLoan | None = None
+    _evaluation: Any = None
+    _loan: Any = None
 
     def __init__(self, call: Call, leaves: Sequence[Tensor] = ()) -> None:
         """Prepare an evaluation; `leaves` stand at once in place of the parameters of the point."""
         self.call, self._leaves = call, leaves
-        self.leaf_tag, self.hooks = LeafTag(), Hooks()
+        self.leaf_tag, self.hooks = LeafTag(), _hooks.Hooks()
         self.unheld: dict[type, frozenset[object]] = {}
         self.leaf_tag.detached = not call.create_graph
         undo: _settings.Undo = []
         self.undo = self._undo = undo
 
     @property
-    def loan(self) -> StateLoan:
+    def loan(self) -> Any:
         """The loan of the modules, from the first that is met."""
         if self._loan is None:
+            from hodiff._core._modules import StateLoan
+
             loan = StateLoan(self.call)
             self.undo.insert(1, loan.close)  # behind what tells that the context was lost
             self._loan, self.borrowed = loan, loan.attributes
@@ -173,7 +113,7 @@ class EvaluationContext(_settings.Scope[Any]):
                 _kernels.include(undo)
         _settings.enter(_SWITCHES[call.order >= 2], undo)
         # loaded since
-        if WATCH not in _settings.stance.holders and _versions.DYNAMO in sys.modules:
+        if _hooks.WATCH not in _settings.stance.holders and _versions.DYNAMO in sys.modules:
             _settings.eager.enter(undo)
         _call.enter(self, undo, differentiated=call.order > 0)
         if _versions.parametrizations["_cache_enabled"]:
@@ -223,10 +163,13 @@ class EvaluationContext(_settings.Scope[Any]):
 
     def _lend(self) -> None:
         """Borrow the modules of the point, with all their parameters, buffers and attributes."""
+        from hodiff._core._modules import ParameterLoan, unrecorded
+
         self._parameters = ParameterLoan(self.call.where)
         self.undo += [self._parameters.close]
         # What is not differentiated need not be recorded.
-        self._parameters.take(None if self.call.create_graph else self._unrecorded)
+        call = self.call
+        self._parameters.take(None if call.create_graph else partial(unrecorded, dtype=call.cast))
         self._borrow_point()
 
     def _borrow_point(self) -> None:
@@ -247,14 +190,6 @@ class EvaluationContext(_settings.Scope[Any]):
         if self._loan is not None:
             self._loan.close()
         self._borrow_point()
-
-    def _unrecorded(self, parameter: Tensor) -> Tensor:
-        """A parameter that is not differentiated in: its value, unrecorded."""
-        value = cast(parameter.clone() if parameter.is_inference() else parameter, self.call.cast)
-        mark_as_parameter(value, parameter)
-        if is_trainable(parameter):  # to calls inside `f` it still is
-            setattr(value, TRAINABLE, True)
-        return value
 
     # --- running f
 
@@ -306,7 +241,10 @@ class EvaluationContext(_settings.Scope[Any]):
         """A function that runs a checkpointed block again: by the same definitions, and while the
         modules have what they had.
         """
-        evaluations, swapped = [context.evaluation() for context in _call.state.running], _swapped()
+        from hodiff._core._modules import put, swapped_in
+
+        evaluations = [context.evaluation() for context in _call.state.running]
+        swapped = swapped_in()
         modes, begun = _settings.those_on(OfCall), self.loan.at_hand()
         tags = [context.leaf_tag for context in _call.state.running]
         self.packs_blocks = self.packs_blocks or _versions.hooks_on(True) is not None
@@ -350,10 +288,12 @@ class EvaluationContext(_settings.Scope[Any]):
         )
         return [*self._watched, *parameters]
 
-    def evaluation(self) -> Evaluation:
+    def evaluation(self) -> Any:
         """The run at hand, for what will run a part of it again."""
         if self._evaluation is None:
-            self._evaluation = Evaluation(self.call, self.loan)
+            from hodiff._core._modules import Evaluation
+
+            self._evaluation = Evaluation(self)
             self.undo += [partial(self._evaluation.end, self.loan)]
         return self._evaluation
 
@@ -409,7 +349,7 @@ class EvaluationContext(_settings.Scope[Any]):
         self.hooks.before = RemovableHandle.next_id
         tensors = self.call.where.tensors
         first = next(filter(_is_cuda, tensors)) if True in map(_is_cuda, tensors) else tensors[0]
-        self.random = RandomState(first.device)
+        self.random = _settings.RandomState(first.device)
 
     @property
     def has_loaded_dynamo(self) -> bool:
@@ -443,7 +383,7 @@ def aliases(call: Call, *, tangents: bool) -> list[Tensor]:
                 if tangents:
                     _call.refuse_tangent(tensor)
                 leaf = tensor.clone() if tensor.is_inference() else tensor
-                leaf = leaf.detach() if call.cast is None else cast(leaf, call.cast)
+                leaf = leaf.detach() if call.cast is None else _tree.cast(leaf, call.cast)
             leaves += [leaf.requires_grad_()]
     except RuntimeError as error:
         if "functorch" not in str(error):
@@ -463,18 +403,6 @@ def _connected(tensor: Tensor) -> Tensor:
     # An in-place operation in f must not reach the caller's tensor. PyTorch refuses it on a leaf's
     # view by itself, and on this one because `unbind` may return several.
     return tensor.unsqueeze(0).unbind()[0]
-
-
-def _swapped() -> Kept:
-    """The tensors that `torch.func.functional_call` has put into the modules for
-    which it runs at this moment.
-    """
-    frame, result = sys._getframe(), list[nn.Module]()
-    while frame is not None:
-        if frame.f_code is _versions.FUNCTIONAL_CALL:
-            result += frame.f_locals["module"].modules()
-        frame = frame.f_back
-    return {module: (module._parameters.copy(), module._buffers.copy(), {}) for module in result}
 
 
 # --- why a function cannot be called as it was: Python's own words name neither the point nor the

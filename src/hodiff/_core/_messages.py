@@ -21,6 +21,7 @@ from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError, HodiffWarning, printable
 
 __all__ = [
+    "BENDS",
     "CONSTANTS",
     "Failure",
     "Reported",
@@ -503,6 +504,44 @@ ADVICE_FOR_F = {
 """Notes for exceptions from the user's function that our leaves provoked,
 by the kind of PyTorch's error.
 """
+
+
+# --- operations of straight pieces: all second derivatives of a network of them are 0 -------------
+
+
+STEPS = ("round", "floor", "ceil", "trunc", "sign")
+
+SMOOTH = {
+    **dict.fromkeys(
+        ("relu", "relu6", "leakyrelu", "prelu", "prelukernel", "threshold"), "softplus or tanh"
+    ),
+    **dict.fromkeys(("clamp", "clampmin", "clampmax", "hardtanh"), "tanh or sigmoid"),
+    **dict.fromkeys(("max", "min", "amax", "amin", "maximum", "minimum"), "logsumexp or logaddexp"),
+    **dict.fromkeys(STEPS, "the value that is not rounded"),
+    **{f"maxpool{d}d{how}": "average pooling" for d in (1, 2, 3) for how in ("", "withindices")},
+    "abs": "sqrt(x ** 2 + 1e-6)",
+    "where": "a mean of both sides, weighted by a sigmoid",
+}
+"""What has no second derivative, by its name without underscores, and what has one in its place."""
+
+
+@cache
+def plain_name(name: str) -> str:
+    """`LeakyReluBackward0`, `leaky_relu` -> `leakyrelu`."""
+    return name.partition("Backward")[0].replace("_", "").lower()
+
+
+class _Bends(dict[Any, bool]):
+    """Whether a name or a class of nodes is such an operation's; Functions, which may be made anew,
+    are not kept.
+    """
+
+    def __missing__(self, kind: Any) -> bool:
+        name = kind if isinstance(kind, str) else kind.__name__
+        return not name.endswith("Backward") and self.setdefault(kind, plain_name(name) in SMOOTH)
+
+
+BENDS = _Bends()
 
 
 # --- which line, which variable: asked of whoever can say -----------------------------------------

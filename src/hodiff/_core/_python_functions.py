@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _call, _nodes, _settings, _versions
-from hodiff._core._arguments import outside
+from hodiff._core import _arguments, _call, _messages, _nodes, _settings, _versions
 from hodiff._core._faults import interrupts
 from hodiff._core._vectors import generic
 from hodiff.errors import CustomFunctionWarning, GraphError
@@ -299,7 +298,7 @@ def warn_of(functions: Iterable[type], code: Any = None, *key: Any) -> None:
 
 def _warn(functions: Iterable[type], text: str, key: tuple[Any, ...]) -> None:
     """Warn once for each line of the user's and each function that it hands over."""
-    level = outside()
+    level = _arguments.outside()
     frame = sys._getframe(level - 1)
     place = frame.f_code.co_filename, frame.f_lineno, key
     known = [_places.setdefault(function, set()) for function in functions]
@@ -307,3 +306,72 @@ def _warn(functions: Iterable[type], text: str, key: tuple[Any, ...]) -> None:
         for places in known:
             places.add(place)
         warnings.warn(text, CustomFunctionWarning, stacklevel=level)
+
+
+# --- what is known of one before anything is computed ---------------------------------------------
+
+
+def is_unknown(
+    function: type, nodes: list[Any], leaves: Sequence[Tensor], allow: Collection[str | type]
+) -> bool:
+    """Raise for a Python `autograd.Function` without a second derivative;
+    whether that of another may be wrong.
+    """
+    mended = function.__module__.startswith(_arguments.LOADED_BY) and _versions.mend_from_local()
+    if (
+        mended
+        or function in allow
+        or function.__name__ in allow
+        or not _nodes.reaches(nodes, leaves)
+    ):
+        return False
+    if function.__name__ in _WITHOUT_SECOND or "CompiledFunction" in function.__name__:
+        raise _messages.missing([function.__name__])
+    if function.__name__ == _arguments.NODE:
+        raise _arguments.freed()
+    # PyTorch's own, an identity; what hooks do is watched
+    if function.__name__ == "BackwardHookFunction":
+        return False
+    if function.__module__.startswith("hodiff."):  # right, or it says so itself
+        for node in nodes if nodes[0].__class__ in _nodes.HIDING else ():
+            if node.form.refused is not None:
+                raise node.form.refused
+        return False
+    _refuse_without_backward(function)
+    if _versions.is_once_differentiable(function):
+        raise GraphError.about(
+            f"autograd.Function {function.__name__} is @once_differentiable: its part of a second "
+            f"derivative would be silently missing. Remove the decorator if its backward consists "
+            f"of differentiable operations, or accept the missing part with "
+            f"allow={function.__name__!r}.",
+            functions=[function.__name__],
+        )
+    return True
+
+
+_WITHOUT_SECOND = frozenset({
+    "CheckpointFunction",
+    "CondAutogradOp",
+    "FlexAttentionAutogradOp",
+    "ScanAutogradOp",
+    "WhileLoopAutogradOp",
+})  # fmt: skip
+"""PyTorch's own Functions whose backward is cut off from their arguments:
+its derivative would be zero, silently.
+"""
+
+
+def refuse_without_backward(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> None:
+    """Raise where a gradient was computed by a Function that cannot be differentiated itself."""
+    for function, nodes in graph.functions():
+        if not _nodes.has_backward(function) and _nodes.reaches(nodes, inputs):
+            _refuse_without_backward(function)
+
+
+def _refuse_without_backward(function: type) -> None:
+    if not _nodes.has_backward(function):
+        raise GraphError.about(
+            f"autograd.Function {function.__name__} has no backward, so it has no derivative. "
+            f"Write one, in differentiable operations, or use torch operations instead.",
+            functions=[function.__name__],
+        )

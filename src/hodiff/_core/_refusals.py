@@ -5,19 +5,14 @@ and the words for them.
 from __future__ import annotations
 
 import math
-import re
-import sys
-import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hodiff._core import (
-    _arguments,
     _call,
     _messages,
     _nodes,
@@ -27,16 +22,12 @@ from hodiff._core._arguments import outside
 from hodiff.errors import BatchMixingWarning, GraphError, HodiffWarning
 
 __all__ = [
-    "BENDS",
     "MIXING",
     "bypass",
     "is_even",
     "judge",
     "of_a_block",
-    "said",
     "warn_if_near",
-    "warn_of_non_finite",
-    "warn_of_zeros",
 ]
 
 
@@ -113,7 +104,9 @@ def judge(
             continue
         if _nodes.is_function(kind):
             function = _versions.function_of(kind)
-            if _is_unknown(function, graph.of(kind), leaves, allow):
+            from hodiff._core._python_functions import is_unknown
+
+            if is_unknown(function, graph.of(kind), leaves, allow):
                 functions[function] = _nodes.varying(graph.of(kind)) | graph.names()
         else:
             unremarkable.add(kind)
@@ -140,72 +133,6 @@ def _said(remark: Remark, order: int, nodes: list[Any], leaves: Sequence[Tensor]
         if ours is None:
             raise
         raise ours from error
-
-
-def _is_unknown(
-    function: type, nodes: list[Any], leaves: Sequence[Tensor], allow: Collection[str | type]
-) -> bool:
-    """Raise for a Python `autograd.Function` without a second derivative;
-    whether that of another may be wrong.
-    """
-    mended = function.__module__.startswith(_arguments.LOADED_BY) and _versions.mend_from_local()
-    if (
-        mended
-        or function in allow
-        or function.__name__ in allow
-        or not _nodes.reaches(nodes, leaves)
-    ):
-        return False
-    if function.__name__ in _WITHOUT_SECOND or "CompiledFunction" in function.__name__:
-        raise _messages.missing([function.__name__])
-    if function.__name__ == _arguments.NODE:
-        raise _arguments.freed()
-    # PyTorch's own, an identity; what hooks do is watched
-    if function.__name__ == "BackwardHookFunction":
-        return False
-    if function.__module__.startswith("hodiff."):  # right, or it says so itself
-        for node in nodes if nodes[0].__class__ in _nodes.HIDING else ():
-            if node.form.refused is not None:
-                raise node.form.refused
-        return False
-    _refuse_without_backward(function)
-    if _versions.is_once_differentiable(function):
-        raise GraphError.about(
-            f"autograd.Function {function.__name__} is @once_differentiable: its part of a second "
-            f"derivative would be silently missing. Remove the decorator if its backward consists "
-            f"of differentiable operations, or accept the missing part with "
-            f"allow={function.__name__!r}.",
-            functions=[function.__name__],
-        )
-    return True
-
-
-_WITHOUT_SECOND = frozenset({
-    "CheckpointFunction",
-    "CondAutogradOp",
-    "FlexAttentionAutogradOp",
-    "ScanAutogradOp",
-    "WhileLoopAutogradOp",
-})  # fmt: skip
-"""PyTorch's own Functions whose backward is cut off from their arguments:
-its derivative would be zero, silently.
-"""
-
-
-def refuse_without_backward(graph: _nodes.Survey, inputs: Sequence[Tensor]) -> None:
-    """Raise where a gradient was computed by a Function that cannot be differentiated itself."""
-    for function, nodes in graph.functions():
-        if not _nodes.has_backward(function) and _nodes.reaches(nodes, inputs):
-            _refuse_without_backward(function)
-
-
-def _refuse_without_backward(function: type) -> None:
-    if not _nodes.has_backward(function):
-        raise GraphError.about(
-            f"autograd.Function {function.__name__} has no backward, so it has no derivative. "
-            f"Write one, in differentiable operations, or use torch operations instead.",
-            functions=[function.__name__],
-        )
 
 
 _STATISTICS = _nodes.Rare(
@@ -329,85 +256,6 @@ def _inverts(node: Any, order: int) -> bool:
     return bool((values.diff() >= -least * values[..., :-1]).any())
 
 
-SPECTRA = {
-    "LinalgSvdBackward0": "singular values",
-    "LinalgEighBackward0": "eigenvalues",
-    "LinalgEigBackward0": "eigenvalues",
-}
-
-
-class _Spectrum:
-    """Values of a matrix that are so close that the next pass is looked at.
-
-    PyTorch divides by their differences: a derivative of order n has lost as many digits as the
-    power n - 1 of those has, or n - 2 where only values that are apart are used, and no vectors. So
-    it is with singular values near 0 of a matrix that is not square.
-    """
-
-    def __init__(self, node: Any, order: int) -> None:
-        values, divides, self.place = _versions.spectrum(node)
-        eps, tiny = torch.finfo(values.dtype).eps, torch.finfo(values.dtype).tiny
-        self.name, size = type(node).__name__, values.abs().amax(-1, True).clamp(tiny)
-        # to itself, to the next
-        gaps = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs().sort(-1).values
-        self.gaps = (
-            gaps[..., 1] / size if values.shape[-1] > 1 else torch.full_like(size, torch.inf)
-        )
-        self.least = self.gaps.minimum(values / size) if divides else self.gaps
-        self.wide = eps ** (0.75 / (order - 1))
-        self.tight = eps ** (0.75 / (order - 2)) if order > 2 else -1.0
-        self.handles: list[Any] = []
-
-    def used(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Whether digits are lost of what has these gradients; where they cannot be seen, too."""
-        given, *vectors = (
-            gradients[self.place],
-            *gradients[: self.place],
-            *gradients[self.place + 1 :],
-        )
-        if _versions.levels_entered() or any(part is not None for part in vectors):
-            return True
-        if given is None or self.name == "LinalgEigBackward0":
-            return True
-        used = (self.least <= self.tight) | ((self.gaps <= self.wide) & (given != 0))
-        return bool(used.any())
-
-    def warn(self, gradients: Sequence[Tensor | None]) -> None:
-        """Warn, once, where digits are lost."""
-        while self.handles:
-            self.handles.pop().remove()
-        if not self.used(gradients):
-            return
-        warnings.warn(
-            f"f depends on {SPECTRA[self.name]} that are equal or nearly equal (or near 0, if the "
-            f"matrix is not square): PyTorch divides by their differences, so a second or higher "
-            f"derivative has few correct digits, or none. If f is smooth there, as a symmetric "
-            f"function of all of them is, write it with products, det, inv or matrix_exp of the "
-            f"matrix ((x * x).sum() for the sum of the squared singular values), or choose "
-            f"another point.",
-            HodiffWarning,
-            stacklevel=outside(),
-        )
-
-
-def _watch_spectrum(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
-    # In a block that runs again, inside of another: passes read what it saved, no look.
-    unseen = [*filter(_versions.is_packed, nodes)] if _versions.hooks_on(True) else []
-    if unseen:
-        warnings.warn(
-            f"f depends on {SPECTRA[type(unseen[0]).__name__]}, and a checkpoint inside another "
-            "one hides whether some are equal or nearly equal: then a second or higher derivative "
-            "has few correct digits, or none.",
-            HodiffWarning,
-            stacklevel=outside(),
-        )
-        return
-    for node in [node for node in nodes if _versions.spectrum(node)[0].numel()]:
-        spectrum = _Spectrum(node, order)
-        if bool((spectrum.least <= spectrum.wide).any()) and _nodes.reaches([node], leaves):
-            spectrum.handles += [node.register_prehook(spectrum.warn)]
-
-
 def is_even(p: Any) -> bool:
     """Whether the norm of that power is smooth where single entries are 0, and PyTorch's is not."""
     return isinstance(p, (int, float)) and p >= 4 and p % 2 == 0 and not math.isinf(p)
@@ -488,6 +336,12 @@ def refuse_hidden(
 
 Remark = Callable[[int, list[Any], Sequence[Tensor]], bool | None]
 """Raises or warns of such a derivative; True where a pass must be recorded to be right."""
+
+
+def _watch_spectrum(order: int, nodes: list[Any], leaves: Sequence[Tensor]) -> None:
+    from hodiff._core._values import watch_spectrum
+
+    watch_spectrum(order, nodes, leaves)
 
 
 class Row(NamedTuple):
@@ -738,7 +592,7 @@ REMARKS: list[tuple[str, int, Remark]] = [
         )
         for node, (name, least) in _messages.DIVIDING.items()
     ),
-    *((name, 2, _watch_spectrum) for name in SPECTRA),
+    *((name, 2, _watch_spectrum) for name in _versions.SPECTRA),
     *(
         (
             name,
@@ -812,58 +666,6 @@ def warn_of_hooks() -> None:
     )
 
 
-class _Said(threading.local):
-    times = 0  # that this thread was told that a derivative has no value
-
-
-said = _Said()
-
-
-def warn_of_non_finite(kinds: Iterable[type]) -> None:
-    """Say that a derivative has no value here, and which operations are known for that."""
-    said.times += 1
-    known = sorted(
-        {words for kind in kinds for piece, words in _KINKS.items() if piece in kind.__name__}
-    )
-    warnings.warn(
-        "the result is not finite, although x and f(x) are: the derivative does not exist there, "
-        "or PyTorch's formula for it overflows or divides 0 by 0. "
-        + (f"Operations in f with such points: {', '.join(known)}. " if known else "")
-        + "Write f so that it is smooth there ((x.square().sum() + eps).sqrt() for a norm, "
-        "torch.where with a safe argument), or choose another point.",
-        HodiffWarning,
-        stacklevel=outside(),
-    )
-
-
-_KINKS = {
-    "VectorNorm": "norm at 0",
-    "NormBackward": "norm at 0",
-    "Sqrt": "sqrt at 0",
-    "Rsqrt": "rsqrt at 0",
-    "Pow": "a power of 0",
-    "Abs": "abs at 0",
-    "Log": "log at 0",
-    "Acos": "acos at 1",
-    "Asin": "asin at 1",
-    "Atanh": "atanh at 1",
-    "Acosh": "acosh at 1",
-    "Atan2": "atan2 at the origin",
-    "Div": "division by 0",
-    "Reciprocal": "division by 0",
-    "Xlogy": "xlogy at 0",
-    "Cdist": "cdist at 0",
-    "Pdist": "pdist at 0",
-    "Logaddexp": "logaddexp of -inf",
-    "CosineSimilarity": "cosine_similarity at 0",
-    "Eigh": "equal eigenvalues",
-    "Svd": "equal singular values",
-    "Logcumsumexp": "logcumsumexp",
-    "Std": "std of equal entries",
-    "Prod": "prod with zeros",
-}
-
-
 MIXING = _nodes.Rare(
     "NativeBatchNormBackward0",
     "CudnnBatchNormBackward0",
@@ -882,97 +684,3 @@ def warn_of_mixing(batch_ndim: int) -> None:
         BatchMixingWarning,
         stacklevel=outside(),
     )
-
-
-# --- zeros that are no answer: second derivatives by the inputs of a network of straight pieces ---
-
-
-_STEPS = ("round", "floor", "ceil", "trunc", "sign")
-
-_SMOOTH = {
-    **dict.fromkeys(
-        ("relu", "relu6", "leakyrelu", "prelu", "prelukernel", "threshold"), "softplus or tanh"
-    ),
-    **dict.fromkeys(("clamp", "clampmin", "clampmax", "hardtanh"), "tanh or sigmoid"),
-    **dict.fromkeys(("max", "min", "amax", "amin", "maximum", "minimum"), "logsumexp or logaddexp"),
-    **dict.fromkeys(_STEPS, "the value that is not rounded"),
-    **{f"maxpool{d}d{how}": "average pooling" for d in (1, 2, 3) for how in ("", "withindices")},
-    "abs": "sqrt(x ** 2 + 1e-6)",
-    "where": "a mean of both sides, weighted by a sigmoid",
-}
-"""What has no second derivative, by its name without underscores, and what has one in its place."""
-
-_WEIGHTS = re.compile(r"linear|(add)?m[mv]|(badd)?bmm|matmul|einsum|conv.*")
-
-_CURVED = re.compile(
-    r"tanh|(log)?sigmoid|exp.*|log.*|sin|cos|pow|(log)?softmax|softplus|[gs]?elu|silu|mish|"
-    r"sqrt|erf|atan"
-)
-
-
-@cache
-def _plain(name: str) -> str:
-    """`LeakyReluBackward0`, `leaky_relu` -> `leakyrelu`."""
-    return name.partition("Backward")[0].replace("_", "").lower()
-
-
-class _Bends(dict[Any, bool]):
-    """Whether a name or a class of nodes is such an operation's; Functions, which may be made anew,
-    are not kept.
-    """
-
-    def __missing__(self, kind: Any) -> bool:
-        name = kind if isinstance(kind, str) else kind.__name__
-        return not name.endswith("Backward") and self.setdefault(kind, _plain(name) in _SMOOTH)
-
-
-BENDS = _Bends()
-
-
-def _bend(names: Iterable[str]) -> str:
-    """The first operation, in their order, by which a network is made of straight pieces; empty
-    where it is not.
-
-    Weights follow it: that of a loss (hinge, L1) stands behind them, and its zeros are right.
-    """
-    plain = [_plain(name) for name in names]
-    last = max((at for at, name in enumerate(plain) if _WEIGHTS.fullmatch(name)), default=0)
-    curved = any(map(_CURVED.fullmatch, plain))
-    bends = [name for at, name in enumerate(plain) if name in _SMOOTH and at < last and not curved]
-    return next((name for name in plain if name in _STEPS), (bends or [""])[0])
-
-
-_looked: set[tuple[str, int]] = set()
-"""The lines of the user's whose zeros were looked at: once, for that reads the device."""
-
-
-def warn_of_zeros(
-    names: Callable[[], Iterable[str]], second: Iterable[Any], vectors: Iterable[Any] | None
-) -> None:
-    """Say, once for each line, that all second derivatives are 0,
-    as of any network of straight pieces.
-    """
-    if _call.nested() or _call.is_followed():
-        return
-    level = outside()
-    frame = sys._getframe(level - 1)
-    place = frame.f_code.co_filename, frame.f_lineno
-    if place in _looked or not (bend := _bend(names())):
-        return
-    _looked.add(place)
-    if _all_zero(second) and (vectors is None or not _all_zero(vectors)):
-        warnings.warn(
-            f"all second derivatives here are exactly 0, because {bend} has none: "
-            "f is made of straight pieces. "
-            "For a network that is to have second derivatives by its inputs, "
-            f"use {_SMOOTH[bend]} instead. "
-            "(This warning appears once for each place that calls.)",
-            HodiffWarning,
-            stacklevel=level,
-        )
-
-
-def _all_zero(tensors: Iterable[Any]) -> bool:
-    """Whether plain tensors are; None is."""
-    with _versions.without_modes():
-        return all(x is None or (type(x) is Tensor and not bool(x.detach().any())) for x in tensors)

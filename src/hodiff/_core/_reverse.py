@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from hodiff._core import (
+    _arguments,
     _messages,
     _nodes,
     _refusals,
     _settings,
-    _vectors,
     _versions,
 )
 from hodiff._core._faults import interrupt_behind, is_fault
@@ -579,7 +579,10 @@ def _refuse_missing(
     survey = _nodes.survey(gradients)
     for name, row in _refusals.THIRD.items() if third else ():
         row(3, [*survey.named(name)], inputs)
-    _refusals.refuse_without_backward(survey, inputs)
+    if any(map(_nodes.is_function, survey.kinds)):
+        from hodiff._core._python_functions import refuse_without_backward
+
+        refuse_without_backward(survey, inputs)
     bad = list(survey.named("NotImplemented", "Error", *_messages.UNMARKED))
     if not bad or not _nodes.reaches(bad, inputs):
         return
@@ -704,7 +707,9 @@ def warned_if_not_finite(
         if not (math.isfinite(part.sum()) or bool(part.isfinite().all())):
             given = [*graph.leaves, *graph.tensors(), *vectors]
             if all(bool(tensor.detach().isfinite().all()) for tensor in given):
-                _refusals.warn_of_non_finite(graph.kinds)
+                from hodiff._core._values import warn_of_non_finite
+
+                warn_of_non_finite(graph.kinds)
             break
     return results
 
@@ -748,7 +753,9 @@ def check_fits(
     batch = outputs[0].shape[:batch_ndim].numel()
     rows = sum(output.shape[batch_ndim:].numel() for output in outputs)
     columns = sum(leaf.shape[batch_ndim:].numel() for leaf in inputs)
-    _vectors.check_room("x: the result", [*[batch][:batch_ndim], rows, columns], inputs[0], way_out)
+    _arguments.check_room(
+        "x: the result", [*[batch][:batch_ndim], rows, columns], inputs[0], way_out
+    )
 
 
 def basis(output: Tensor, batch_ndim: int) -> tuple[int, Cotangents]:

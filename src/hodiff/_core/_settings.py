@@ -12,6 +12,7 @@ without need: an interrupt (Ctrl-C) at any moment finds what is to be undone.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import warnings
@@ -50,6 +51,7 @@ __all__ = [
     "take_off",
     "those_on",
     "tracing",
+    "uncollected",
     "undo_all",
 ]
 
@@ -218,6 +220,19 @@ def _say_unused(name: str) -> None:
         HodiffWarning,
         stacklevel=3,
     )
+
+
+def uncollected() -> Scope:
+    """No collection meanwhile: modules make objects that stay,
+    and a full one goes through all of PyTorch's.
+    """
+    return Scope(_without_collections)
+
+
+def _without_collections(undo: Undo) -> None:
+    if gc.isenabled():
+        undo += [gc.enable]
+        gc.disable()
 
 
 class Counted:

@@ -1,4 +1,5 @@
-"""Containers of tensors, in our own few lines (PyTorch has no public pytree).
+"""Containers of tensors, in our own few lines (PyTorch has no public pytree); vectors as
+they are given; leaves of ours.
 
 A container is a tuple, namedtuple, list or dict, nested at will. Everything else is a leaf.
 """
@@ -6,20 +7,28 @@ A container is a tuple, namedtuple, list or dict, nested at will. Everything els
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
 
 from hodiff.errors import InputError
 
 __all__ = [
     "LEAF",
+    "Leaves",
     "Tree",
+    "Vectors",
     "describe",
     "difference",
     "flatten",
     "is_container",
     "leaves_like",
+    "mark_as_parameter",
+    "memory_of",
     "paths",
     "rebuild",
     "reordered",
@@ -196,3 +205,95 @@ def paths(tree: Tree, name: str) -> list[str]:
         for key, child in zip(tree.keys, tree.children, strict=True)
         for path in paths(child, f"{name}[{key!r}]")
     ]
+
+
+# --- vectors like a point, as they were given ----------------------------------------------------
+
+Leaves = list[Tensor]
+"""A vector inside: one tensor for each leaf of the point; of `K` vectors,
+with one more dimension in front.
+"""
+NO_BATCH = torch.Size()
+form = attrgetter("shape", "dtype", "device", "layout")
+"""All in which two dense tensors of one class may differ, but their numbers."""
+
+
+class Vectors(NamedTuple):
+    """Vectors as they were given: their spelling, and their parts.
+
+    Attributes:
+        kind: Whether they were flat, the columns of a matrix, or had the structure of the point;
+            or, inside, flat rows.
+        parts: A tensor for each leaf, or, for an operator, the columns as they are.
+        number: How many there are; None for a single one.
+        tree: The structure in which results like them are given back.
+    """
+
+    kind: Literal["flat", "columns", "structure", "rows"]
+    parts: Leaves
+    number: int | None
+    tree: Tree
+
+    def like(self, results: Sequence[Tensor]) -> Any:
+        """Results like the point, one for each leaf, in the spelling of the vectors."""
+        if self.kind == "structure":
+            return results[0] if self.tree is LEAF else rebuild(self.tree, iter(results))
+        if self.kind == "flat":
+            return join(results, None, promoted(results))
+        return self.arranged(results, self.tree)
+
+    def arranged(self, results: Sequence[Tensor], tree: Tree) -> Any:
+        """Results in a structure of their own; those of columns are columns,
+        whatever the structure.
+        """
+        if self.kind == "columns":
+            return join(results, self.number, promoted(results)).T.contiguous()
+        return results[0] if tree is LEAF else rebuild(tree, iter(results))
+
+    def stacked(self) -> Leaves:
+        """The parts of several, a single one being a stack of one; raise where there is none."""
+        if self.number == 0:
+            raise InputError("vectors: got none, expected at least one.")
+        return [part.unsqueeze(0) for part in self.parts] if self.number is None else self.parts
+
+
+def join(
+    parts: Sequence[Tensor], count: int | None, dtype: torch.dtype, batch: torch.Size = NO_BATCH
+) -> Tensor:
+    """Parts as one flat vector, or, of so many stacked ones, as rows."""
+    lead = batch if count is None else (count, *batch)
+    pieces = [part.reshape((*lead, part.shape[len(lead) :].numel())).to(dtype) for part in parts]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
+
+
+def promoted(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype of flat vectors: that of the leaves, promoted where they differ."""
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+# --- leaves in place of tensors -------------------------------------------------------------------
+
+
+def mark_as_parameter(stand_in: Tensor, theirs: Tensor) -> None:
+    """Let `isinstance(p, nn.Parameter)` say of a stand-in what it says of the user's tensor:
+    `f` may ask.
+    """
+    if theirs.__class__ is nn.Parameter or "_is_param" in theirs.__dict__:
+        stand_in.__dict__["_is_param"] = True  # pyright: ignore[reportIndexIssue]
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """`tensor` detached, in another floating-point dtype if one is given."""
+    still = tensor.detach()
+    return still.to(dtype) if dtype is not None and still.is_floating_point() else still
+
+
+def memory_of(tensor: Tensor) -> int:
+    """An identity of the memory under a tensor: equal where two share it."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a subclass that has none
+        return id(tensor)

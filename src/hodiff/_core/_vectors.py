@@ -11,27 +11,24 @@ tensors.
 from __future__ import annotations
 
 import difflib
-import math
-import os
+import numbers
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
-from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _settings, _tree, _versions
-from hodiff._core._arguments import Probes, as_tensors, check_dense, tree_of_listed_leaves
+from hodiff._core._tree import NO_BATCH, Leaves, Vectors, form, join, promoted
 from hodiff.errors import InputError
 
 __all__ = [
     "SOME",
-    "Leaves",
     "Space",
-    "Vectors",
     "check_generator",
     "draw",
     "empty",
@@ -41,12 +38,6 @@ __all__ = [
     "sum_dtype",
 ]
 
-Leaves = list[Tensor]
-"""A vector inside: one tensor for each leaf of the point; of `K` vectors,
-with one more dimension in front.
-"""
-NO_BATCH = torch.Size()
-_form = attrgetter("shape", "dtype", "device")
 TURNED_BYTES = 16 * 2**20
 _TILE = 4096
 
@@ -54,47 +45,6 @@ _TILE = 4096
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision in which many terms of a dtype are added up: at least single."""
     return torch.promote_types(dtype, torch.float32)
-
-
-class Vectors(NamedTuple):
-    """Vectors as they were given: their spelling, and their parts.
-
-    Attributes:
-        kind: Whether they were flat, the columns of a matrix, or had the structure of the point;
-            or, inside, flat rows.
-        parts: A tensor for each leaf, or, for an operator, the columns as they are.
-        number: How many there are; None for a single one.
-        tree: The structure in which results like them are given back.
-    """
-
-    kind: Literal["flat", "columns", "structure", "rows"]
-    parts: Leaves
-    number: int | None
-    tree: _tree.Tree
-
-    def like(self, results: Sequence[Tensor]) -> Any:
-        """Results like the point, one for each leaf, in the spelling of the vectors."""
-        if self.kind == "structure":
-            return (
-                results[0] if self.tree is _tree.LEAF else _tree.rebuild(self.tree, iter(results))
-            )
-        if self.kind == "flat":
-            return join(results, None, promoted(results))
-        return self.arranged(results, self.tree)
-
-    def arranged(self, results: Sequence[Tensor], tree: _tree.Tree) -> Any:
-        """Results in a structure of their own; those of columns are columns,
-        whatever the structure.
-        """
-        if self.kind == "columns":
-            return join(results, self.number, promoted(results)).T.contiguous()
-        return results[0] if tree is _tree.LEAF else _tree.rebuild(tree, iter(results))
-
-    def stacked(self) -> Leaves:
-        """The parts of several, a single one being a stack of one; raise where there is none."""
-        if self.number == 0:
-            raise InputError("vectors: got none, expected at least one.")
-        return [part.unsqueeze(0) for part in self.parts] if self.number is None else self.parts
 
 
 class Space:
@@ -220,22 +170,12 @@ class Space:
         if self.layout is not None:
             parts, count = self.layout.parsed(value, tree, name)
             return Vectors("structure", parts, count, tree)
-        if (
-            tree is _tree.LEAF
-            and not self.operator
-            and value.__class__ is Tensor
-            and not value.is_nested
-        ):
-            same = (
-                value.shape == like.shape
-                and value.dtype is like.dtype
-                and value.layout is torch.strided
-            )
-            if same and value.device == like.device:  # as nearly always
-                return Vectors("structure", [value], None, tree)
+        alike = value.__class__ is Tensor and not (self.operator or value.is_nested)
+        if tree is _tree.LEAF and alike and form(value) == form(like):
+            return Vectors("structure", [value], None, tree)
         plain = value.__class__ is dict and _arguments.TENSORS.issuperset(map(type, value.values()))
         if not plain and value.__class__ not in _arguments.TENSORS:
-            _arguments.check_vectors(value, name)
+            check_vectors(value, name)
         if not plain and not isinstance(value, Tensor):
             value = self.as_tensors(value, name)
             tree = tree_of_listed_leaves(value, tree, len(self.likes)) or tree
@@ -267,7 +207,7 @@ class Space:
             leaves = [*value.values()]
             known = _arguments.TENSORS.issuperset(map(type, leaves))
             # As every dict of parameters is.
-            if known and [*map(_form, leaves)] == [*map(_form, self.likes)]:
+            if known and [*map(form, leaves)] == [*map(form, self.likes)]:
                 return leaves, None
         return self.rearranged(value, name, tree)
 
@@ -304,7 +244,7 @@ class Space:
         For functions at one tensor, its own shape comes first, and several like it; as many as a
         line has entries may be rows or columns.
         """
-        check_dense(value, name, f", {self._meaning}")
+        _arguments.check_dense(value, name, f", {self._meaning}")
         if self.tree is _tree.LEAF and not self.operator:
             own = self.likes[0].shape
             if value.ndim == 2 and value.shape == 2 * own:
@@ -330,7 +270,7 @@ class Space:
         """A vector for each system, flat or like the point; several in front,
         or behind as columns.
         """
-        check_dense(value, name, f", {self._meaning}")
+        _arguments.check_dense(value, name, f", {self._meaning}")
         if value.dtype != self.dtype or value.device != self.device:
             raise _wrong_kind(value, name, self.dtype, self.device)
         flat = torch.Size((*self.batch, self.size))
@@ -500,23 +440,6 @@ def _turned(columns: Tensor) -> Tensor:
     return rows
 
 
-def join(
-    parts: Sequence[Tensor], count: int | None, dtype: torch.dtype, batch: torch.Size = NO_BATCH
-) -> Tensor:
-    """Parts as one flat vector, or, of so many stacked ones, as rows."""
-    lead = batch if count is None else (count, *batch)
-    pieces = [part.reshape((*lead, part.shape[len(lead) :].numel())).to(dtype) for part in parts]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
-
-
-def promoted(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The dtype of flat vectors: that of the leaves, promoted where they differ."""
-    dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
-
-
 def _rows_or_columns(value: Tensor, name: str) -> str:
     return (
         f"{name} has shape {tuple(value.shape)}, so the vectors could be its rows or its columns. "
@@ -551,6 +474,86 @@ def _wrong_kind(value: Tensor, name: str, dtype: torch.dtype, device: torch.devi
     )
 
 
+# --- what stands for a tensor where a vector is wanted --------------------------------------------
+
+
+def as_tensors(value: Any, dtype: torch.dtype, device: torch.device, name: str) -> Any:
+    """NumPy arrays, also in a container, and lists of numbers as tensors;
+    anything else as it is.
+    """
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            _arguments.check_dense(value, name)
+        return value
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        value = dict(value)
+    if _is_array(value) or _is_numbers(value):
+        return _tensor(value, dtype, device, name)
+    if _tree.is_container(value) and any(map(_is_array, _tree.flatten(value, name)[0])):
+        return _tree.tree_map(
+            lambda leaf: _tensor(leaf, dtype, device, name) if _is_array(leaf) else leaf, value
+        )
+    return value
+
+
+def tree_of_listed_leaves(value: Any, tree: _tree.Tree, number: int) -> _tree.Tree:
+    """The structure of a list (or tuple) of the leaves in the order of the point,
+    where it is no such point.
+    """
+    if not isinstance(value, (list, tuple)) or len(value) != number:
+        return None
+    if not all(isinstance(part, Tensor) for part in value):
+        return None
+    _, _, leaves = _tree.flatten(value)
+    return leaves if _tree.difference(tree, leaves, "") else None
+
+
+def _tensor(value: Any, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
+    """Numbers from elsewhere, copied, in the precision of flat vectors."""
+    if _is_array(value):
+        if value.dtype.kind not in "fiu":
+            raise InputError(f"{name}: got an array of {value.dtype}, expected real numbers.")
+        double = dtype is torch.float64
+        value = torch.from_numpy(
+            value.astype("float64" if double else "float32", order="C", copy=True)
+        )
+        return value.to(device, dtype)
+    try:
+        return torch.tensor(value, dtype=dtype, device=device)
+    except ValueError as error:
+        raise InputError(
+            f"{name}: got a nested list whose rows differ in length ({error})."
+        ) from error
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # who has an array has imported it
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_numbers(value: Any, depth: int = 0) -> bool:
+    """Whether this is a list of numbers, or of such lists, and no list in itself."""
+    if not isinstance(value, (list, tuple)) or not value or depth > _tree.DEEPEST:
+        return False
+    return all(
+        _is_numbers(item, depth + 1) or (isinstance(item, numbers.Real) and type(item) is not bool)
+        for item in value
+    )
+
+
+def check_vectors(value: Any, name: str) -> None:
+    """Raise for vectors of such a class, DTensors among them, alone or in a container."""
+    for leaf in _tree.flatten(value, name)[0]:
+        if isinstance(leaf, Tensor) and not leaf.is_nested:
+            _arguments.check_class(leaf, name)
+        if _arguments.is_dtensor(leaf):
+            raise InputError(
+                f"{name} is a DTensor, of which each process holds a shard, but the point is an "
+                f"ordinary tensor. Give the full tensor, v.full_tensor(), which is the same on "
+                f"every process."
+            )
+
+
 # --- random vectors: their laws, and where their numbers come from. One vocabulary for all that
 # draw them `samples=` is how many, `probes=` their law, `generator=` their source, `vectors=` the
 # caller's own.
@@ -565,37 +568,14 @@ def check_generator(generator: object) -> None:
         )
 
 
-SMALL = 2**30
-"""Bytes of a tensor that nobody need ask the machine about."""
-
-
-def check_room(what: str, shape: Sequence[int], like: Tensor, way_out: str) -> None:
-    """Raise for a tensor larger than the memory of its device, before PyTorch asks for that."""
-    size = math.prod(shape) * like.element_size()
-    if size > SMALL and size > (whole := memory_on(like.device)):
-        raise InputError(
-            f"{what} would hold {' x '.join(f'{side:,}' for side in shape)} numbers, "
-            f"{size / 1e9:,.0f} GB, but {like.device} has {whole / 1e9:,.0f} GB. {way_out}"
-        )
-
-
 def empty(what: str, shape: Sequence[int], like: Tensor, way_out: str) -> Tensor:
     """Memory for vectors, where there is so much."""
-    check_room(what, shape, like, way_out)
+    _arguments.check_room(what, shape, like, way_out)
     return like.new_empty(shape)
 
 
-def memory_on(device: torch.device) -> float:
-    """The bytes of memory of a device; infinite where nobody says."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    if device.type == "cpu" and hasattr(os, "sysconf"):  # not on Windows
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return math.inf
-
-
 def draw(
-    shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Generator | None
+    shape: Sequence[int], like: Tensor, probes: _arguments.Probes, generator: torch.Generator | None
 ) -> Tensor:
     """Independent numbers of mean 0 and variance 1, in the dtype and on the device of `like`.
 
@@ -603,7 +583,7 @@ def draw(
     a CPU tensor), by default with the default generator of `like`'s device; in single precision at
     least, which half precision rounds.
     """
-    check_room("the random vectors", shape, like, "Ask for fewer of them.")
+    _arguments.check_room("the random vectors", shape, like, "Ask for fewer of them.")
     device = like.device if generator is None else generator.device
     drawn = torch.empty(
         tuple(shape), dtype=torch.promote_types(like.dtype, torch.float32), device=device

@@ -993,6 +993,13 @@ NORMS = ("LinalgVectorNormBackward0", "NormBackward1", "DistBackward0", "RenormB
 DEVIATIONS = {"StdBackward0": "result", "StdMeanBackward0": "result0"}
 """Those of standard deviations, where PyTorch has zeros at 0; as what they save their value."""
 
+SPECTRA = {
+    "LinalgSvdBackward0": "singular values",
+    "LinalgEighBackward0": "eigenvalues",
+    "LinalgEigBackward0": "eigenvalues",
+}
+"""Those of decompositions, and the values that they divide by differences of."""
+
 ROOTS = ("SqrtBackward0", "HypotBackward0", "PdistBackward0", "CdistBackward0", *DEVIATIONS)
 """Others that are near 0."""
 

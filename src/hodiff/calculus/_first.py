@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _reverse, _settings, _tree
-from hodiff._core._arguments import Allowed, ChunkSize, is_set
+from hodiff._core._arguments import Allowed, Checkpoint, ChunkSize, is_set
 from hodiff._core._call import call
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
-from hodiff._core._vectors import Space, generic
-from hodiff._core._where import Selection, Where
-from hodiff.calculus._options import (
-    BatchedOptions,
-    ChunkedBatchedOptions,
-    ChunkedOptions,
-    check_samples,
-)
+from hodiff._core._where import Where
+
+if TYPE_CHECKING:
+    from hodiff._core._modules import Selection
 
 T = TypeVar("T")
 What = Callable[..., Any] | Tensor
@@ -29,6 +25,65 @@ OneTensor = Callable[..., Tensor] | Tensor
 """What gives a single tensor, so that the structure of a Jacobian is that of *where*."""
 ByName = dict[str, Tensor]
 """A result at a module: one tensor for each parameter."""
+
+
+# --- options, for overloads alone: at run time signatures are spelled out -------------------------
+
+
+class CallOptions(TypedDict, total=False):
+    """The options of every function that takes a function.
+
+    For overloads alone: at run time signatures are spelled out.
+    """
+
+    create_graph: bool | None
+    allow: Allowed
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+
+
+class CommonOptions(CallOptions, total=False):
+    """The options of every function of the calculus."""
+
+    strict: bool | None
+
+
+class ChunkedOptions(CommonOptions, total=False):
+    """The options of functions that take many vectors."""
+
+    chunk_size: ChunkSize
+
+
+class BatchedOptions(CommonOptions, total=False):
+    """The options of functions that know independent samples."""
+
+    batch_ndim: int
+    check_independence: bool
+
+
+class ChunkedBatchedOptions(ChunkedOptions, BatchedOptions, total=False):
+    """The options of functions of many vectors at independent samples."""
+
+
+class ProductOptions(ChunkedBatchedOptions, total=False):
+    """The options of products, in which parts of `f` may run again."""
+
+    checkpoint: Checkpoint
+
+
+class ProductWithoutExtra(ProductOptions, total=False):
+    """The options of such a product where `f` returns the loss alone."""
+
+    has_aux: Literal[False]
+
+
+class WithoutExtra(ChunkedBatchedOptions, total=False):
+    """The options of such a function where `f` returns the loss alone."""
+
+    has_aux: Literal[False]
+
+
+# --- first derivatives ----------------------------------------------------------------------------
 
 
 @overload
@@ -117,19 +172,21 @@ def grad(
         ... )
         {'a': tensor(9.), 'b': tensor(12.)}
     """
-    if check_independence is not False:
-        check_samples(
-            check_independence,
-            f,
-            x,
-            batch_ndim=batch_ndim,
-            args=args,
-            kwargs=kwargs,
-            has_aux=has_aux,
-        )
     where = Where(x, shards=True)
     with OutputGraph(
-        call(f, where, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
+        call(
+            f,
+            where,
+            1,
+            create_graph,
+            strict,
+            allow,
+            args,
+            kwargs,
+            batch_ndim,
+            has_aux=has_aux,
+            check_independence=check_independence,
+        )
     ) as graph:
         gradient = _reverse.gradient(graph)
     result = graph.call.where.result(gradient)
@@ -212,19 +269,21 @@ def value_and_grad(
         >>> hodiff.value_and_grad(lambda x: x @ x, torch.tensor([3.0, 4.0]))
         (tensor(25.), tensor([6., 8.]))
     """
-    if check_independence is not False:
-        check_samples(
-            check_independence,
-            f,
-            x,
-            batch_ndim=batch_ndim,
-            args=args,
-            kwargs=kwargs,
-            has_aux=has_aux,
-        )
     where = Where(x, shards=True)
     with OutputGraph(
-        call(f, where, 1, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
+        call(
+            f,
+            where,
+            1,
+            create_graph,
+            strict,
+            allow,
+            args,
+            kwargs,
+            batch_ndim,
+            has_aux=has_aux,
+            check_independence=check_independence,
+        )
     ) as graph:
         gradient = _reverse.gradient(graph)
     value = graph.value() if where.layout is None else where.layout.mean(graph.value())
@@ -289,6 +348,8 @@ def vjp(
     chunk = _arguments.check_chunk_size(chunk_size)
     with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs)) as graph:
         outputs, names, tree = _tree.flatten(graph.outputs, "f(x)")
+        from hodiff._core._vectors import Space
+
         given = Space(outputs, names, tree, "like f(x)").parse(u, "u")
         pulled = _reverse.products(graph, outputs, given.parts, given.number, chunk_size=chunk)
         return given.arranged(pulled, graph.call.where.tree)
@@ -384,9 +445,20 @@ def jacobian(
                 [4., 0.]])
     """
     chunk = _arguments.check_chunk_size(chunk_size)
-    if check_independence is not False:
-        check_samples(check_independence, f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
-    with OutputGraph(call(f, x, 1, create_graph, strict, allow, args, kwargs, batch_ndim)) as graph:
+    with OutputGraph(
+        call(
+            f,
+            x,
+            1,
+            create_graph,
+            strict,
+            allow,
+            args,
+            kwargs,
+            batch_ndim,
+            check_independence=check_independence,
+        )
+    ) as graph:
         outputs = graph.tensors()
         for output in outputs:
             _arguments.check_rows(output, graph.call.batch)
@@ -406,22 +478,19 @@ JACOBIAN_WAY_OUT = (
 )
 
 
-# --- products from the right: `jvp`, and the columns of tall Jacobians ----------------------------
+# --- products from the right: `jvp`, and the columns of tall Jacobians ---------------------------
 # Both by two reverse passes: u -> J'u is linear, and its derivative by u in the direction v is J v.
 # PyTorch's forward mode would run `f` again, under transforms that refuse much of Python, take
 # `no_grad` for nothing, and leave no graph that could be looked at; and to differentiate its result
 # is wrong through norm layers (75 % off through LayerNorm).
 
 
-R = TypeVar("R")
+@overload
+def jvp(f: Callable[..., T], x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> T: ...
 
 
 @overload
-def jvp(f: Callable[..., R], x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> R: ...
-
-
-@overload
-def jvp(f: R, x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> R: ...
+def jvp(f: T, x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> T: ...
 
 
 def jvp(
@@ -476,7 +545,7 @@ def jvp(
     """
     chunk = _arguments.check_chunk_size(chunk_size)
     where = Where(x)
-    given = where.space().parse(v)
+    given = where.parse(v)
     with OutputGraph(call(f, where, 2, create_graph, strict, allow, args, kwargs)) as graph:
         outputs = graph.tensors()
         pushed = _reverse.jvp(graph, outputs, given.parts, given.number, chunk_size=chunk)
@@ -511,6 +580,8 @@ def tall_jacobian(
     small = MANY_ROWS * columns > rows or rows * sum(output.numel() for output in outputs) < SMALL
     if small or not columns or graph.create_graph or not _is_linear(graph, outputs):
         return None
+    from hodiff._core._vectors import generic
+
     # A cotangent of every sample that no symmetry cancels. Positive, for the backward of
     # logcumsumexp takes its logarithm.
     weights = [

@@ -12,18 +12,13 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _call, _reverse, _settings, _vectors
-from hodiff._core._arguments import Allowed
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph, Watched, detached
-from hodiff._core._loans import memory_of
-from hodiff._core._settings import RandomState
-from hodiff.calculus._first import largest
+from hodiff._core._tree import memory_of
+from hodiff.calculus._first import What, largest
 from hodiff.errors import InputError
 from hodiff.jets import _jet, _pushforward
-from hodiff.jets._jet import NoConstants, NoDerivative, NoRule
 from hodiff.jets._series import Series, entry
-
-What = Callable[..., Any] | Tensor
 
 TAYLOR_FROM = {False: 2, True: 3}
 """The order from which one expansion beats nested passes, without a graph and with one.
@@ -41,7 +36,7 @@ def nth_derivative(
     n: int,
     *,
     create_graph: bool | None = None,
-    allow: Allowed = (),
+    allow: _arguments.Allowed = (),
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -94,7 +89,7 @@ def derivatives(
     n: int,
     *,
     create_graph: bool | None = None,
-    allow: Allowed = (),
+    allow: _arguments.Allowed = (),
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, ...]:
@@ -133,12 +128,14 @@ def derivatives(
     if callable(f) and not isinstance(f, Tensor) and (n >= least or _jet.is_jet(x)):
         try:
             return _by_jets(f, x, n, create_graph, args, kwargs)
-        except NoRule as error:
-            if _jet.is_jet(x) or isinstance(error, NoDerivative):
+        except _jet.NoRule as error:
+            if _jet.is_jet(x) or isinstance(error, _jet.NoDerivative):
                 raise
     given = {"allow": allow, "args": args, "kwargs": kwargs}
-    state = RandomState(x.device)
-    watch = partial(_settings.on, NoConstants()) if n else nullcontext  # where Taylor mode raises
+    state = _settings.RandomState(x.device)
+    watch = (
+        partial(_settings.on, _jet.NoConstants()) if n else nullcontext
+    )  # where Taylor mode raises
     with Watched(call(f, x, passes=n, create_graph=create_graph, **given), watch) as graph:
         value = _check_shape(_arguments.check_output(graph.outputs), x)
         weights = _weights(value) if n and value.numel() > 1 else None
@@ -265,7 +262,7 @@ def _by_jets(
     if not record or _call.inside_vmap():
         _call.refuse_transforms(batched=True)
     factor = _pushforward.factorials(n, x.dtype)
-    state = RandomState(x.device)
+    state = _settings.RandomState(x.device)
     given = {"args": args, "kwargs": kwargs}
     weights = _weights(x) if n and x.numel() > 1 and not _jet.is_jet(x) else None
     lines = torch.ones_like(x).unsqueeze(0)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _call, _nodes, _reverse, _tree
-from hodiff._core._arguments import is_set
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
-from hodiff._core._nodes import Node
-from hodiff._core._where import Selection, Where
+from hodiff._core._modules import Selection
+from hodiff._core._where import Where
 from hodiff.errors import GraphError, InputError
 from hodiff.memory import _chunked
 
@@ -168,8 +167,11 @@ def multi_grad(
     """
     names, items = _items(losses)
     functions = _are_functions(items)
-    release, return_used = is_set(release, "release"), is_set(return_used, "return_used")
-    strict = strict if strict is None else is_set(strict, "strict")
+    release, return_used = (
+        _arguments.is_set(release, "release"),
+        _arguments.is_set(return_used, "return_used"),
+    )
+    strict = strict if strict is None else _arguments.is_set(strict, "strict")
     options = _Options(_call.recorded(create_graph), strict, return_used, [])
     if shared is not None and not functions:
         raise InputError(
@@ -318,15 +320,15 @@ def _whole(graph: OutputGraph, losses: Mapping[Any, Tensor], options: _Options) 
     ]
 
 
-def _turns(losses: Sequence[Tensor]) -> list[tuple[int, set[Node], bool]]:
+def _turns(losses: Sequence[Tensor]) -> list[tuple[int, set[_nodes.Node], bool]]:
     """The losses' numbers in the order of their turns; the nodes of each that no later turn needs.
 
     And whether those are all, but for leaves: then its pass may free them itself. The larger its
     graph, the sooner is the turn of a loss, and so the more can go early.
     """
     reached = [{*_nodes.survey([loss]).nodes} for loss in losses]
-    turns: list[tuple[int, set[Node], bool]] = []
-    later: set[Node] = set()
+    turns: list[tuple[int, set[_nodes.Node], bool]] = []
+    later: set[_nodes.Node] = set()
     for index in sorted(range(len(losses)), key=lambda index: len(reached[index])):
         nodes, shared = reached[index] - later, reached[index] & later
         turns.append((index, nodes, {*map(type, shared)} <= {_nodes.ACCUMULATE}))

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _call, _nodes, _refusals, _reverse, _settings, _tree, _vectors
-from hodiff._core._arguments import Allowed, ChunkSize
 from hodiff._core._call import call
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
-from hodiff._core._where import Selection
+from hodiff._core._modules import Selection
 from hodiff.calculus import _factors
-from hodiff.calculus._first import agree
-from hodiff.calculus._options import ChunkedOptions
+from hodiff.calculus._first import ChunkedOptions, agree
 from hodiff.errors import InputError
 
 T = TypeVar("T")
@@ -45,8 +43,8 @@ def per_sample_grad(
     *,
     create_graph: bool | None = None,
     strict: bool | None = None,
-    allow: Allowed = (),
-    chunk_size: ChunkSize = "auto",
+    allow: _arguments.Allowed = (),
+    chunk_size: _arguments.ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -129,8 +127,8 @@ def gram(
     *,
     create_graph: bool | None = None,
     strict: bool | None = None,
-    allow: Allowed = (),
-    chunk_size: ChunkSize = "auto",
+    allow: _arguments.Allowed = (),
+    chunk_size: _arguments.ChunkSize = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -211,7 +209,7 @@ def gram(
 
 
 def _evaluation(
-    f: Any, where: Any, batch: Any, chunk_size: ChunkSize, options: tuple[Any, ...]
+    f: Any, where: Any, batch: Any, chunk_size: _arguments.ChunkSize, options: tuple[Any, ...]
 ) -> tuple[OutputGraph, Samples, int | None]:
     """The call to evaluate, the function at a batch,
     and the number of samples that a pass takes.

@@ -7,8 +7,8 @@ is right through every layer measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Unpack, overload
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,30 +17,30 @@ from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Checkpoint, ChunkSize, is_set
 from hodiff._core._call import call, cut
 from hodiff._core._graph import OutputGraph
-from hodiff._core._where import Selection, Where
+from hodiff._core._where import Where
 from hodiff.calculus import _first
-from hodiff.calculus._options import (
+from hodiff.calculus._first import (
+    ByName,
     ChunkedBatchedOptions,
     ProductOptions,
     ProductWithoutExtra,
+    T,
+    What,
     WithoutExtra,
-    check_samples,
-    in_blocks,
 )
 
-V = TypeVar("V")
-What = Callable[..., Any] | Tensor
-ByName = dict[str, Tensor]
+if TYPE_CHECKING:
+    from hodiff._core._modules import Selection
 
 
 @overload
-def hvp(f: What, x: Any, v: V, **options: Unpack[ProductWithoutExtra]) -> V: ...
+def hvp(f: What, x: Any, v: T, **options: Unpack[ProductWithoutExtra]) -> T: ...
 
 
 @overload
 def hvp(
-    f: What, x: Any, v: V, *, has_aux: Literal[True], **options: Unpack[ProductOptions]
-) -> tuple[V, Any]: ...  # fmt: skip
+    f: What, x: Any, v: T, *, has_aux: Literal[True], **options: Unpack[ProductOptions]
+) -> tuple[T, Any]: ...  # fmt: skip
 
 
 def hvp(
@@ -119,21 +119,25 @@ def hvp(
     """
     chunk = _arguments.check_chunk_size(chunk_size)
     where = Where(x, shards=True)
-    given = where.space().parse(v)
-    if check_independence is not False:
-        check_samples(
-            check_independence,
-            f,
-            where,
-            batch_ndim=batch_ndim,
-            args=args,
-            kwargs=kwargs,
-            has_aux=has_aux,
-        )
+    given = where.parse(v)
     if checkpoint is not False:
+        from hodiff.memory._blocks import in_blocks
+
         f = in_blocks(f, where, checkpoint)
     with OutputGraph(
-        call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
+        call(
+            f,
+            where,
+            2,
+            create_graph,
+            strict,
+            allow,
+            args,
+            kwargs,
+            batch_ndim,
+            has_aux=has_aux,
+            check_independence=check_independence,
+        )
     ) as graph:
         gradient: Sequence[Any] = _reverse.gradient(graph, differentiated=True)
         if checkpoint is not False or where.layout is not None:
@@ -153,7 +157,7 @@ def hessian_diagonal(
 
 
 @overload
-def hessian_diagonal(f: What, x: V, **options: Unpack[WithoutExtra]) -> V: ...
+def hessian_diagonal(f: What, x: T, **options: Unpack[WithoutExtra]) -> T: ...
 
 
 @overload
@@ -168,8 +172,8 @@ def hessian_diagonal(
 
 @overload
 def hessian_diagonal(
-    f: What, x: V, *, has_aux: Literal[True], **options: Unpack[ChunkedBatchedOptions]
-) -> tuple[V, Any]: ...
+    f: What, x: T, *, has_aux: Literal[True], **options: Unpack[ChunkedBatchedOptions]
+) -> tuple[T, Any]: ...
 
 
 def hessian_diagonal(
@@ -223,18 +227,20 @@ def hessian_diagonal(
         tensor([16., 12.])
     """
     chunk = _arguments.check_chunk_size(chunk_size)
-    if check_independence is not False:
-        check_samples(
-            check_independence,
+    with OutputGraph(
+        call(
             f,
             x,
-            batch_ndim=batch_ndim,
-            args=args,
-            kwargs=kwargs,
+            2,
+            create_graph,
+            strict,
+            allow,
+            args,
+            kwargs,
+            batch_ndim,
             has_aux=has_aux,
+            check_independence=check_independence,
         )
-    with OutputGraph(
-        call(f, x, 2, create_graph, strict, allow, args, kwargs, batch_ndim, has_aux=has_aux)
     ) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
         pairs = list(zip(gradient, graph.leaves, strict=True))
@@ -274,7 +280,7 @@ def cross_hvp(
 
 
 @overload
-def cross_hvp(f: What, x: V, y: Any, v: Any, **options: Unpack[ProductOptions]) -> V: ...
+def cross_hvp(f: What, x: T, y: Any, v: Any, **options: Unpack[ProductOptions]) -> T: ...
 
 
 def cross_hvp(
@@ -350,22 +356,26 @@ def cross_hvp(
     """
     chunk = _arguments.check_chunk_size(chunk_size)
     first, second = Where(x, shards=True), Where(y, "y", shards=True)
-    given = second.space().parse(v)
+    given = second.parse(v)
     where = Where.joined(first, second)
-    if check_independence is not False:
-        check_samples(
-            check_independence,
-            f,
-            where,
-            batch_ndim=batch_ndim,
-            args=args,
-            kwargs=kwargs,
-            unpack_point=True,
-        )
     if checkpoint is not False:
+        from hodiff.memory._blocks import in_blocks
+
         f = in_blocks(f, where, checkpoint)
     with OutputGraph(
-        call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)
+        call(
+            f,
+            where,
+            2,
+            create_graph,
+            strict,
+            allow,
+            args,
+            kwargs,
+            batch_ndim,
+            unpack_point=True,
+            check_independence=check_independence,
+        )
     ) as graph:
         split, output = len(first.tensors), graph.scalars()
         gradient: Sequence[Any] = _reverse.vjp(
@@ -391,7 +401,6 @@ def cross_hvp(
 # that is right through every layer measured.
 
 
-K = TypeVar("K")
 Pair = tuple[Tensor, Tensor]
 Blocks = dict[str, dict[str, Tensor]]
 
@@ -453,8 +462,8 @@ def hessian(
 
 @overload
 def hessian(
-    f: What, x: dict[K, Tensor], *, matrix: Literal[False] = False, **options: Unpack[WithoutExtra]
-) -> dict[K, dict[K, Tensor]]: ...
+    f: What, x: dict[T, Tensor], *, matrix: Literal[False] = False, **options: Unpack[WithoutExtra]
+) -> dict[T, dict[T, Tensor]]: ...
 
 
 @overload
@@ -553,8 +562,8 @@ def value_grad_and_hessian(
 
 @overload
 def value_grad_and_hessian(
-    f: What, x: V, *, matrix: Literal[True], **options: Unpack[ChunkedBatchedOptions]
-) -> tuple[Tensor, V, Tensor]: ...
+    f: What, x: T, *, matrix: Literal[True], **options: Unpack[ChunkedBatchedOptions]
+) -> tuple[Tensor, T, Tensor]: ...
 
 
 @overload
@@ -586,11 +595,11 @@ def value_grad_and_hessian(
 @overload
 def value_grad_and_hessian(
     f: What,
-    x: dict[K, Tensor],
+    x: dict[T, Tensor],
     *,
     matrix: Literal[False] = False,
     **options: Unpack[ChunkedBatchedOptions],
-) -> tuple[Tensor, dict[K, Tensor], dict[K, dict[K, Tensor]]]: ...
+) -> tuple[Tensor, dict[T, Tensor], dict[T, dict[T, Tensor]]]: ...
 
 
 @overload
@@ -682,7 +691,6 @@ def _dense(
     *,
     matrix: bool,
     batch_ndim: int,
-    check_independence: bool,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     has_aux: bool = False,
@@ -694,8 +702,6 @@ def _dense(
     _arguments.check_batch(where.tensors, where.names, batch_ndim)
     _reverse.check_fits(where.tensors, where.tensors, batch_ndim, WAY_OUT)
     both = {"batch_ndim": batch_ndim, "args": args, "kwargs": kwargs, "has_aux": has_aux}
-    if check_independence is not False:
-        check_samples(check_independence, f, where, **both)
     with OutputGraph(call(f, where, 2, **both, **options)) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
         table = _reverse.blocks(graph, gradient, chunk_size=chunk)
@@ -723,11 +729,11 @@ def cross_hessian(
 
 
 @overload
-def cross_hessian(f: What, x: Tensor, y: V, **options: Unpack[ChunkedBatchedOptions]) -> V: ...
+def cross_hessian(f: What, x: Tensor, y: T, **options: Unpack[ChunkedBatchedOptions]) -> T: ...
 
 
 @overload
-def cross_hessian(f: What, x: V, y: Tensor, **options: Unpack[ChunkedBatchedOptions]) -> V: ...
+def cross_hessian(f: What, x: T, y: Tensor, **options: Unpack[ChunkedBatchedOptions]) -> T: ...
 
 
 @overload
@@ -792,18 +798,20 @@ def cross_hessian(
     _arguments.check_batch(first.tensors, first.names, batch_ndim)
     _reverse.check_fits(first.tensors, second.tensors, batch_ndim, WAY_OUT)
     where = Where.joined(first, second)
-    if check_independence is not False:
-        check_samples(
-            check_independence,
+    with OutputGraph(
+        call(
             f,
             where,
-            batch_ndim=batch_ndim,
-            args=args,
-            kwargs=kwargs,
+            2,
+            create_graph,
+            strict,
+            allow,
+            args,
+            kwargs,
+            batch_ndim,
             unpack_point=True,
+            check_independence=check_independence,
         )
-    with OutputGraph(
-        call(f, where, 2, create_graph, strict, allow, args, kwargs, batch_ndim, unpack_point=True)
     ) as graph:
         split = len(first.tensors)
         xs, ys = graph.leaves[:split], graph.leaves[split:]

@@ -13,7 +13,7 @@ import torch
 from hodiff._core import _arguments, _messages
 from hodiff._core._arguments import Checkpoint
 from hodiff._core._call import refuse_stand_ins
-from hodiff._core._vectors import Leaves
+from hodiff._core._tree import Leaves
 from hodiff._core._where import Where
 from hodiff.curvature import _memory
 from hodiff.curvature._data import Batches, DataReduction, check_total

@@ -17,7 +17,8 @@ from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Checkpoint
 from hodiff._core._call import call, refuse_tangent
 from hodiff._core._graph import OutputGraph
-from hodiff._core._vectors import Leaves, check_generator, sum_dtype
+from hodiff._core._tree import Leaves
+from hodiff._core._vectors import check_generator, sum_dtype
 from hodiff._core._where import Where
 from hodiff.calculus._factors import Factors, Outer
 from hodiff.curvature._data import (

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hodiff._core import _call, _locks, _nodes, _reverse, _settings
 from hodiff._core._graph import OutputGraph
-from hodiff._core._vectors import Leaves, sum_dtype
+from hodiff._core._tree import Leaves
+from hodiff._core._vectors import sum_dtype
 from hodiff._core._where import Where
 from hodiff.curvature import _memory
 from hodiff.curvature._data import NONE, Batches, check_total

@@ -13,7 +13,7 @@ from hodiff._core import _arguments, _nodes, _reverse
 from hodiff._core._arguments import Allowed, Checkpoint
 from hodiff._core._call import call, cut, in_place_of
 from hodiff._core._graph import OutputGraph
-from hodiff._core._vectors import Leaves
+from hodiff._core._tree import Leaves
 from hodiff._core._where import Where
 from hodiff.curvature._data import NONE, BatchWeight, DataReduction, Weighted, check_signature
 from hodiff.curvature._data_operator import ChunkSize, SummedOperator

@@ -13,7 +13,8 @@ from hodiff._core import _nodes, _reverse, _tree
 from hodiff._core._arguments import Allowed
 from hodiff._core._call import cut
 from hodiff._core._graph import OutputGraph
-from hodiff._core._vectors import Leaves, Space, sum_dtype
+from hodiff._core._tree import Leaves
+from hodiff._core._vectors import Space, sum_dtype
 from hodiff._core._where import Where
 from hodiff.calculus._factors import units
 from hodiff.curvature._data import check_predict

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _settings, _versions
-from hodiff._core._vectors import Leaves, Vectors
+from hodiff._core._tree import Leaves, Vectors
 from hodiff.curvature._krylov import column, listed, norms, number
 from hodiff.curvature._operator import LinearOperator
 from hodiff.curvature._probes import check_rtol, default_rtol

@@ -22,7 +22,8 @@ from hodiff._core import _arguments, _nodes, _reverse, _tree
 from hodiff._core._arguments import Allowed
 from hodiff._core._call import call, cut, in_place_of
 from hodiff._core._graph import OutputGraph
-from hodiff._core._vectors import Leaves, draw, generic, sum_dtype
+from hodiff._core._tree import Leaves
+from hodiff._core._vectors import draw, generic, sum_dtype
 from hodiff.calculus._factors import units
 from hodiff.curvature._data import NONE, Weighted, check_signature, told_what_it_got
 from hodiff.errors import GraphError, InputError

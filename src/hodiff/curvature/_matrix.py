@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _call, _reverse, _vectors
 from hodiff._core._arguments import check_integer, check_real_tensor, is_set
-from hodiff._core._vectors import Leaves, Space, sum_dtype
+from hodiff._core._tree import Leaves
+from hodiff._core._vectors import Space, sum_dtype
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given
 from hodiff.curvature._probes import (
     check_positive,

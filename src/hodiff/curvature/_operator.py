@@ -19,7 +19,9 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _call, _locks, _messages, _settings
 from hodiff._core._arguments import SupportsArray
-from hodiff._core._vectors import Leaves, Space, sum_dtype
+from hodiff._core._records import Unlike
+from hodiff._core._tree import Leaves
+from hodiff._core._vectors import Space, sum_dtype
 from hodiff.calculus._factors import Outer, Stack
 from hodiff.curvature._memory import free_bytes, readable
 from hodiff.curvature._process_group import ProcessGroupSum
@@ -35,7 +37,7 @@ Scalar = float | Tensor
 """A number, or a tensor of one element."""
 
 
-class LinearOperator(_arguments.Unlike):
+class LinearOperator(Unlike):
     r"""A matrix A of shape `(M, D)`, represented by its products A v.
 
     A vector has one of these forms, and the product has the same: the structure of the point (a

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _refusals, _reverse, _settings, _tree, _vectors
+from hodiff._core import _arguments, _call, _reverse, _settings, _tree, _values, _vectors
 from hodiff.curvature._operator import WAYS, LinearOperator, say_detached
 from hodiff.curvature._records import Route
 from hodiff.errors import ConvergenceWarning, GraphError, HodiffWarning, InputError
@@ -375,7 +375,7 @@ class EstimatorProgress:
                 "far."
             )
         self._operator = operator
-        self._before, self._said = operator.products, _refusals.said.times
+        self._before, self._said = operator.products, _values.said.times
         self._callback = callback
         self._bar: Any = None
         self._name, self._total = name, total
@@ -404,7 +404,7 @@ class EstimatorProgress:
         """Say of a result that it is not finite, where the rest of it is worth having; unless a
         product has said so.
         """
-        if self._said == _refusals.said.times and not bool(value.isfinite().all()):
+        if self._said == _values.said.times and not bool(value.isfinite().all()):
             warnings.warn(
                 f"{self._name}: the result {_NOT_FINITE}",
                 HodiffWarning,

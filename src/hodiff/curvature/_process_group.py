@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from hodiff._core import _arguments, _locks
 from hodiff._core._faults import interrupts
-from hodiff._core._vectors import Leaves, sum_dtype
+from hodiff._core._tree import Leaves
+from hodiff._core._vectors import sum_dtype
 from hodiff._core._where import Where
 from hodiff.errors import GraphError, InputError
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _tree
-from hodiff._core._arguments import NoNumber, kind, plural
+from hodiff._core._arguments import kind, plural
 from hodiff._core._messages import table
+from hodiff._core._records import NoNumber
 from hodiff._core._vectors import standard_error
 from hodiff.errors import HodiffError, InputError
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _call, _nodes, _settings, _tree, _versions
-from hodiff._core._vectors import Vectors, near, sum_dtype
+from hodiff._core._tree import Vectors
+from hodiff._core._vectors import near, sum_dtype
 from hodiff.curvature._krylov import (
     GMRES,
     MINRES,

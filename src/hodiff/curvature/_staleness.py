@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _locks
-from hodiff._core._where import Where, modules_below
+from hodiff._core._modules import modules_below
+from hodiff._core._where import Where
 from hodiff.errors import GraphError, HodiffWarning, RandomnessWarning
 
 

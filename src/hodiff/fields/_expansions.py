@@ -1,190 +1,69 @@
-r"""Second-order expansions along an operator's directions, in blocks where all at once would take
-much memory.
-
-One expansion along them gives \(C : \nabla^2 f\) as twice its summed second coefficient.
+"""Second-order expansions along random directions; in blocks, where all at once would take much
+memory; by reverse passes.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _reverse, _settings
+from hodiff._core import _arguments, _reverse
 from hodiff._core._faults import is_fault
+from hodiff._core._graph import OutputGraph
+from hodiff._core._records import NoNumber
 from hodiff._core._settings import RandomState
-from hodiff._core._vectors import Space, check_generator, draw
+from hodiff._core._vectors import Space, check_generator, draw, standard_error
 from hodiff._core._versions import is_wrapped
-from hodiff.calculus import _directional
 from hodiff.errors import GraphError, InputError
-from hodiff.fields._field import FieldCall, choose, push, released
+from hodiff.fields import _field
+from hodiff.fields._field import (
+    Curves,
+    Directions,
+    FieldCall,
+    Probes,
+    by_jets,
+    factors,
+    holds,
+    is_differentiable,
+    push,
+    released,
+)
 from hodiff.jets import _jet, _pushforward
 from hodiff.jets._series import CoefficientTooLarge, entry
 
-Probes = Literal["rademacher", "gaussian", "coordinates"]
 
+@dataclass(frozen=True, repr=False, eq=False)
+class Estimate(NoNumber):
+    """A randomized result.
 
-class Directions(NamedTuple):
-    """Vectors `(R, *batch or ones, *event)`, their weights (None: all one),
-    and how many sums are kept apart.
+    Attributes:
+        value: The estimate, shaped like `f(x)`.
+        stderr: Its standard error, with the same shape; None for a single sample.
+        samples: How many random directions were used.
     """
 
-    vectors: Any
-    weights: Any = None
-    groups: int = 1
+    value: Tensor
+    stderr: Tensor | None
+    samples: int
+
+    def __repr__(self) -> str:
+        size = "x".join(map(str, self.value.shape)) or "one value"
+        error = "" if self.stderr is None else f", ± {self.stderr.max():.3g} at most"
+        return f"Estimate({size}, {self.samples} samples{error})"
 
 
-def of_laplacian(x: Any, batch_ndim: int, weight: Any = None, *, units: bool = False) -> Directions:
-    """Coordinate directions, each with its factor.
-
-    With `units` they keep their lengths, so that first coefficients are partial derivatives.
-    """
-    axes = _pushforward.units(x, batch_ndim)
-    return (
-        Directions(axes)
-        if weight is None
-        else _diagonal(axes, _factors(weight, x, len(axes)), units=units)
-    )
-
-
-def of_matrix(x: Any, batch_ndim: int, weight: Any) -> Directions:
-    """Directions of the operator with the matrix C, here `weight`."""
-    axes = _pushforward.units(x, batch_ndim)
-    weight = _matrix(weight, x, batch_ndim, len(axes))
-    if weight.ndim == 1:
-        return _diagonal(axes, weight, units=False)
-    if weight.ndim == 2 and weight.shape[1] != weight.shape[0]:
-        return Directions(_shaped(weight.mT, x, batch_ndim))
-    if weight.ndim > 2 and weight.shape[-1] != weight.shape[-2]:
-        return Directions(_per_sample(weight, x, batch_ndim))
-    if _differentiable(weight):
-        return _pairs(weight, x, batch_ndim)
-    return _eigenvectors(weight, x, batch_ndim)
-
-
-def _factors(weight: Any, x: Any, size: int) -> Tensor:
-    """A factor for each coordinate."""
-    if not _jet.is_jet(weight):
-        _arguments.check_real_tensor(weight, "weight")
-    if tuple(weight.shape) != (size,):
-        raise InputError(
-            f"weight has shape {tuple(weight.shape)}, expected ({size},): one factor per "
-            f"coordinate. For a matrix use hodiff.second_order_operator(f, x, C)."
-        )
-    return _like(weight, x, "weight")
-
-
-def _matrix(C: Any, x: Any, batch_ndim: int, size: int) -> Tensor:
-    """The matrix of an operator, in any of its forms."""
-    if not _jet.is_jet(C):
-        _arguments.check_real_tensor(C, "C")
-    batch, shape = tuple(x.shape[:batch_ndim]), tuple(C.shape)
-    fits = (
-        shape == (size,)
-        or (len(shape) == 2 and shape[0] == size)
-        or (
-            batch_ndim > 0
-            and len(shape) == batch_ndim + 2
-            and shape[:batch_ndim] == batch
-            and shape[-2] == size
-        )
-    )
-    if not fits:
-        raise InputError(
-            f"C has shape {shape}; with {size} coordinates it must be a diagonal ({size},), a "
-            f"matrix ({size}, {size}), a factor ({size}, R), or one of the last two per sample, "
-            f"({', '.join(map(str, (*batch, size)))}, R)."
-        )
-    return _like(C, x, "C")
-
-
-def _like(weight: Any, x: Any, name: str) -> Any:
-    if weight.dtype != x.dtype or weight.device != x.device:
-        raise InputError(
-            f"{name} is {weight.dtype} on {weight.device}, but x is {x.dtype} on {x.device}; "
-            f"convert it: {name}.to(x)."
-        )
-    return weight
-
-
-def _differentiable(weight: Any) -> bool:
-    return _jet.is_jet(weight) or (weight.requires_grad and torch.is_grad_enabled())
-
-
-def _diagonal(axes: Tensor, weight: Any, *, units: bool) -> Directions:
-    """Coordinate directions, scaled by the roots where all weights are positive constants."""
-    kept = weight != 0
-    if units or _differentiable(weight) or not _holds(kept.any()):
-        return Directions(axes, weight)
-    axes, weight = axes[kept], weight[kept]
-    scaled = axes * weight.abs().sqrt().reshape(-1, *[1] * (axes.ndim - 1))
-    return Directions(scaled, None if _holds((weight > 0).all()) else weight.sign())
-
-
-def _holds(condition: Tensor) -> bool:
-    """Whether it is seen to hold: where a trace runs nothing is seen."""
-    return not _settings.tracing() and bool(condition)
-
-
-def _shaped(rows: Any, x: Any, batch_ndim: int) -> Any:
-    """`(R, D)` as directions that are the same for every sample."""
-    return rows.reshape(rows.shape[0], *[1] * batch_ndim, *x.shape[batch_ndim:])
-
-
-def _per_sample(factor: Any, x: Any, batch_ndim: int) -> Any:
-    """`(*batch, D, R)` as directions."""
-    return factor.movedim(-1, 0).reshape(factor.shape[-1], *x.shape)
-
-
-def _eigenvectors(weight: Tensor, x: Any, batch_ndim: int) -> Directions:
-    """The eigenvectors of the symmetric part, scaled by the roots of |λ|, with the signs of λ."""
-    weight = weight.detach()
-    # there is no eigh of halves
-    wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
-    values, vectors = (part.to(weight.dtype) for part in torch.linalg.eigh((wide + wide.mT) / 2))
-    if weight.ndim == 2:
-        negligible = (
-            values.abs() <= values.abs().amax() * weight.shape[0] * torch.finfo(weight.dtype).eps
-        )
-        if _holds((~negligible).any()):
-            values, vectors = values[~negligible], vectors[:, ~negligible]
-        rows = _shaped((vectors * values.abs().sqrt()).mT, x, batch_ndim)
-        return Directions(rows) if _holds((values > 0).all()) else Directions(rows, values.sign())
-    # Signs differ from sample to sample: one block of directions for each, empty entries being
-    # zero.
-    up = _per_sample(vectors * values.clamp(min=0).sqrt().unsqueeze(-2), x, batch_ndim)
-    if _holds((values >= 0).all()):
-        return Directions(up)
-    down = _per_sample(vectors * values.clamp(max=0).neg().sqrt().unsqueeze(-2), x, batch_ndim)
-    return Directions(
-        torch.cat([up, down]), torch.cat([values.new_ones(len(up)), -values.new_ones(len(down))])
-    )
-
-
-def _pairs(weight: Any, x: Any, batch_ndim: int) -> Directions:
-    r"""Directions and weights for a weight that is differentiated by: eigenvectors have no
-    derivative where eigenvalues meet.
-
-    \(C : H = \sum_{i \le j} w_{ij} \, (e_i + e_j)^\top H (e_i + e_j)\) with coefficients linear in
-    C. One weight per sample becomes a pair of directions, \(w = ((1 + w)/2)^2 - ((1 - w)/2)^2\)
-    times a square.
-    """
-    size = weight.shape[-1]
-    symmetric = (weight + weight.mT) * 0.5
-    axes = torch.eye(size, dtype=x.dtype, device=x.device)
-    rows, columns = torch.triu_indices(size, size, 1, device=x.device)
-    own = torch.diagonal(symmetric, dim1=-2, dim2=-1) * 2 - symmetric.sum(-1)
-    vectors = torch.cat([axes, axes[rows] + axes[columns]])
-    weights = torch.cat([own, symmetric[..., rows, columns]], -1)
-    if weight.ndim == 2:
-        return Directions(_shaped(vectors, x, batch_ndim), weights)
-    plus, minus = (1 + weights) * 0.5, (1 - weights) * 0.5
-    each = torch.cat([plus.unsqueeze(-2) * vectors.mT, minus.unsqueeze(-2) * vectors.mT], -1)
-    return Directions(
-        _per_sample(each, x, batch_ndim),
-        axes.new_tensor([1.0, -1.0]).repeat_interleave(len(vectors)),
-    )
+def mean_over(each: Any, remaining: float, vectors: Any) -> Estimate | Tensor:
+    """The mean over directions; of those that were drawn with its standard error."""
+    count = each.shape[0]
+    if vectors is not None:
+        return each.mean(0)
+    if not remaining:
+        return Estimate(each.mean(0), torch.zeros_like(each[0]), count)
+    error = standard_error(each)
+    return Estimate(each.mean(0), None if error is None else error * remaining**0.5, count)
 
 
 def sampled(
@@ -208,7 +87,7 @@ def sampled(
         )
     samples = _arguments.check_integer(1 if samples is None else samples, "samples", least=1)
     if weight is not None:
-        weight = _factors(weight, x, torch.Size(x.shape[batch_ndim:]).numel())
+        weight = factors(weight, x, torch.Size(x.shape[batch_ndim:]).numel())
     plain = _jet.value_of(x)
     if vectors is not None:
         drawn = _given(vectors, plain)
@@ -217,7 +96,7 @@ def sampled(
     else:
         drawn = draw((samples, *plain.shape), plain, probes, generator)  # pyright: ignore[reportArgumentType]
     if weight is not None:
-        if _differentiable(weight) or _holds((weight < 0).any()):
+        if is_differentiable(weight) or holds((weight < 0).any()):
             raise InputError(
                 "weight: random directions are scaled by its square root, so it must not be "
                 'negative or require grad. Use probes="coordinates".'
@@ -271,36 +150,20 @@ ones as fresh memory each time, which takes 1.2 to 1.8 times as long."""
 # samples: a single one could be broadcast against data that f holds for a whole batch
 LEAST_BLOCK = 2
 LEAST_CHUNK = 8  # directions: the value is computed again for each chunk
-# directions: a value, or the three vectors of a rehearsal, are little beside so many
-WORTHWHILE = 16
 
 
-def second_order(
-    call: FieldCall, directions: Directions, drift: Any = None, *, first: bool = False
-) -> Curves:
-    """The function and its derivatives along straight lines; with `drift` b, second ones gain b·∇f.
-
-    First derivatives are there where they are by-products, or wanted.
-    """
-    return choose(call, _by_jets, by_reverse, directions, drift, first)
-
-
-def _by_jets(call: FieldCall, directions: Directions, drift: Any, first: bool) -> Curves:
-    if is_wrapped(_jet.value_of(call.x)):  # nobody can look at values
-        return by_jets(call, directions, drift)
-    size = _arguments.check_chunk_size(call.chunk_size)
-    if size is not None:
-        curves = _by_directions(call, directions, drift, size)
-        if curves is None:
-            raise GraphError(
-                "f returned a different value when it was evaluated again (does it keep a state, "
-                "or draw random numbers that are not PyTorch's?), so its directions cannot be "
-                'expanded in chunks. Use chunk_size="auto".'
-            )
-        return curves
-    if call.record or _jet.is_jet(call.x) or len(directions.vectors) < WORTHWHILE:
-        return by_jets(call, directions, drift)
-    return _within_bounds(call, directions, drift)
+def in_parts(call: FieldCall, directions: Directions, drift: Any, size: int | None) -> Curves:
+    """The function along many lines: `size` of them at a time, or what is quickest."""
+    if size is None:
+        return _within_bounds(call, directions, drift)
+    curves = _by_directions(call, directions, drift, size)
+    if curves is None:
+        raise GraphError(
+            "f returned a different value when it was evaluated again (does it keep a state, "
+            "or draw random numbers that are not PyTorch's?), so its directions cannot be "
+            'expanded in chunks. Use chunk_size="auto".'
+        )
+    return curves
 
 
 def _within_bounds(call: FieldCall, directions: Directions, drift: Any) -> Curves:
@@ -319,7 +182,7 @@ def _within_bounds(call: FieldCall, directions: Directions, drift: Any) -> Curve
         parts = -(-len(directions.vectors) * error.args[0] // whole)
         random.restore()
     size = -(-len(directions.vectors) // parts)
-    if cached and size >= WORTHWHILE:
+    if cached and size >= _field.WORTHWHILE:
         curves = _by_directions(call, directions, drift, size, whole)
         if curves is not None:
             return curves
@@ -490,29 +353,7 @@ def _by_directions(
     return Curves(value[0], torch.cat(first), total)
 
 
-# --- a function along straight lines to second order: by jets, all lines at once, or by double
-# backward
-
-
-class Curves(NamedTuple):
-    """The value; first derivatives along each direction, `(R, *out)`, where wanted; second ones,
-    `(groups, *out)`.
-    """
-
-    value: Any
-    first: Any
-    second: Any
-
-
-def by_jets(
-    call: FieldCall, directions: Directions, drift: Any = None, *, max_bytes: float | None = None
-) -> Curves:
-    """One expansion in all directions; with `drift` b, second ones gain b·∇f."""
-    vectors, weights, groups = directions
-    rows = vectors.shape[0]
-    seeds = [vectors] if drift is None else [vectors, (drift * 0.5).unsqueeze(0)]
-    series, _ = push(call, seeds, 2, groups=groups, weights=weights, max_bytes=max_bytes)
-    return Curves(series[0], entry(series, 1, rows), entry(series, 2, groups) * 2)
+# --- a function along straight lines to second order, by double backward --------------------------
 
 
 def by_reverse(call: FieldCall, directions: Directions, drift: Any, first: bool) -> Curves:
@@ -521,7 +362,7 @@ def by_reverse(call: FieldCall, directions: Directions, drift: Any, first: bool)
     with call.evaluation(passes=2) as graph:
         output = _arguments.check_output(graph.outputs)
         _arguments.check_rows(output, call.batch)
-        lines = _directional.by_entries(
+        lines = by_entries(
             graph,
             output,
             vectors,
@@ -542,3 +383,79 @@ def by_reverse(call: FieldCall, directions: Directions, drift: Any, first: bool)
         graph, [value, second, *([] if lines.first is None else [lines.first])]
     )
     return Curves(value, firsts[0] if firsts else None, second)
+
+
+class Lines(NamedTuple):
+    """Second derivatives along R lines, `(R, *output)`; first ones, likewise; and along the drift,
+    `(*output)`.
+    """
+
+    second: Tensor
+    first: Tensor | None
+    drift: Tensor | None
+
+
+def entries(output: Tensor, batch_ndim: int) -> tuple[Tensor, ...]:
+    """The entries of an output for each sample, one tensor of the batch's shape for each."""
+    return output.flatten(batch_ndim).unbind(-1) if output.ndim > batch_ndim else (output,)
+
+
+def by_entries(
+    graph: OutputGraph,
+    output: Tensor,
+    vectors: Tensor,
+    *,
+    first: bool = True,
+    drift: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> Lines:
+    """Derivatives where a sample has few outputs and many lines: for each output its gradient, then
+    the lines in batches.
+
+    Args:
+        graph: An evaluation of two passes, of a single tensor.
+        output: Its output, with the batch in front.
+        vectors: v, `(R, *leaf)`, or with ones for the batch.
+        first: Whether first derivatives are wanted; they cost no pass.
+        drift: A vector b, shaped like the leaf, for b·∇f.
+        chunk_size: How many lines one pass takes; None bounds its memory.
+    """
+    vectors = vectors.clone() if vectors.is_inference() else vectors
+    columns = entries(output, graph.call.batch_ndim)
+    seconds = []
+    firsts = []
+    drifts = []
+    for k, one in enumerate(columns):
+        (gradient,) = _reverse.vjp(graph, [one], [torch.ones_like(one)], differentiated=True)
+        seconds.append(_seconds(graph, gradient, vectors, chunk_size, more=k < len(columns) - 1))
+        if first:
+            firsts.append(_inner(gradient, vectors, graph.call.batch_ndim))
+        if drift is not None:
+            drifts.append(_inner(gradient, drift.unsqueeze(0), graph.call.batch_ndim))
+    shaped = lambda parts: torch.stack(parts, -1).reshape(len(parts[0]), *output.shape)  # noqa: E731
+    return Lines(
+        shaped(seconds), shaped(firsts) if firsts else None, shaped(drifts)[0] if drifts else None
+    )
+
+
+def _seconds(
+    graph: OutputGraph, gradient: Tensor, vectors: Tensor, chunk_size: int | None, *, more: bool
+) -> Tensor:
+    """v'∇²f v of each line and sample, from the gradients of one output."""
+
+    def rows(start: int, stop: int) -> list[Tensor]:
+        return [vectors[start:stop].expand(stop - start, *gradient.shape)]
+
+    seconds = []
+    chunks = _reverse.vjps(graph, [gradient], rows, len(vectors), chunk_size=chunk_size, more=more)
+    for start, stop, (products,) in chunks:
+        seconds.append(_inner(products, vectors[start:stop], graph.call.batch_ndim))
+        del products  # before the next chunk is made
+    return torch.cat(seconds)
+
+
+def _inner(a: Tensor, rows: Tensor, batch_ndim: int) -> Tensor:
+    """The inner products of samples with each row."""
+    products = a * rows
+    dims = tuple(range(1 + batch_ndim, products.ndim))
+    return products.sum(dims) if dims else products

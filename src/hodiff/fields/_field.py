@@ -9,29 +9,36 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hodiff._core import (
     _arguments,
     _call,
     _compiled_callers,
+    _messages,
     _nodes,
-    _refusals,
     _settings,
     _tree,
 )
 from hodiff._core._arguments import ChunkSize, check_option, is_set
 from hodiff._core._call import call, cut, is_hidden
 from hodiff._core._graph import OutputGraph, Watched, detached, split
-from hodiff._core._loans import memory_of
-from hodiff._core._where import plain
-from hodiff.calculus import _options
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.jets import _jet, _pushforward
-from hodiff.jets._jet import ByNoRoute, NoConstants, NoRule
+from hodiff.jets._series import entry
+
+What = Callable[..., Any] | Tensor
+"""A function, or a tensor already computed."""
 
 Method = Literal["auto", "jets", "reverse"]
 """`method=`: which route computes."""
+
+
+Probes = Literal["rademacher", "gaussian", "coordinates"]
+"""The law of random directions."""
+
+# directions: a value, or the three vectors of a rehearsal, are little beside so many
+WORTHWHILE = 16
 
 
 class FieldOptions(TypedDict, total=False):
@@ -106,11 +113,13 @@ class FieldCall(NamedTuple):
         # the second.
         unclear = self.batch_ndim and not (event or _jet.is_jet(self.x) or is_hidden(self.x))
         if self.check_independence is not False or unclear:
-            _options.check_samples(
-                True if unclear else self.check_independence,
+            call(
                 self.f,
                 self.x,
+                1,
+                False,
                 batch_ndim=self.batch_ndim,
+                check_independence=True if unclear else self.check_independence,
                 args=self.args,
                 kwargs=self.kwargs,
                 has_aux=self.has_aux,
@@ -154,7 +163,9 @@ class FieldCall(NamedTuple):
         """The context of an evaluation by nested reverse mode:
         no automatic choice passes what Taylor mode refuses.
         """
-        return _settings.on(NoConstants()) if self.method == "auto" else contextlib.nullcontext()
+        return (
+            _settings.on(_jet.NoConstants()) if self.method == "auto" else contextlib.nullcontext()
+        )
 
     def note(self, graph: OutputGraph) -> None:
         """Keep what `f` returned beside its value, of an evaluation for nested reverse mode."""
@@ -174,7 +185,7 @@ class FieldCall(NamedTuple):
         whole = _tree.tree_map(
             lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result
         )
-        return detached(whole, {memory_of(self.x)})
+        return detached(whole, {_tree.memory_of(self.x)})
 
 
 def choose(
@@ -198,9 +209,9 @@ def choose(
         return call.finish(_by_reverse(reverse, call, *given))
     try:
         result = jets(call, *given)
-    except ByNoRoute:
+    except _jet.ByNoRoute:
         raise
-    except NoRule as error:
+    except _jet.NoRule as error:
         if call.method == "jets" or _jet.is_jet(call.x):
             raise
         warnings.warn(
@@ -235,7 +246,9 @@ def _warn_if_not_finite(
     """Say that a derivative does not exist, where all that it was computed from is finite."""
     ours, theirs = (all(bool(each.isfinite().all()) for each in t) for t in (results, given))
     if theirs and not ours:
-        _refusals.warn_of_non_finite(kinds)
+        from hodiff._core._values import warn_of_non_finite
+
+        warn_of_non_finite(kinds)
 
 
 @_compiled_callers.uncompiled
@@ -259,10 +272,12 @@ def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> t
     series = _pushforward.coefficients(output, expansion, call.batch)
     if (
         order >= 2
-        and any(map(_refusals.BENDS.__getitem__, expansion.operations))
+        and any(map(_messages.BENDS.__getitem__, expansion.operations))
         and not _call.inside()
     ):
-        _refusals.warn_of_zeros(lambda: expansion.operations, series[2:], seeds)
+        from hodiff._core._values import warn_of_zeros
+
+        warn_of_zeros(lambda: expansion.operations, series[2:], seeds)
     return series, expansion
 
 
@@ -300,7 +315,7 @@ class WithExtra:
     """
 
     def __init__(self, f: Any, x: Any) -> None:
-        self.f = plain(f) if isinstance(f, nn.Module) else f
+        self.f = _arguments.as_called(f)
         self.extra: Any = None
         self._x, self._shape = x, tuple(x.shape)
 
@@ -319,3 +334,90 @@ class WithExtra:
         while _jet.is_jet(leaf) and leaf.expansion.number > own:
             leaf = leaf.series[0]
         return leaf
+
+
+# --- a function along straight lines to second order: by jets, all lines at once ------------------
+
+
+class Directions(NamedTuple):
+    """Vectors `(R, *batch or ones, *event)`, their weights (None: all one),
+    and how many sums are kept apart.
+    """
+
+    vectors: Any
+    weights: Any = None
+    groups: int = 1
+
+
+def of_laplacian(x: Any, batch_ndim: int, weight: Any = None, *, units: bool = False) -> Directions:
+    """Coordinate directions, each with its factor.
+
+    With `units` they keep their lengths, so that first coefficients are partial derivatives.
+    """
+    axes = _pushforward.units(x, batch_ndim)
+    return (
+        Directions(axes)
+        if weight is None
+        else diagonal(axes, factors(weight, x, len(axes)), units=units)
+    )
+
+
+def factors(weight: Any, x: Any, size: int) -> Tensor:
+    """A factor for each coordinate."""
+    if not _jet.is_jet(weight):
+        _arguments.check_real_tensor(weight, "weight")
+    if tuple(weight.shape) != (size,):
+        raise InputError(
+            f"weight has shape {tuple(weight.shape)}, expected ({size},): one factor per "
+            f"coordinate. For a matrix use hodiff.second_order_operator(f, x, C)."
+        )
+    return like_point(weight, x, "weight")
+
+
+def like_point(weight: Any, x: Any, name: str) -> Any:
+    if weight.dtype != x.dtype or weight.device != x.device:
+        raise InputError(
+            f"{name} is {weight.dtype} on {weight.device}, but x is {x.dtype} on {x.device}; "
+            f"convert it: {name}.to(x)."
+        )
+    return weight
+
+
+def is_differentiable(weight: Any) -> bool:
+    return _jet.is_jet(weight) or (weight.requires_grad and torch.is_grad_enabled())
+
+
+def diagonal(axes: Tensor, weight: Any, *, units: bool) -> Directions:
+    """Coordinate directions, scaled by the roots where all weights are positive constants."""
+    kept = weight != 0
+    if units or is_differentiable(weight) or not holds(kept.any()):
+        return Directions(axes, weight)
+    axes, weight = axes[kept], weight[kept]
+    scaled = axes * weight.abs().sqrt().reshape(-1, *[1] * (axes.ndim - 1))
+    return Directions(scaled, None if holds((weight > 0).all()) else weight.sign())
+
+
+def holds(condition: Tensor) -> bool:
+    """Whether it is seen to hold: where a trace runs nothing is seen."""
+    return not _settings.tracing() and bool(condition)
+
+
+class Curves(NamedTuple):
+    """The value; first derivatives along each direction, `(R, *out)`, where wanted; second ones,
+    `(groups, *out)`.
+    """
+
+    value: Any
+    first: Any
+    second: Any
+
+
+def by_jets(
+    call: FieldCall, directions: Directions, drift: Any = None, *, max_bytes: float | None = None
+) -> Curves:
+    """One expansion in all directions; with `drift` b, second ones gain b·∇f."""
+    vectors, weights, groups = directions
+    rows = vectors.shape[0]
+    seeds = [vectors] if drift is None else [vectors, (drift * 0.5).unsqueeze(0)]
+    series, _ = push(call, seeds, 2, groups=groups, weights=weights, max_bytes=max_bytes)
+    return Curves(series[0], entry(series, 1, rows), entry(series, 2, groups) * 2)

@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _call, _compiled_callers, _reverse, _settings, _tree
-from hodiff._core._arguments import is_set
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph, detached
-from hodiff.calculus._directional import entries
 from hodiff.errors import InputError
-from hodiff.fields._field import FieldCall, FieldOptions, Method, choose, push, released
+from hodiff.fields._expansions import entries
+from hodiff.fields._field import FieldCall, FieldOptions, Method, What, choose, push, released
 from hodiff.jets import _jet, _pushforward
-from hodiff.jets._jet import OTHER_ROUTE, NoRule
 from hodiff.jets._series import entry
-
-What = Callable[..., Any] | Tensor
 
 REVERSE_UP_TO = 3
 """Nested reverse passes are faster up to this total order (2-3 times), jets from there on."""
@@ -410,7 +406,7 @@ def jet(
     points, given = (
         ((primals,), (series,)) if isinstance(primals, Tensor) else (tuple(primals), tuple(series))
     )
-    scaled = is_set(scaled, "scaled")
+    scaled = _arguments.is_set(scaled, "scaled")
     order = _check_series(points, given)
     record = _call.loss_recorded(create_graph)
     with _settings.grad_mode(record):
@@ -420,11 +416,11 @@ def jet(
             output, expansion = _pushforward.push(
                 f, points, seeds, order, record=record, mixes=True
             )
-        except NoRule as error:
-            if error.way_out != OTHER_ROUTE:
+        except _jet.NoRule as error:
+            if error.way_out != _jet.OTHER_ROUTE:
                 raise
             other = "Write it with other operations; hodiff.jet has no other route."
-            raise NoRule(error.operation, error.why, other) from error
+            raise _jet.NoRule(error.operation, error.why, other) from error
         items, _, tree = _tree.flatten(output)
         coefficients = [_pushforward.coefficients(item, expansion) for item in items]
         rows = [

@@ -8,7 +8,7 @@
 
 from typing import TYPE_CHECKING
 
-from hodiff._core import _lazy
+from hodiff._core import _compiled_callers
 
 if TYPE_CHECKING:
     from hodiff.graph._case import Explanation
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 # Explaining is for the rare case.
-__getattr__, __dir__ = _lazy.names(
+__getattr__, __dir__ = _compiled_callers.names(
     globals(),
     {
         "_case": ("Explanation",),

@@ -11,10 +11,11 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, final, 
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _call, _independence, _nodes, _reverse, _settings, _tree
+from hodiff._core import _arguments, _call, _nodes, _reverse, _settings, _tree
 from hodiff._core._graph import OutputGraph
-from hodiff._core._vectors import Leaves
-from hodiff._core._where import Selection, Where
+from hodiff._core._modules import Selection
+from hodiff._core._tree import Leaves
+from hodiff._core._where import Where
 from hodiff.curvature._data_operator import check_stack
 from hodiff.curvature._krylov import listed, norms
 from hodiff.curvature._links import CallSite, Chain, ImplicitSystem, told
@@ -445,14 +446,13 @@ def attached(
     as_float(given.damping, "damping", least=0)
     if check(given.batch_ndim, "batch_ndim", least=0):
         check_stack(where, None, None, given.batch_ndim)
-    if _arguments.is_set(given.check_independence, "check_independence"):
-        _independence.check(f, where, batch_ndim=given.batch_ndim, args=args, kwargs=kwargs)
     limit = given.gradient_tol
     number = _arguments.is_number(limit) or (isinstance(limit, float) and limit == math.inf)
     if limit is not None and not (number and limit >= 0):
         raise InputError(f"gradient_tol: got {limit!r}, expected a number of at least 0, or None.")
     # The residual at the values; and in a differentiable result, with a derivative for each link.
-    linked = _call.call(f, where, 1, True, args=args, kwargs=kwargs, batch_ndim=given.batch_ndim)
+    batch: Any = {n: getattr(given, n) for n in ("batch_ndim", "check_independence")}
+    linked = _call.call(f, where, 1, True, args=args, kwargs=kwargs, **batch)
     linked = linked._replace(order=1 + order)
     plain = linked._replace(create_graph=False, keep=True, order=2)
     problem = Problem(kind, where, given, order, line)

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _arguments, _nodes, _reverse, _settings, _tree
-from hodiff._core._call import Call, call
+from hodiff._core._call import Call, call, tag_of
 from hodiff._core._graph import OutputGraph, detached
-from hodiff._core._loans import memory_of, tag_of
-from hodiff._core._where import Selection, Where
+from hodiff._core._modules import Selection
+from hodiff._core._tree import memory_of
+from hodiff._core._where import Where
 from hodiff.curvature._operator import normal
 from hodiff.errors import GraphError, InputError
 from hodiff.rules import (

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hodiff._core import _tree, _versions
 from hodiff._core._faults import is_fault
-from hodiff._core._loans import memory_of
 from hodiff.errors import HodiffError
 from hodiff.jets._jet import (
     ALIASES,
@@ -170,7 +169,7 @@ def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, k
         inside.rules -= 1
         _versions.set_grad_enabled(recording)
     if expansion.counter is not None and result is not NotImplemented:
-        expansion.counter.count(name, rule.kind, time.perf_counter() - start)
+        expansion.counter(name, rule.kind, time.perf_counter() - start)
     if rule.kind in _FRESH and name != "einsum":  # of one operand it may be a view
         return wrapped(result, expansion, name)
     return _with_shares(wrapped(result, expansion, name), args, kwargs)
@@ -185,7 +184,7 @@ def _with_shares(result: Any, args: Any, kwargs: Any) -> Any:
     as their values do in plain PyTorch.
     """
     jets = jets_among((*args, *kwargs.values()) if kwargs else args)
-    for part in _tree.flatten(result)[0]:
+    for part in [result] if isinstance(result, Tensor) else _tree.flatten(result)[0]:
         if isinstance(part, Tensor):
             memory = _memory(part)
             for jet in jets:
@@ -199,7 +198,7 @@ def _with_shares(result: Any, args: Any, kwargs: Any) -> Any:
 def _memory(value: Any) -> int:
     """The address of the value of a jet, or of a tensor; below a `vmap` around the call."""
     value = value_of(value)
-    return memory_of(_versions.unwrapped(value) if _versions.is_wrapped(value) else value)
+    return _tree.memory_of(_versions.unwrapped(value) if _versions.is_wrapped(value) else value)
 
 
 def _applied(

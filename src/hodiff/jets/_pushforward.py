@@ -18,7 +18,6 @@ from hodiff._core._call import call, cut
 from hodiff._core._lending import EvaluationContext
 from hodiff.errors import GraphError, HodiffError, InputError
 from hodiff.jets import _jet, _series
-from hodiff.jets._jet import NoRule
 from hodiff.jets._series import CoefficientTooLarge, Expansion, Series
 
 
@@ -57,7 +56,7 @@ def push(
         groups: How many sums over directions the top coefficient keeps; None keeps every direction.
         weights: A weight for each direction in those sums.
         record: Whether the result can be differentiated by reverse mode.
-        counter: Where rules are counted.
+        counter: What is told of each rule: its operation's name, its kind, its time.
         max_bytes: How many bytes a coefficient may take; `CoefficientTooLarge` is raised where one
             would take more.
         mixes: Whether `f` may mix samples, as batch norm in training mode does.
@@ -102,7 +101,9 @@ def push(
             raise
         _refuse_bypass(points, bases, output, expansion)
         if record and context.packs_blocks:
-            raise NoRule("a checkpointed block, inside another checkpoint or saved_tensors_hooks")
+            raise _jet.NoRule(
+                "a checkpointed block, inside another checkpoint or saved_tensors_hooks"
+            )
     return output, expansion
 
 
@@ -119,13 +120,13 @@ def _refuse_in_other_words(
     if isinstance(error, (HodiffError, CoefficientTooLarge)):
         return
     if expansion.refused is not None:
-        raise NoRule(expansion.refused, _jet.BELOW_PYTHON) from error
+        raise _jet.NoRule(expansion.refused, _jet.BELOW_PYTHON) from error
     if context.has_loaded_dynamo:
-        raise NoRule(
+        raise _jet.NoRule(
             "torch.compile, or an operator that it runs (torch.cond, ...), inside f"
         ) from error
     if re.search(r"\bJet\b|\bmeta\b|incompatible tensor type", str(error)):
-        raise NoRule("what f does", f"{type(error).__name__}: {error}") from error
+        raise _jet.NoRule("what f does", f"{type(error).__name__}: {error}") from error
 
 
 def _jets(
@@ -164,7 +165,7 @@ def _refuse_bypass(
     roots = [*expansion.constants.values(), *([value] if plain else [])]
     made = [root for root in roots if root.grad_fn is not None] if roots else []
     if made and any(map(_jet.is_jet, _nodes.survey(made).variables())):
-        raise NoRule(*_jet.BY_A_FUNCTION)
+        raise _jet.NoRule(*_jet.BY_A_FUNCTION)
     wanted = [point for point in points if point.requires_grad]
     if not wanted or _jet.jets_among(points):
         return
@@ -273,25 +274,13 @@ class Report(_messages.Reported):
         return "\n".join(lines)
 
 
-class RuleCounter:
-    """Counts the rules of an expansion."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], list[float]] = {}
-
-    def count(self, name: str, kind: str, seconds: float) -> None:
-        """One more call of a rule."""
-        entry = self._counts.setdefault((name, kind), [0, 0.0])
-        entry[0] += 1
-        entry[1] += seconds
-
-    def operations(self) -> tuple[Operation, ...]:
-        """The operations counted, the dearest first."""
-        operations = [
-            Operation(name, kind, int(n), seconds)
-            for (name, kind), (n, seconds) in self._counts.items()
-        ]
-        return tuple(sorted(operations, key=lambda each: -each.seconds))
+def _summed(counted: Sequence[tuple[str, str, float]]) -> tuple[Operation, ...]:
+    """The operations whose calls were counted, the dearest first."""
+    spent: dict[tuple[str, str], list[float]] = {}
+    for name, kind, seconds in counted:
+        spent.setdefault((name, kind), []).append(seconds)
+    operations = [Operation(*key, len(each), sum(each)) for key, each in spent.items()]
+    return tuple(sorted(operations, key=lambda each: -each.seconds))
 
 
 def report(
@@ -335,10 +324,11 @@ def report(
     _arguments.check_real_tensor(x, "x")
     _arguments.check_batch([x], ["x"], batch_ndim)
     _arguments.check_integer(order, "order", least=1)
-    counter, missing = RuleCounter(), None
+    counted, missing = list[Any](), None
+    count = lambda *rule: counted.append(rule)  # noqa: E731
     seeds = units(x, batch_ndim)
     try:
-        push(f, [x], [[seeds]], order, record=False, counter=counter, args=args, kwargs=kwargs)
-    except NoRule as error:
+        push(f, [x], [[seeds]], order, record=False, counter=count, args=args, kwargs=kwargs)
+    except _jet.NoRule as error:
         missing = str(error)
-    return Report(order, len(seeds), counter.operations(), missing)
+    return Report(order, len(seeds), _summed(counted), missing)

@@ -114,7 +114,7 @@ class Expansion:
         groups: How many sums of the top coefficient over directions are kept; R keeps all.
         weights: A weight per direction in those sums, or None for ones.
         record: Whether rules record a graph for a reverse pass.
-        counter: Where rules are counted, for `hodiff.jets.report`; or None.
+        counter: What is told of each rule, for `hodiff.jets.report`; or None.
         max_bytes: How many bytes a coefficient may take, or None for any number.
         widest: The bytes of the largest value met, where there is a limit.
         nests: Whether a later expansion began at a jet of this one.

@@ -13,7 +13,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hodiff._core import _hooks, _messages, _settings
 from hodiff._core._compiled_callers import uncompiled
-from hodiff._core._settings import Offered, Undo
 from hodiff.errors import GraphError
 
 __all__ = ["twice_differentiable"]
@@ -88,11 +87,11 @@ def twice_differentiable() -> AbstractContextManager[None]:
         Dao, T., et al. (2022). FlashAttention: fast and memory-efficient exact attention.
         arXiv:2205.14135.
     """
-    return Offered(_enter, "hodiff.twice_differentiable")
+    return _settings.Offered(_enter, "hodiff.twice_differentiable")
 
 
 @uncompiled  # until 2.11 the tracer follows what is entered behind a break
-def _enter(undo: Undo) -> None:
+def _enter(undo: _settings.Undo) -> None:
     _hooks.serve(undo)
     if "torch.distributed.fsdp" in sys.modules:
         met: dict[Any, Any] = {}

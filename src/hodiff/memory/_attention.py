@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hodiff._core import _call, _kernels, _needed, _settings, _vectors, _versions
-from hodiff._core._settings import Scope, Undo
 from hodiff.memory import _chunked
 from hodiff.memory._chunked import Chunked, Tensors
 
@@ -451,7 +450,7 @@ class AttentionTangent(Chunked):
 # --- the kernel -----------------------------------------------------------------------------------
 
 
-def _by_products(undo: Undo) -> None:
+def _by_products(undo: _settings.Undo) -> None:
     _kernels.plain_attention.enter(undo)
 
 
@@ -472,7 +471,7 @@ def _plainly(
         hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
         dead = hidden.all(-1, keepdim=True)
         mask = mask.masked_fill(dead, mask.dtype == torch.bool)
-    with Scope(_by_products):
+    with _settings.Scope(_by_products):
         out = F.scaled_dot_product_attention(q, k, v, mask, *args, **kwargs)
     return out if dead is None else out.masked_fill(dead, 0)
 

@@ -40,14 +40,12 @@ from hodiff._core import (
     _tree,
     _versions,
 )
-from hodiff._core._arguments import kind, outside
+from hodiff._core._arguments import as_called, kind, outside
 from hodiff._core._graph import OutputGraph
-from hodiff._core._loans import memory_of
 from hodiff._core._settings import Counted, RandomState, Scope, Undo
-from hodiff._core._where import Where, plain
+from hodiff._core._where import Where
 from hodiff.errors import GraphError, HodiffWarning, InputError
 from hodiff.memory import _chunked
-from hodiff.memory._chunked import Chunked
 
 Tensors = Sequence[Tensor]
 Values = Sequence[Tensor | None]
@@ -154,7 +152,7 @@ def _dense(gradient: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 @final
-class BlockFunction(Chunked):
+class BlockFunction(_chunked.Chunked):
     """A function that computes a form, whose gradient is a block."""
 
     @staticmethod
@@ -290,9 +288,9 @@ class BlockRun:
 
     def returns(self, items: Sequence[Any], arguments: Tensors) -> list[Tensor]:
         """The results that vary, once each, but views of arguments: these keep nothing."""
-        theirs, at = {*map(memory_of, arguments)} - {0}, dict[int, int]()
+        theirs, at = {*map(_tree.memory_of, arguments)} - {0}, dict[int, int]()
         for n, x in enumerate(items):
-            if _varies(x) and memory_of(x) not in theirs:
+            if _varies(x) and _tree.memory_of(x) not in theirs:
                 at.setdefault(id(x), n)
         self.places = [*at.values()]
         outputs = [items[n] for n in self.places]
@@ -315,7 +313,7 @@ class BlockRun:
         pairs = [(x, y) for x in inner for y in read if y is not x]
         if begins is None or any(_nodes.below(x).contains(y) for x, y in pairs):
             return graph, read, READS
-        own, theirs = [*map(memory_of, outputs)], {*map(memory_of, read)}
+        own, theirs = [*map(_tree.memory_of, outputs)], {*map(_tree.memory_of, read)}
         shared = any(memory and (own.count(memory) > 1 or memory in theirs) for memory in own)
         return graph, read, SHARES if shared else ""
 
@@ -540,10 +538,11 @@ def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
         raise InputError(
             f'checkpoint: got {kind(checkpoint)}, expected True, False, or names: "layers.*".'
         )
-    f = plain(f) if isinstance(f, nn.Module) else f
+    f = as_called(f)
     roots = [each.module for each in where.module_slices]
     roots += [f] if isinstance(f, nn.Module) else []
-    modules = {name: part for root in roots for name, part in plain(root).named_modules() if name}
+    roots = [*map(as_called, roots)]
+    modules = {name: part for root in roots for name, part in root.named_modules() if name}
     named = {part: name for name, part in modules.items() if fnmatchcase(name, checkpoint)}
     lists = [part for part in named if isinstance(part, (nn.ModuleList, nn.ModuleDict))]
     for each in lists:  # which is never called; its items are

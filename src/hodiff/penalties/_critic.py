@@ -11,13 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hodiff._core import (
     _arguments,
     _call,
-    _independence,
     _nodes,
     _reverse,
     _settings,
@@ -29,13 +28,11 @@ from hodiff._core._arguments import (
     allowed,
     check_option,
     check_real_tensor,
-    is_set,
 )
 from hodiff._core._graph import OutputGraph, detached
-from hodiff._core._loans import tag_of
 from hodiff._core._vectors import check_generator, draw
-from hodiff._core._where import Where, plain
-from hodiff.calculus._options import CallOptions
+from hodiff._core._where import Where
+from hodiff.calculus._first import CallOptions
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
 Reduction = Literal["mean", "sum", "none"]
@@ -127,14 +124,6 @@ class Critic(NamedTuple):
                 f"{largest}, so the first pass would overflow; 4096 is a good value for float16."
             )
         return wide(scalars) * self.grad_scale
-
-    def unscaled(self, gradient: list[Tensor]) -> list[Tensor]:
-        """The gradient without `grad_scale`, divided where it cannot underflow."""
-        return (
-            gradient
-            if self.grad_scale == 1
-            else [wide(leaf) / self.grad_scale for leaf in gradient]
-        )
 
 
 # --- where penalties are evaluated: points between two batches; and vectors, drawn or given -------
@@ -290,7 +279,7 @@ def vectors_like(
     None is a tensor of inference mode.
     """
     if vectors is not None:
-        stacked = where.space().parse(vectors, "vectors").stacked()
+        stacked = where.parse(vectors, "vectors").stacked()
         return [leaf.clone() if leaf.is_inference() else leaf for leaf in stacked]
     check_generator(generator)
     return [draw((samples, *leaf.shape), leaf, probes, generator) for leaf in where.tensors]
@@ -450,13 +439,6 @@ def check_critic(f: Any) -> None:
         raise static_graph_error()
 
 
-def uncompiled(f: Any) -> Any:
-    """The module inside a `torch.compile` wrapper: compiled code has no second derivative,
-    and its wrapper warns.
-    """
-    return plain(f) if isinstance(f, nn.Module) else f
-
-
 def check_function(f: Any) -> None:
     """Raise unless `f` can be called; a tensor will not do."""
     if isinstance(f, Tensor) or not callable(f):
@@ -474,8 +456,11 @@ def recorded(
     kwargs: Any,
 ) -> bool:
     """Whether a loss is recorded; once it is known, if asked for, that samples are independent."""
-    if is_set(check_independence, "check_independence"):
-        _independence.check(uncompiled(f), x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    if check_independence is not False:
+        _call.call(
+            f, x, 1, False, args=args, kwargs=kwargs, batch_ndim=batch_ndim,
+            check_independence=check_independence,
+        )  # fmt: skip
     return _call.loss_recorded(create_graph)
 
 
@@ -494,7 +479,7 @@ def evaluation(
     check_critic(f)
     return OutputGraph(
         _call.call(
-            uncompiled(f),
+            f,
             x,
             passes=passes,
             batch_ndim=batch_ndim,
@@ -523,7 +508,8 @@ def finished(
     """The loss, once it is known that its graph is worth having."""
     if not record:
         return loss
-    refuse_static_graph([outputs])
+    if _HAS_PROCESSES and torch.distributed.is_initialized():
+        refuse_static_graph([outputs])
     warn_if_constant(leaves)
     # Every parameter must take part in the backward, or the ranks are not averaged: a bias of the
     # last layer is in no gradient by the input. (`isinstance` would ask an abstract base class, in
@@ -548,18 +534,14 @@ def reduce(values: Tensor, reduction: ExtremeReduction, weight: float) -> Tensor
     return values if weight == 1 else weight * values
 
 
-def _is_trained(leaf: Tensor) -> bool:
-    """Whether a leaf is the caller's, or an enclosing call differentiates by it."""
-    mark = tag_of(leaf)
-    return leaf.requires_grad and (mark is None or mark[0].open)
-
-
 def warn_if_constant(gradient: Sequence[Tensor]) -> None:
     """Warn when nothing that is trained can be reached from the gradient.
 
-    `requires_grad` alone would not show it.
+    `requires_grad` alone would not show it: leaves are the caller's, or those of a call, which an
+    enclosing one differentiates by if it is open.
     """
-    if gradient and not any(map(_is_trained, _nodes.survey(gradient).variables())):
+    reached = [leaf for leaf in _nodes.survey(gradient).variables() if leaf.requires_grad]
+    if gradient and not any(tag is None or tag[0].open for tag in map(_call.tag_of, reached)):
         warnings.warn(
             "no trainable tensor is reachable from the gradient, so this penalty is a constant for "
             "the optimizer. Usual causes: all parameters are frozen, f detaches or leaves PyTorch "
@@ -577,8 +559,6 @@ def refuse_static_graph(outputs: Sequence[Tensor]) -> None:
     """Raise for a `DistributedDataParallel(static_graph=True)` that a function hides,
     at its first step.
     """
-    if not (_HAS_PROCESSES and torch.distributed.is_initialized()):
-        return
     for function, nodes in _nodes.survey(outputs).functions():
         if function.__name__ == "_DDPSink" and any(
             node.ddp_weakref().static_graph for node in nodes

@@ -8,12 +8,12 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _independence, _reverse, _settings, _tree
+from hodiff._core import _arguments, _call, _reverse, _settings, _tree
 from hodiff._core._arguments import Allowed, check_option, is_set
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import check_generator
 from hodiff._core._where import Where
-from hodiff.calculus._options import CallOptions
+from hodiff.calculus._first import CallOptions
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
 from hodiff.penalties._critic import PatchReduction, Reduction, between, detached_samples
@@ -147,7 +147,7 @@ def gradient_penalty(
         backpropagation. IEEE Trans. Neural Networks 3(6). doi:10.1109/72.165600.
     """
     rule = PenaltyRule(target, one_sided, power, ord, weight, reduction)
-    critic = _critic.Critic(_critic.uncompiled(f), batch_ndim, patch_reduction, grad_scale)
+    critic = _critic.Critic(_arguments.as_called(f), batch_ndim, patch_reduction, grad_scale)
     rule.check()
     critic.check()
     return_outputs = return_outputs is not False and is_set(return_outputs, "return_outputs")
@@ -155,10 +155,15 @@ def gradient_penalty(
     outputs, gradient = outputs_and_gradient(
         critic, x, create_graph=record, strict=strict, allow=allow, args=args, kwargs=kwargs
     )
-    if check_independence is not False and is_set(check_independence, "check_independence"):
-        _independence.check(critic.f, x, batch_ndim=batch_ndim, args=args, kwargs=kwargs)
+    if check_independence is not False:
+        _call.call(
+            critic.f, x, 1, False, args=args, kwargs=kwargs, batch_ndim=batch_ndim,
+            check_independence=check_independence,
+        )  # fmt: skip
     with _critic.recording(record):
-        penalty = rule.penalty(critic.unscaled(gradient), batch_ndim)
+        if grad_scale != 1:  # divided where it cannot underflow
+            gradient = [_critic.wide(leaf) / grad_scale for leaf in gradient]
+        penalty = rule.penalty(gradient, batch_ndim)
         penalty = _critic.finished(penalty, f, outputs, gradient, record)
     return (penalty, outputs) if return_outputs else penalty
 

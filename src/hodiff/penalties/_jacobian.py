@@ -13,7 +13,6 @@ from hodiff._core import _arguments, _call, _locks, _nodes, _reverse, _settings
 from hodiff._core._arguments import Allowed, Probes, check_option, is_set
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
-from hodiff.calculus._directional import by_lines
 from hodiff.errors import InputError
 from hodiff.penalties import _critic
 from hodiff.penalties._critic import ExtremeReduction, Reduction, SecondMethod
@@ -611,7 +610,7 @@ def _one_draw(
     differences would be those of the draws.
     """
     random = _settings.RandomState(where.tensors[0].device)
-    inside = _critic.uncompiled(f)
+    inside = _arguments.as_called(f)
 
     def call(z: Any) -> Any:
         random.restore()
@@ -647,7 +646,7 @@ def _difference(
 def _second(at: Evaluation, where: Where, v: Sequence[Tensor]) -> Tensor:
     """vᵀ H v of every output at once: the directional derivative of the directional derivative."""
     with at(where.result(where.tensors), passes=4) as graph:
-        return by_lines(graph, _arguments.check_output(graph.outputs), v)[1]
+        return _by_lines(graph, _arguments.check_output(graph.outputs), v)[1]
 
 
 def curvature_penalty(
@@ -721,7 +720,7 @@ def curvature_penalty(
     check_option(reduction, Reduction, "reduction")
     return_outputs = is_set(return_outputs, "return_outputs")
     _critic.check_function(f)
-    critic = _critic.Critic(_critic.uncompiled(f), batch_ndim, "sum", 1.0, maps=False)
+    critic = _critic.Critic(_arguments.as_called(f), batch_ndim, "sum", 1.0, maps=False)
     critic.check()
     record = _critic.recorded(
         f, x, batch_ndim=batch_ndim, create_graph=create_graph,
@@ -753,3 +752,30 @@ def curvature_penalty(
         loss = _critic.reduce(_critic.inner(change, change, batch_ndim), reduction, weight)
         loss = _critic.finished(loss, f, outputs, change, record)
     return (loss, outputs) if return_outputs else loss
+
+
+def _by_lines(
+    graph: OutputGraph, output: Tensor, vectors: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Derivatives where there are few lines and many outputs: first and second ones of all outputs
+    along one line.
+
+    Args:
+        graph: An evaluation of four passes.
+        output: Its output.
+        vectors: v, a tensor like each leaf.
+    """
+    vectors = [vector.clone() if vector.is_inference() else vector for vector in vectors]
+    first = _pushed(graph, output, vectors, differentiated=True)
+    return first, _pushed(graph, first, vectors, differentiated=False)
+
+
+def _pushed(
+    graph: OutputGraph, output: Tensor, vectors: Sequence[Tensor], *, differentiated: bool
+) -> Tensor:
+    """J v by two passes, as in `_reverse.jvp`."""
+    cotangent = torch.ones_like(output, requires_grad=True)
+    pulled = _reverse.transposed_product(graph, [output], [cotangent])
+    return _reverse.vjp(graph, pulled, vectors, differentiated=differentiated, inputs=[cotangent])[
+        0
+    ]

@@ -16,9 +16,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hodiff._core import _call, _tree, _versions
-from hodiff._core._loans import mark_as_parameter
+from hodiff._core._arguments import as_called
 from hodiff._core._settings import Scope, Undo
-from hodiff._core._where import Where, plain
+from hodiff._core._tree import mark_as_parameter
+from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.memory import _blocks
 from hodiff.sharded._gather import Averaged, Move, Moved, ShardCut
@@ -273,7 +274,7 @@ def of(where: Where) -> Groups | None:
     """The groups of a point's modules; None where there is no module under `fully_shard`."""
     groups: list[Group] = []
     for each in where.module_slices:
-        root = plain(each.module)
+        root = as_called(each.module)
         paths = {module: path or type(module).__name__ for path, module in root.named_modules()}
         for outer in _outermost([root]):
             inner = [*_outermost(outer.children())]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from hodiff._core import _arguments, _needed, _tree
-from hodiff._core._loans import mark_as_parameter
+from hodiff._core._tree import mark_as_parameter
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.sharded import _groups

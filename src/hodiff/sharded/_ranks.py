@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from hodiff._core._faults import interrupts
-from hodiff._core._vectors import Leaves, sum_dtype
+from hodiff._core._tree import Leaves
+from hodiff._core._vectors import sum_dtype
 from hodiff._core._where import Where
 from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.errors import GraphError

@@ -9,7 +9,7 @@ at many points.
 
 from typing import TYPE_CHECKING
 
-from hodiff._core import _lazy
+from hodiff._core import _compiled_callers
 
 if TYPE_CHECKING:
     from hodiff.sparse._pattern import Pattern, color
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Pattern", "Plan", "color", "plan_hessian", "plan_jacobian", "sparsity_pattern"]
 
 # Few programs need these.
-__getattr__, __dir__ = _lazy.names(
+__getattr__, __dir__ = _compiled_callers.names(
     globals(),
     {
         "_pattern": ("Pattern", "color"),

@@ -12,6 +12,7 @@ from hodiff._core import _arguments, _compiled_callers, _nodes, _reverse, _tree
 from hodiff._core._arguments import Allowed, ChunkSize, check_option, is_set
 from hodiff._core._call import Call, call, refuse_stand_ins, refuse_tangent
 from hodiff._core._graph import OutputGraph
+from hodiff._core._records import Unlike
 from hodiff._core._settings import RandomState, on
 from hodiff._core._where import Where
 from hodiff.calculus._second import hessian
@@ -28,7 +29,7 @@ BREAK_EVEN = 600
 """With fewer columns the dense matrix is computed sooner than a pattern and its colors."""
 
 
-class Plan(_arguments.Unlike):
+class Plan(Unlike):
     """A sparse matrix of derivatives, ready to be evaluated at many points.
 
     Returned by `plan_hessian` and `plan_jacobian`. `plan(x)` is the matrix at *x*; `plan.values(x)`

@@ -19,14 +19,16 @@ from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _needed, _settings, _tree, _versions
-from hodiff._core._arguments import Unlike, kind, outside
+from hodiff._core._arguments import kind, outside
 from hodiff._core._call import tangents
 from hodiff._core._compiled_callers import uncompiled
 from hodiff._core._faults import interrupt_behind, interrupts
 from hodiff._core._graph import split
 from hodiff._core._hooks import met
+from hodiff._core._modules import Selection
+from hodiff._core._records import Unlike
 from hodiff._core._settings import Scope, Undo
-from hodiff._core._where import Selection, Where
+from hodiff._core._where import Where
 from hodiff.errors import GraphError, HodiffError, HodiffWarning, InputError
 from hodiff.steps._alarm import Before, EagerCheck, has_graph
 from hodiff.steps._backends import ON_DEVICE, running_wrapper, scaled, trees

@@ -31,10 +31,10 @@ import hodiff
 from hodiff._core import _hooks, _settings
 from hodiff._core._compiled_callers import REASON
 from hodiff._core._faults import interrupts
+from hodiff._core._modules import Selection
 from hodiff._core._settings import Scope, Undo, assign
-from hodiff._core._where import Selection
 from hodiff.errors import InputError
-from hodiff.fields._second_order import Estimate
+from hodiff.fields._expansions import Estimate
 from hodiff.steps._backends import NotCompiled, trees
 
 _torch: Any = torch._C

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _locks, _messages, _nodes, _refusals, _settings, _tree
-from hodiff._core._arguments import Allowed
+from hodiff._core import _arguments, _locks, _messages, _nodes, _settings, _tree, _values
 from hodiff._core._call import call, refuse_stand_ins
 from hodiff._core._faults import interrupts
 from hodiff._core._lending import EvaluationContext
@@ -58,7 +57,7 @@ def check_derivatives(
     x: Any,
     *,
     order: int = 2,
-    allow: Allowed = (),
+    allow: _arguments.Allowed = (),
     directions: int = 3,
     generator: torch.Generator | None = None,
     args: Sequence[Any] = (),
@@ -165,7 +164,7 @@ def _run(
     where: Where,
     dtype: torch.dtype,
     order: int,
-    allow: Allowed,
+    allow: _arguments.Allowed,
     directions: int,
     generator: torch.Generator | None,
     args: Sequence[Any],
@@ -222,7 +221,7 @@ def _warn_of_zeros(evaluation: Any) -> None:
     leaves = tuple(part.detach().requires_grad_() for part in evaluation.point)
     with _settings.recording():
         value = evaluation.scalar(leaves)
-    _refusals.warn_of_zeros(lambda: _nodes.survey([value]).operations(), [], None)
+    _values.warn_of_zeros(lambda: _nodes.survey([value]).operations(), [], None)
 
 
 def _because(report: DerivativeReport) -> str:
@@ -263,7 +262,7 @@ LAST = 2**-6
 
 
 def causes_of(
-    evaluation: ScalarEvaluation, path: Sequence[Point], failed: Check, allow: Allowed
+    evaluation: ScalarEvaluation, path: Sequence[Point], failed: Check, allow: _arguments.Allowed
 ) -> list[Cause]:
     """The places that explain a disagreement, or why it cannot be told,
     at the lowest order that has one.
@@ -402,7 +401,7 @@ def _hooks(
     function: Scalar,
     path: Sequence[Point],
     failed: Check,
-    allow: Allowed,
+    allow: _arguments.Allowed,
 ) -> list[Cause]:
     """Hooks without which the derivative is what the differences say."""
     places = evaluation.recorded().hooks
@@ -434,12 +433,12 @@ CALLS = 300
 """Operations that are tried; there may be thousands, and a report must come."""
 
 
-def along(function: Scalar, point: Point, direction: Point, allow: Allowed) -> float:
+def along(function: Scalar, point: Point, direction: Point, allow: _arguments.Allowed) -> float:
     """The derivative along a direction, as hodiff computes it."""
     return float(inner(grad(function, point, allow=allow), direction))
 
 
-def functions(evaluation: ScalarEvaluation, order: int, allow: Allowed) -> list[Cause]:
+def functions(evaluation: ScalarEvaluation, order: int, allow: _arguments.Allowed) -> list[Cause]:
     """The Functions in the graph whose backward is wrong, up to an order."""
     leaves = tuple(leaf.detach().clone().requires_grad_() for leaf in evaluation.point)
     with _settings.grad_mode(True):

@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 import hodiff.errors
 from hodiff._core import _arguments, _messages, _settings, _tree, _versions
 from hodiff._core._lending import EvaluationContext
-from hodiff._core._settings import tracing
 from hodiff.curvature._staleness import variables
 from hodiff.graph import _record
 from hodiff.graph._names import HIDDEN, marked, path_of, user_frames
@@ -124,7 +123,7 @@ class _Counting(TorchFunctionMode):
         """Whether a call is one of the user's that can cut: not of values, no attribute is set, and
         we did not ask.
         """
-        if tracing():  # stand-ins, as in `torch.func.linearize`
+        if _settings.tracing():  # stand-ins, as in `torch.func.linearize`
             return False
         if kind in (PLAIN, GRADIENT) and getattr(func, "__name__", "") != "__get__":
             return False

@@ -5,7 +5,8 @@ import torch
 
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
-from hodiff.calculus import _directional
+from hodiff.fields import _expansions
+from hodiff.penalties import _jacobian
 from tests.support.properties import agree
 from tests.unit.jets.oracle import nested
 
@@ -32,13 +33,13 @@ def dense(f, v):
 def test_by_entries_and_by_lines(name, create_graph):
     f = FUNCTIONS[name]
     with OutputGraph(call(f, X, passes=2, batch_ndim=1, create_graph=create_graph)) as graph:
-        lines = _directional.by_entries(graph, graph.outputs, V, drift=V[0], chunk_size=1)
+        lines = _expansions.by_entries(graph, graph.outputs, V, drift=V[0], chunk_size=1)
     for k, v in enumerate(V):
         first, second = dense(f, v)
         agree(lines.first[k].detach(), first)
         agree(lines.second[k].detach(), second)
         with OutputGraph(call(f, X, passes=4, batch_ndim=1, create_graph=create_graph)) as graph:
-            found = _directional.by_lines(graph, graph.outputs, [v])
+            found = _jacobian._by_lines(graph, graph.outputs, [v])
         agree(found[0].detach(), first)
         agree(found[1].detach(), second)
     agree(lines.drift.detach(), dense(f, V[0])[0])
@@ -48,7 +49,7 @@ def test_by_lines_of_several_points():
     a, b = X[0], X[1]
     f = lambda p: p["a"] * torch.sin(p["b"])
     with OutputGraph(call(f, {"a": a, "b": b}, passes=4)) as graph:
-        first, second = _directional.by_lines(graph, graph.outputs, [V[0, 0], V[0, 1]])
+        first, second = _jacobian._by_lines(graph, graph.outputs, [V[0, 0], V[0, 1]])
     v, w = V[0, 0], V[0, 1]
     agree(first.detach(), v * b.sin() + a * w * b.cos())
     agree(second.detach(), 2 * v * w * b.cos() - a * w**2 * b.sin())

@@ -10,7 +10,7 @@ import pytest
 
 import hodiff.graph
 import hodiff.sparse
-from hodiff._core import _lazy
+from hodiff._core import _settings
 
 LOADED = "[name for name in sys.modules if name.startswith('hodiff.graph.')]"
 
@@ -89,7 +89,7 @@ def test_importing_takes_a_twentieth_of_the_calls_that_pytorch_takes(run):
 def test_the_collector_is_left_as_it_was(collects):
     (gc.enable if collects else gc.disable)()
     try:
-        with pytest.raises(KeyError, match="module"), _lazy.uncollected():
+        with pytest.raises(KeyError, match="module"), _settings.uncollected():
             assert not gc.isenabled()
             raise KeyError("module")
         assert gc.isenabled() is collects

@@ -13,7 +13,7 @@ import hodiff
 from hodiff._core import _lending, _locks
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
-from hodiff._core._loans import ParameterLoan, StateLoan
+from hodiff._core._modules import ParameterLoan, StateLoan
 from hodiff._core._where import Where
 from hodiff.errors import HodiffWarning
 from tests.support.limits import in_threads

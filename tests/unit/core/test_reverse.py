@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import hodiff
-from hodiff._core import _reverse, _vectors, _versions
+from hodiff._core import _arguments, _reverse, _versions
 
 
 def test_sparse_gradients_come_back_dense():
@@ -300,14 +300,14 @@ def test_a_subclass_sees_the_passes():
     ],
 )
 def test_what_is_larger_than_the_machine_is_refused_with_its_size(call, words, monkeypatch) -> None:
-    monkeypatch.setattr(_vectors, "memory_on", lambda device: 64e9)
+    monkeypatch.setattr(_arguments, "memory_on", lambda device: 64e9)
     with pytest.raises(hodiff.InputError, match=r"x: the result would hold .* cpu has 64 GB") as caught:
         call(torch.zeros(200_000, dtype=torch.float64))
     assert re.search(words, str(caught.value))
 
 
 def test_the_machine_says_what_memory_it_has() -> None:
-    assert 1e8 < _vectors.memory_on(torch.device("cpu")) < 1e15
-    assert _vectors.memory_on(torch.device("meta")) == float("inf")
+    assert 1e8 < _arguments.memory_on(torch.device("cpu")) < 1e15
+    assert _arguments.memory_on(torch.device("meta")) == float("inf")
     with_samples = torch.ones(3, 4, dtype=torch.float64)  # far below: nobody is asked
     assert hodiff.hessian(lambda x: (x**3).sum(-1), with_samples, batch_ndim=1).shape == (3, 4, 4)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import hodiff
-from hodiff._core import _arguments, _messages, _needed, _nodes, _refusals, _versions
+from hodiff._core import _arguments, _messages, _needed, _nodes, _python_functions, _refusals, _versions
 from hodiff.jets.rules import linear
 from tests.meta.source import ROOT
 from tests.support import releases
@@ -188,12 +188,14 @@ def test_a_chunked_loss_is_still_told_by_its_name() -> None:
 
 
 def test_functions_of_torch_are_still_called_so() -> None:
-    """Those that `_refusals` and `_arguments` know by name: an unknown one is warned of as any Function."""
+    """Those that `_python_functions` and `_arguments` know by name: an unknown one is warned of as any Function."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     homes = [f"torch._higher_order_ops.{name}" for name in ("cond", "flex_attention", "scan", "while_loop")]
     known = {name for home in (*homes, "torch.utils.checkpoint") for name in vars(importlib.import_module(home))}
-    assert known >= _refusals._WITHOUT_SECOND - ({"WhileLoopAutogradOp"} if _versions.RELEASE < (2, 12) else set())
+    assert known >= _python_functions._WITHOUT_SECOND - (
+        {"WhileLoopAutogradOp"} if _versions.RELEASE < (2, 12) else set()
+    )
     assert hasattr(_fsdp_param_group, _arguments.NODE)
     assert hasattr(torch.nn.modules._functions, "BackwardHookFunction")
 

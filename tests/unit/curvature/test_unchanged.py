@@ -8,7 +8,7 @@ from torch import nn
 
 import hodiff
 from hodiff._core import _locks
-from hodiff._core._loans import ParameterLoan
+from hodiff._core._modules import ParameterLoan
 from hodiff._core._where import Where
 from hodiff.curvature._staleness import Modules
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff.fields import _expansions
+from hodiff.fields import _expansions, _field
 from tests.support.properties import agree
 
 D = torch.float64
@@ -25,7 +25,7 @@ def small(monkeypatch):
     """Blocks of a few samples for everything here."""
     monkeypatch.setattr(_expansions, "BLOCK_BYTES", 500)
     monkeypatch.setattr(_expansions, "WHOLE_BYTES", 500)
-    monkeypatch.setattr(_expansions, "WORTHWHILE", 2)
+    monkeypatch.setattr(_field, "WORTHWHILE", 2)
 
 
 def whole(call):

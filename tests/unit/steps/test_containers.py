@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 import hodiff
-from hodiff._core._where import Selection
+from hodiff._core._modules import Selection
 from tests.unit.steps.support import MARKS, off
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore")]

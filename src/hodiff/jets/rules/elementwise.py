@@ -168,54 +168,6 @@ def _gaussian(x: Any, scale: float, rate: float, order: int) -> Series:
     return s
 
 
-@elementwise("special_erfcx")
-def erfcx(x: Any, order: int) -> Series:
-    """Y' = 2 x y - 2/√π, then (m + 1) s_{m+1} = 2 (x s_m + s_{m-1}): above 2, where that cancels,
-    by ratios.
-    """
-    y, large = torch.special.erfcx(x), torch.as_tensor(_jet.value_of(x) > 2)
-    s: Series = [y, 2 * x * y - 2 / math.sqrt(math.pi)]
-    s += [None] * (order - 1)
-    for m in range(1, order):
-        s[m + 1] = (x * s[m] + s[m - 1]) * (2 / (m + 1))
-    far: Any = torch.where(large, x, 2.0)
-    ratio, ratios = -1 / far, [None] * (order + 1)
-    # the solution that falls, by its continued fraction from the end
-    for m in range(order + _TERMS, 0, -1):
-        ratio = ratios[min(m, order)] = 2 / ((m + 1) * ratio - 2 * far)
-    for m in range(1, order + 1):
-        s[m] = torch.where(large, s[m - 1] * ratios[m], s[m])
-    return s
-
-
-_TERMS = 80
-"""Of the continued fraction: all digits from x = 2 on."""
-
-
-@elementwise("special_log_ndtr")
-def log_ndtr(x: Any, order: int) -> Series:
-    """The logarithm of ndtr; below -1 by ndtr(x) = exp(-x²/2) erfcx(-x/√2) / 2."""
-    low = torch.as_tensor(_jet.value_of(x) < -1)
-    below, above = torch.where(low, x, -1.0), torch.where(low, 0.0, x)
-    scaled_ = [
-        c * (-math.sqrt(0.5)) ** m for m, c in enumerate(erfcx(below * -math.sqrt(0.5), order))
-    ]
-    branches = []
-    for s in (scaled_, ndtr(above, order)):
-        logarithm: Series = [None]
-        for m in range(1, order + 1):
-            inner = sum(j * logarithm[j] * s[m - j] for j in range(1, m))
-            logarithm.append((s[m] - inner * (1 / m)) / s[0])
-        branches.append(logarithm)
-    branches[0][1] = branches[0][1] - below
-    if order > 1:
-        branches[0][2] = branches[0][2] - 0.5
-    return [
-        torch.special.log_ndtr(x),
-        *(torch.where(low, a, b) for a, b in zip(branches[0][1:], branches[1][1:], strict=True)),
-    ]
-
-
 @elementwise("special_ndtr", "ndtr")
 def ndtr(x: Any, order: int) -> Series:
     """The normal distribution function: y' = exp(-x²/2)/√(2π)."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from hodiff._core import _needed, _reverse
 from hodiff.jets import _jet
@@ -120,32 +119,6 @@ def rows_of(parts: Iterable[Series], k: int) -> int:
     return next((part[k].shape[0] for part in parts if part[k] is not None), 0)
 
 
-@rule("linear", "embedding")
-def embedding(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """Rows of a table that may depend on the variable; whole numbers have no derivative."""
-    # whose first argument is the table, and which has -1 for no padding
-    native = func is torch.embedding
-    names = ("weight", "indices") if native else ("input", "weight")
-    given = named(
-        args, kwargs, *names, "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"
-    )
-    if not native and (given.get("max_norm") is not None or given.get("scale_grad_by_freq")):
-        raise NoRule("embedding with max_norm or scale_grad_by_freq", "index the table instead")
-    table, index = given["weight"], given["indices" if native else "input"]
-    x, padding = series_of(table, expansion), given.get("padding_idx")
-    padding = None if padding is None or (native and padding < 0) else padding % len(x[0])
-
-    def rows(c: Any) -> Any:
-        """The rows of a table: of one direction by the kernel;
-        a row of padding has no derivative.
-        """
-        chosen = F.embedding(index, c[0]).unsqueeze(0) if len(c) == 1 else c[:, index]
-        padded = None if padding is None else (index == padding).unsqueeze(-1)
-        return chosen if padded is None else chosen.masked_fill(padded, 0)
-
-    return [F.embedding(index, x[0], padding), *each(x[1:], lambda c: rows(full(c, x[0].shape)))]
-
-
 # --- linear operations without a form of their own: the operation itself, batched over the
 # directions
 
@@ -218,34 +191,6 @@ rule(
         "diagonal_scatter scatter_add masked_select"
     ),
 )(generic)
-
-
-@rule(
-    "composite",
-    "max_pool1d",
-    "max_pool2d",
-    "max_pool3d",
-    "adaptive_max_pool1d",
-    "adaptive_max_pool2d",
-)
-def max_pool(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """The entries that PyTorch chose."""
-    name = operation(func)
-    x = args[0]
-    adaptive = name.startswith("adaptive")
-    place = 2 if adaptive else 6
-    # which gives the indices too, whatever it is told
-    native = adaptive and func is not getattr(F, name)
-    if native or kwargs.pop("return_indices", False) or any(args[place:]):
-        raise NoRule(f"{name}(return_indices=True)")
-    spatial = int(name[-2])
-    pool = getattr(F, f"{name}_with_indices")
-    value = _jet.series_of(x, expansion)[0]
-    if _jet.is_jet(value):
-        raise NoRule(name, "inside nested expansions")
-    _, index = pool(value, *args[1:place], **kwargs)
-    flat = x.flatten(-spatial)
-    return torch.gather(flat, -1, index.flatten(-spatial)).reshape(index.shape)
 
 
 # --- other shapes of the same entries, and indices: the same on each coefficient, a dimension
@@ -427,47 +372,3 @@ LIFTED: dict[str, Lifted] = {
 
 for _names, _function in LIFTED.items():
     lifted(*_names.split())(_function)
-
-
-# --- Fourier transforms, and the little of complex arithmetic that stands between one and its
-# inverse The variable is real, so the coefficients of a complex value are complex, and the rules of
-# sums, products and shapes hold for them as they are. What is not a holomorphic function of a
-# complex value (its absolute value) is refused.
-
-
-rule(
-    "linear",
-    *str.split(
-        "fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 "
-        "fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft fft_hfft2 fft_ihfft2 fft_hfftn "
-        "fft_ihfftn fft_fftshift fft_ifftshift"
-    ),
-)(generic)
-
-
-@rule("linear", "real", "imag", "conj", "conj_physical", "resolve_conj", "resolve_neg")
-def part(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation, coefficient by coefficient: linear over the real numbers."""
-    name, x = operation(func), series_of(args[0] if args else kwargs["input"], expansion)
-    if not x[0].is_complex():
-        if name == "imag":
-            raise NoRule("imag", "the tensor is real")
-        return x
-    return each(x, getattr(torch, name))
-
-
-@rule("linear", "view_as_real", "view_as_complex")
-def viewed(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """Complex numbers as pairs, and pairs as complex numbers."""
-    x, name = series_of(args[0] if args else kwargs["input"], expansion), operation(func)
-    if _jet.is_jet(x[0]):
-        raise NoRule(name, "inside nested expansions")
-    view = getattr(torch, name)
-    return [view(x[0]), *each(x[1:], lambda c: view(full(c, x[0].shape).contiguous()))]
-
-
-@rule("linear", "complex")
-def combined(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """A + i b."""
-    a, b = (series_of(value, expansion) for value in (*args, *kwargs.values()))
-    return linear_combination([(1, a), (1j, b)], expansion.order)
