@@ -15,15 +15,14 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _inspect, _source
+from hodiff.graph import _inspect
 from hodiff.graph._classes import CLASSES, PAGE, anchor
 from hodiff.graph._names import TensorNames
 from hodiff.graph._record import NOTHING, Pass, Record
 from hodiff.graph._source import Line, Path, line_of, lines_of, quoted
 
 TITLE = "hodiff: why this"
-LIKELY = "nothing recorded: run `hodiff explain SCRIPT` for the lines"
-LIKELY_IN_CELLS = "nothing recorded: run the cells under hodiff.graph.watch() for the lines"
+LIKELY = "nothing recorded: `hodiff explain SCRIPT`, or hodiff.graph.watch(), names the lines"
 LINES = 21
 """Printed lines of an explanation, at most."""
 
@@ -123,18 +122,12 @@ class Explanation:
         )
 
     def __str__(self) -> str:
-        likely = "" if self.certain or self.watched else f" ({self._likely})"
+        likely = "" if self.certain or self.watched else f" ({LIKELY})"
         return f"{TITLE} {self.call} failed{likely}\n\n{self.body}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """The text of print(), for IPython and Jupyter."""
         printer.text(str(self))
-
-    @property
-    def _likely(self) -> str:
-        failed = self.line("failed")
-        cell = failed is not None and _source.cell_of(failed.file)
-        return LIKELY_IN_CELLS if cell else LIKELY
 
     @property
     def body(self) -> str:

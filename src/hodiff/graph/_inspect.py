@@ -234,7 +234,7 @@ def inspect(*outputs: Tensor, names: Any = None) -> Graph:
         >>> hodiff.graph.inspect(net["used"](torch.ones(2)), names=net).unreached
         ('forgotten.weight', 'forgotten.bias')
     """
-    _check(outputs)
+    tensors(outputs, "outputs")
     with _saved.without_modes():
         roots = _roots(names)
         by_name = TensorNames(list(user_frames(sys._getframe(1)))[:1], roots)
@@ -247,17 +247,6 @@ def inspect(*outputs: Tensor, names: Any = None) -> Graph:
             and (not tensor.requires_grad or _nodes.node_of(tensor) not in reached)
         ]
         return replace(graph, unreached=tuple(missing))
-
-
-def _check(outputs: Sequence[Any]) -> None:
-    if not outputs:
-        raise InputError(
-            "outputs is missing. Give the tensors whose graph to look at: "
-            "hodiff.graph.inspect(loss)."
-        )
-    for index, output in enumerate(outputs):
-        if not isinstance(output, Tensor):
-            raise InputError(f"outputs[{index}]: got {_arguments.kind(output)}, expected a tensor.")
 
 
 def _roots(names: Any) -> dict[str, Any]:

@@ -730,7 +730,7 @@ NOTHING = Record()
 
 
 # what is recorded comes first
-OPERATION, INPLACE, CUT, GRADIENT, PLAIN, PASS, SWITCH, MODE = range(8)
+OPERATION, INPLACE, CUT, SWITCH, GRADIENT, PLAIN, PASS, MODE = range(8)
 
 
 def kind_of(func: Callable[..., Any]) -> int:

@@ -458,11 +458,6 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._base is not None
 
 
-def hooks_of(tensor: Tensor) -> dict[int, Any]:
-    """The hooks that run with a tensor's gradient."""
-    return tensor._backward_hooks or {}
-
-
 def version(tensor: Tensor) -> int:
     """The number of the tensor's changes in place; -1 where they are not counted."""
     return -1 if tensor.is_inference() else tensor._version
@@ -491,13 +486,9 @@ def memory(tensor: Tensor) -> int:
 
 
 def measure(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
-    """A tensor's shape, empty for a nested tensor, which has none; and what `storage` says."""
-    try:  # most have one: told without another call
-        memory = tensor.untyped_storage()
-        return tuple(tensor.shape), memory._cdata, 0 if tensor.is_meta else memory.nbytes()
-    except _WITHOUT_MEMORY:
-        nested = tensor.is_nested and tensor.layout is torch.strided
-        return () if nested else tuple(tensor.shape), *storage(tensor)
+    """Its shape, the identity of its storage, and the bytes of that; a nested one has no shape."""
+    nested = tensor.is_nested and tensor.layout is torch.strided
+    return (() if nested else tuple(tensor.shape), *storage(tensor))
 
 
 # --- does this PyTorch answer as expected? Tried once, on small graphs of each state --------------

@@ -598,4 +598,4 @@ def _which(arguments: Any, cause: str) -> Tensor | None:
 def _name(case: FailedPass, tensor: Tensor | None) -> str:
     """The variable of a tensor, by the name that its owner gives it."""
     paths = case.names.paths.get(id(tensor), ())
-    return max(paths, key=lambda path: ("_hooks[" not in path, path.count(".")), default="")
+    return max(paths, key=lambda path: path.count("."), default="")

@@ -909,7 +909,7 @@ def test_an_explanation_is_short_and_no_wider_than_a_console(told, text):
 def test_without_a_record_the_class_and_the_names_are_told(told):
     found = told(RECURRENT.format(call="loss.backward()"), torch.enable_grad())
     assert (found.cause, found.certain, found.watched) == ("freed before", False, False)
-    assert "nothing recorded: run `hodiff explain SCRIPT`" in str(found)
+    assert "nothing recorded: `hodiff explain SCRIPT`" in str(found)
     found = told("x = torch.ones(2, requires_grad=True)\nz = x.detach().sum()\nz.backward()", torch.enable_grad())
     assert (found.cause, found.variable, found.certain) == ("no graph", "z", False)
 
