@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _inspect
-from hodiff.graph._classes import CLASSES, PAGE, anchor
+from hodiff.graph import _inspect, _saved
+from hodiff.graph._classes import CLASSES, PAGE
 from hodiff.graph._names import TensorNames
 from hodiff.graph._record import NOTHING, Pass, Record
 from hodiff.graph._source import Line, Path, line_of, lines_of, quoted
@@ -133,10 +133,11 @@ class Explanation:
     def body(self) -> str:
         """The lines below the title."""
         advice = [("helps", help) for help in self.helps]
+        section = self.cause.lower().replace(" ", "-")
         return body(
             self.facts,
             f"{self.cause}: {self.reason}",
-            [*advice, ("more", f"{PAGE}#{anchor(self.cause)}")],
+            [*advice, ("more", f"{PAGE}#{section}")],
         )
 
 
@@ -221,9 +222,9 @@ class FailedPass:
     @cached_property
     def troubles(self) -> dict[Node, str]:
         """The reason why a node of the graph could fail, for each that could:
-        see `_inspect.trouble`.
+        see `_saved.trouble`.
         """
-        return {node: trouble for node in self.graph if (trouble := _inspect.trouble(node))}
+        return {node: trouble for node in self.graph if (trouble := _saved.trouble(node))}
 
     def having(self, nodes: Iterable[Node], reason: str) -> list[Node]:
         """The nodes among some of the graph that have this trouble."""

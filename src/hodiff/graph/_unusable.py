@@ -82,9 +82,12 @@ class SharedPart:
         record, number = self.case.record, self.freed_by.number
         return [
             leaf
-            for leaf in self.below
-            if ((change := record.changed(leaf)) is not None and change.passes > number)
-            or record.tags.moved(leaf, self.freed_by)
+            for node in self.under
+            if (leaf := _saved.leaf(node)) is not None
+            and (
+                ((change := record.changed(leaf)) is not None and change.passes > number)
+                or record.tags.moved(node, self.freed_by)
+            )
         ]
 
     @property
@@ -205,7 +208,7 @@ def _states(case: FailedPass) -> Explanation | None:
     freed = case.having(case.graph, "freed")
     if not freed or case.line is None:
         return None
-    leading = _inspect.leading_to(case.graph, freed)
+    leading = _saved.leading_to(case.graph, freed)
     spent = [
         node
         for node in case.graph

@@ -327,7 +327,7 @@ class WatchMode(Record, TorchFunctionMode):
         """
         _explain.note(case.error, partial(_explain.of_pass, case))
         fresh = {node: case.graph[node] for node in case.nodes if self.tags.tag(node) is None}
-        self.tags.freed(call, list(_inspect.leading_to(fresh, case.having(fresh, "freed"))))
+        self.tags.freed(call, list(_saved.leading_to(fresh, case.having(fresh, "freed"))))
         for listener in self._listeners:
             listener.after(self, call, failed=True)
 
@@ -491,7 +491,7 @@ class _Spans(Listener):
         ran = {
             node: size
             for node, size in sizes.items()
-            if size >= 0 and _inspect.trouble(node) == "freed"
+            if size >= 0 and _saved.trouble(node) == "freed"
         }
         self._collect(record, call, "freed", ran)
         self._collect(
