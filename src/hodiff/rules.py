@@ -327,7 +327,6 @@ class _Adam(Rule):
     betas: tuple[Hyper, Hyper] = (0.9, 0.999)
     eps: Hyper = 1e-8
     weight_decay: Hyper = 0.0
-    amsgrad: bool = False
 
     def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
         beta1, beta2 = self.betas
@@ -338,13 +337,9 @@ class _Adam(Rule):
         zeros = torch.zeros_like(g)
         mean = mixed(state.get("mean", zeros), g, 1 - beta1)
         square = plus_product(state.get("square", zeros) * beta2, 1 - beta2, g, g)
-        new, largest = {"mean": mean, "square": square}, square
-        if self.amsgrad:
-            new["largest"] = largest = (
-                torch.maximum(state["largest"], square) if "largest" in state else square
-            )
-        denominator = root(largest) / (1 - beta2**step) ** 0.5 + self.eps
-        return minus_ratio(p, self.lr / (1 - beta1**step), mean, denominator), new
+        denominator = root(square) / (1 - beta2**step) ** 0.5 + self.eps
+        new = minus_ratio(p, self.lr / (1 - beta1**step), mean, denominator)
+        return new, {"mean": mean, "square": square}
 
 
 @final
@@ -361,7 +356,6 @@ class Adam(_Adam):
         betas: How slowly the means of the gradient and of its square move.
         eps: Added to the denominator.
         weight_decay: Multiplies the parameter, and is added to the gradient.
-        amsgrad: Whether to divide by the largest mean square so far.
         decoupled_weight_decay: Whether the parameter decays by itself instead, as in AdamW.
         maximize: Whether to maximize instead of minimize.
 
@@ -374,8 +368,6 @@ class Adam(_Adam):
 
     Reference:
         Kingma, D. P., Ba, J. (2015). Adam: a method for stochastic optimization. arXiv:1412.6980.
-        Reddi, S. J., Kale, S., Kumar, S. (2018). On the convergence of Adam and beyond.
-        arXiv:1904.09237.
     """
 
     decoupled_weight_decay: bool = False
@@ -391,7 +383,6 @@ class AdamW(_Adam):
         betas: How slowly the means of the gradient and of its square move.
         eps: Added to the denominator.
         weight_decay: The decay \(\lambda\).
-        amsgrad: Whether to divide by the largest mean square so far.
         maximize: Whether to maximize instead of minimize.
 
     Examples:

@@ -319,11 +319,6 @@ def _with_data(f: Callable[..., Any] = _cube, **options: Any) -> Any:
     return hodiff.HessianOperator(lambda z, batch: (f(z), 1), X, data=[()], **options) @ direction(X)
 
 
-def _closed(_: Model) -> Any:
-    with hodiff.HessianOperator(_cube, X) as H:
-        return H @ direction(X)
-
-
 class Block(torch.nn.Linear):
     def forward(self, input: Any) -> Any:
         return checkpoint(lambda z: super(Block, self).forward(z).sin(), input, use_reentrant=False)
@@ -539,7 +534,6 @@ ENTERED: dict[str, Call] = {
     "_core/_settings.py: Counted(_eager)": _eager,
     "_core/_settings.py: Counted(_no_cudnn)": _entered(lambda: _settings.Scope(_settings.no_cudnn.enter)),
     "_core/_settings.py: Scope": _inspected,
-    "curvature/_data_operator.py: DataOperator": _closed,
     "curvature/_process_group.py: _exchanging": _shared,
     "curvature/_process_group.py: raise_on_all_ranks": _shared,
     "sharded/_ranks.py: exchanging": _fully_sharded,

@@ -179,14 +179,6 @@ class DataOperator(LinearOperator, Generic[G]):
         """Free all graphs now; they go with the last reference in any case."""
         self._evaluation.graphs = self._graphs.closed()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    # --- cost
-
     def cost(self) -> Cost:
         """The cost of `dense()`, one product and the cache, before anything large is computed.
 
