@@ -58,6 +58,7 @@ STANDING = {
     ("graph._saved", "read", "(RuntimeError, AttributeError)"): GETTER,
     ("graph._saved", "state_of", "RuntimeError"): GETTER,
     ("graph._source", "parsed", "(SyntaxError, ValueError)"): "source that does not parse",
+    ("graph._saved", "measure", "_WITHOUT_MEMORY"): GETTER,
     ("graph._saved", "storage", "_WITHOUT_MEMORY"): GETTER,
     ("graph._saved", "shape", "(AttributeError, IndexError, RuntimeError, TypeError, ValueError)"): GETTER,
     ("jets.rules.linear", "_batched", "RuntimeError"): "raised again where its text is not of a batching rule",

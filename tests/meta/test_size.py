@@ -41,7 +41,7 @@ MODULES = 130  # the damped steps of least squares are a noun of their own
 # 38: calls without shards cost what they did, a sum of rows is held against a pass between vectors, dependent rows are
 # damped, the tensors of a traced call do not live as long as its graph, an interrupt at the border of a level of
 # forward mode is not lost, a cell's name that goes on is told no line.
-STATEMENTS = 23240
+STATEMENTS = 23243
 # What `grad`, `jacobian`, `hessian`, `hvp` and `laplacian` import.
 MODULES_OF_FIVE_CALLS = 41
 STATEMENTS_OF_FIVE_CALLS = 6435

@@ -528,9 +528,13 @@ def memory(tensor: Tensor) -> int:
 
 
 def measure(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
-    """Its shape, the identity of its storage, and the bytes of that; a nested one has no shape."""
-    nested = tensor.is_nested and tensor.layout is torch.strided
-    return (() if nested else tuple(tensor.shape), *storage(tensor))
+    """A tensor's shape, empty for a nested tensor, which has none; and what `storage` says."""
+    try:  # most have one: told without another call
+        memory = tensor.untyped_storage()
+        return tuple(tensor.shape), memory._cdata, 0 if tensor.is_meta else memory.nbytes()
+    except _WITHOUT_MEMORY:
+        nested = tensor.is_nested and tensor.layout is torch.strided
+        return () if nested else tuple(tensor.shape), *storage(tensor)
 
 
 # --- does this PyTorch answer as expected? Tried once, on small graphs of each state --------------
