@@ -53,8 +53,3 @@ def svg(figure: Figure, *, says: str) -> str:
         size[0], f' style="{style}" role="img" aria-label="{says}"', 1
     )
     return f'<div class="picture">{picture}</div>'
-
-
-def lifetime(picture: object) -> str:
-    """A picture of lifetimes, whose places are lines of the fence, without the builder's name for it."""
-    return re.sub(r"&lt;code block: [^&]*&gt;:", "line ", picture.svg())

@@ -50,12 +50,7 @@ def _code(text: str) -> dict:
     def stands_in(imported: re.Match) -> str:
         return _STANDS_IN + ('\n\nINK = "black"\n' if "INK" in imported[1] else "")
 
-    source = re.sub(
-        r"^print\(picture\.svg\(\)\)$",
-        "picture",
-        _FIGURES.sub(stands_in, text),
-        flags=re.MULTILINE,
-    )
+    source = _FIGURES.sub(stands_in, text)
     return {
         "cell_type": "code",
         "execution_count": None,

@@ -33,7 +33,7 @@ _TOGETHER = (  # what stands on one page, whose name is that of the first
     "solve nystrom",
     "LevenbergMarquardt LeastSquaresRecord",
     "root fixed_point",
-    "Rule SGD Adam AdamW NAdam RAdam Adamax RMSprop Adagrad Adadelta",
+    "Rule SGD Adam AdamW",
     "inspect predict shared release monitor",
     "watch explain lifetime multi_grad",
     "Graph NodeRecord Saved Leaf Prediction Finding Shared Explanation Watch Lifetime Released "

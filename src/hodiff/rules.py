@@ -23,14 +23,7 @@ from hodiff._core._compiled_callers import uncompiled
 from hodiff._core._versions import is_wrapped
 from hodiff.errors import InputError
 
-__all__ = [
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "RMSprop",
-    "Rule",
-]
+__all__ = ["SGD", "Adam", "AdamW", "Rule"]
 
 State = dict[str, Any]
 """What a rule keeps of one leaf: tensors, and numbers."""
@@ -273,96 +266,6 @@ class SGD(Rule):
         return plus(p, -self.lr, along), {"momentum": buffer}
 
 
-# --- RMSprop, Adagrad, Adadelta -------------------------------------------------------------------
-
-
-@final
-@dataclass(frozen=True)
-class RMSprop(Rule):
-    r"""Steps η g / (√v + ε), with v the running mean of g², as `torch.optim.RMSprop`.
-
-    Args:
-        lr: The step.
-        alpha: How slowly the mean moves.
-        eps: Added to the denominator.
-        weight_decay: Multiplies the parameter, and is added to the gradient.
-        momentum: Of the steps; 0 for none.
-        centered: Whether *v* is a variance.
-        maximize: Whether to maximize instead of minimize.
-
-    Examples:
-        >>> import torch, hodiff
-        >>> hodiff.rules.RMSprop(lr=0.1)(torch.zeros(1), torch.tensor([3.0]), None, 1)[0]
-        tensor([-1.0000])
-
-    Reference:
-        Tieleman, T., Hinton, G. (2012). Lecture 6.5, RMSprop. Coursera: neural networks for machine
-        learning.
-    """
-
-    lr: Hyper = 1e-2
-    alpha: Hyper = 0.99
-    eps: Hyper = 1e-8
-    weight_decay: Hyper = 0.0
-    momentum: Hyper = 0.0
-    centered: bool = False
-
-    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
-        g = decayed(g, self.weight_decay, p)
-        zeros = torch.zeros_like(g)
-        square = plus_product(state.get("square", zeros) * self.alpha, 1 - self.alpha, g, g)
-        new, spread = {"square": square}, square
-        if self.centered:
-            new["mean"] = mean = mixed(state.get("mean", zeros), g, 1 - self.alpha)
-            spread = torch.addcmul(square, mean, mean, value=-1)
-        denominator = root(spread) + self.eps
-        if not present(self.momentum):
-            return minus_ratio(p, self.lr, g, denominator), new
-        new["momentum"] = along = minus_ratio(
-            state.get("momentum", zeros) * self.momentum, -1, g, denominator
-        )
-        return plus(p, -self.lr, along), new
-
-
-@final
-@dataclass(frozen=True)
-class Adagrad(Rule):
-    r"""Steps η g / (√v + ε), with v the sum of all g², as `torch.optim.Adagrad`.
-
-    Args:
-        lr: The step.
-        lr_decay: It is divided by 1 + (t - 1) times this.
-        weight_decay: Multiplies the parameter, and is added to the gradient.
-        initial_accumulator_value: Where the sum begins.
-        eps: Added to the denominator.
-        maximize: Whether to maximize instead of minimize.
-
-    Examples:
-        >>> import torch, hodiff
-        >>> hodiff.rules.Adagrad(lr=0.1)(torch.zeros(1), torch.tensor([3.0]), None, 1)[0]
-        tensor([-0.1000])
-
-    Reference:
-        Duchi, J., Hazan, E., Singer, Y. (2011). Adaptive subgradient methods for online learning
-        and stochastic optimization. JMLR 12.
-    """
-
-    lr: Hyper = 1e-2
-    lr_decay: Hyper = 0.0
-    weight_decay: Hyper = 0.0
-    initial_accumulator_value: Hyper = 0.0
-    eps: Hyper = 1e-10
-
-    def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
-        g = decayed(g, self.weight_decay, p)
-        before = (
-            state["sum"] if "sum" in state else torch.zeros_like(g) + self.initial_accumulator_value
-        )
-        total = torch.addcmul(before, g, g)
-        p = minus_ratio(p, self.lr / (1 + (step - 1) * self.lr_decay), g, root(total) + self.eps)
-        return p, {"sum": total}
-
-
 # --- updates written once for numbers and for tensors ---------------------------------------------
 
 
@@ -387,25 +290,18 @@ def mixed(x: Tensor, y: Tensor, a: Any) -> Tensor:
 
 
 def root(v: Tensor) -> Tensor:
-    """A zero of F(x, θ) found by any solver, as a function of everything else that `F` depends on.
+    """The square root, with the derivative zero where it is zero.
 
     `sqrt` has an infinite one there, which times a zero is NaN: one parameter whose gradients were
     exactly zero (below a layer that begins at zero) would make every derivative through Adam NaN.
     There v = (1 - b) g², so its own derivative is zero, and with it that of the update's
     denominator.
     """
-    if _can_be_read(v) and bool(v.all()):
+    # Values are looked at where no device has to be waited for: transforms and traces have none.
+    if v.is_cpu and v.__class__ is Tensor and not is_wrapped(v) and bool(v.all()):
         return v.sqrt()
     zero = v == 0
     return v.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
-
-
-def _can_be_read(v: Tensor) -> bool:
-    """Whether values can be looked at without waiting for a device;
-    inside transforms and traces there are none.
-    """
-    plain = v.is_cpu and v.__class__ is Tensor
-    return plain and not is_wrapped(v)
 
 
 def decayed(g: Tensor, a: Any, p: Tensor) -> Tensor:
@@ -431,7 +327,6 @@ class _Adam(Rule):
     betas: tuple[Hyper, Hyper] = (0.9, 0.999)
     eps: Hyper = 1e-8
     weight_decay: Hyper = 0.0
-    amsgrad: bool = False
 
     def _update(self, p: Tensor, g: Tensor, state: State, step: int) -> tuple[Tensor, State]:
         beta1, beta2 = self.betas
@@ -442,13 +337,9 @@ class _Adam(Rule):
         zeros = torch.zeros_like(g)
         mean = mixed(state.get("mean", zeros), g, 1 - beta1)
         square = plus_product(state.get("square", zeros) * beta2, 1 - beta2, g, g)
-        new, largest = {"mean": mean, "square": square}, square
-        if self.amsgrad:
-            new["largest"] = largest = (
-                torch.maximum(state["largest"], square) if "largest" in state else square
-            )
-        denominator = root(largest) / (1 - beta2**step) ** 0.5 + self.eps
-        return minus_ratio(p, self.lr / (1 - beta1**step), mean, denominator), new
+        denominator = root(square) / (1 - beta2**step) ** 0.5 + self.eps
+        new = minus_ratio(p, self.lr / (1 - beta1**step), mean, denominator)
+        return new, {"mean": mean, "square": square}
 
 
 @final
@@ -465,7 +356,6 @@ class Adam(_Adam):
         betas: How slowly the means of the gradient and of its square move.
         eps: Added to the denominator.
         weight_decay: Multiplies the parameter, and is added to the gradient.
-        amsgrad: Whether to divide by the largest mean square so far.
         decoupled_weight_decay: Whether the parameter decays by itself instead, as in AdamW.
         maximize: Whether to maximize instead of minimize.
 
@@ -478,8 +368,6 @@ class Adam(_Adam):
 
     Reference:
         Kingma, D. P., Ba, J. (2015). Adam: a method for stochastic optimization. arXiv:1412.6980.
-        Reddi, S. J., Kale, S., Kumar, S. (2018). On the convergence of Adam and beyond.
-        arXiv:1904.09237.
     """
 
     decoupled_weight_decay: bool = False
@@ -495,7 +383,6 @@ class AdamW(_Adam):
         betas: How slowly the means of the gradient and of its square move.
         eps: Added to the denominator.
         weight_decay: The decay \(\lambda\).
-        amsgrad: Whether to divide by the largest mean square so far.
         maximize: Whether to maximize instead of minimize.
 
     Examples:

@@ -39,7 +39,6 @@ from torch.utils.checkpoint import checkpoint
 import hodiff
 from hodiff._core import _kernels, _locks, _settings
 from hodiff._core._where import Where
-from hodiff.cli._explain import Warnings
 from hodiff.curvature._memory import LiveBytes
 from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.sparse import plan_hessian
@@ -320,11 +319,6 @@ def _with_data(f: Callable[..., Any] = _cube, **options: Any) -> Any:
     return hodiff.HessianOperator(lambda z, batch: (f(z), 1), X, data=[()], **options) @ direction(X)
 
 
-def _closed(_: Model) -> Any:
-    with hodiff.HessianOperator(_cube, X) as H:
-        return H @ direction(X)
-
-
 class Block(torch.nn.Linear):
     def forward(self, input: Any) -> Any:
         return checkpoint(lambda z: super(Block, self).forward(z).sin(), input, use_reentrant=False)
@@ -540,8 +534,6 @@ ENTERED: dict[str, Call] = {
     "_core/_settings.py: Counted(_eager)": _eager,
     "_core/_settings.py: Counted(_no_cudnn)": _entered(lambda: _settings.Scope(_settings.no_cudnn.enter)),
     "_core/_settings.py: Scope": _inspected,
-    "cli/_explain.py: Warnings": _entered(Warnings),
-    "curvature/_data_operator.py: DataOperator": _closed,
     "curvature/_process_group.py: _exchanging": _shared,
     "curvature/_process_group.py: raise_on_all_ranks": _shared,
     "sharded/_ranks.py: exchanging": _fully_sharded,
@@ -612,13 +604,9 @@ def test_the_call_enters_it(name: str) -> None:
     assert any(each == function or each.endswith(f".{function}") for each in seen for function in functions), seen
 
 
-WITHOUT_LINES = "cli/_explain.py: Warnings"  # of `hodiff explain`, whose process ends with the interrupt
-INTERRUPTED = [each for each in NAMES if each.values != (WITHOUT_LINES,)]
-
-
 @LOST
 @pytest.mark.parametrize("kind", ["contexts", "lines"])
-@pytest.mark.parametrize("name", INTERRUPTED)
+@pytest.mark.parametrize("name", NAMES)
 def test_each_context(name: str, kind: Kind) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -628,7 +616,7 @@ def test_each_context(name: str, kind: Kind) -> None:
 @LOST
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["calls", "contexts", "lines"])
-@pytest.mark.parametrize("name", [*CALLS, *INTERRUPTED])
+@pytest.mark.parametrize("name", [*CALLS, *NAMES])
 def test_at_every_moment(name: str, kind: Kind) -> None:
     with warnings.catch_warnings():
         if name in ENTERED:

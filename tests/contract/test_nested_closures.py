@@ -93,7 +93,6 @@ def test_in_every_name(caller: Caller) -> None:
 
 SPARSE_FORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
     "values": lambda f, x: hodiff.sparse.plan_hessian(f, x).values(x),
-    "auto": lambda f, x: hodiff.sparse_hessian(f, x, output="auto"),
     "hessian": lambda f, x: hodiff.hessian(f, x, matrix=True),
 }
 

@@ -34,7 +34,7 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
 def test_each_row_of_the_map_has_files_and_tests() -> None:
     first = MAP.partition("## ")[0]
     rows = [line.split(" | ") for line in first.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == 10
+    assert len(rows) == 11
     for concept, files, tests, _ in rows:
         assert all((PACKAGE / path).is_file() for path in PATH.findall(files)) and PATH.findall(files), concept
         assert all((ROOT / path).is_file() for path in PATH.findall(tests)) and PATH.findall(tests), concept

@@ -5,20 +5,12 @@ if one does.
 from __future__ import annotations
 
 import argparse
-import builtins
-import io
 import os
-import pkgutil
 import runpy
 import sys
-import warnings
-import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.machinery import SourceFileLoader
-from traceback import walk_stack
-from types import CodeType, FrameType, ModuleType, TracebackType
-from typing import Any, Self, TextIO
+from types import CodeType, ModuleType, TracebackType
 
 import torch
 from torch.overrides import handle_torch_function
@@ -72,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         return 2
     growth, ended = _growth.Growth(), True
     try:
-        with Warnings(), _watch.Watch(growth):
+        with _watch.Watch(growth):
             run_program(options.script, options.arguments, is_module=options.is_module)
     except SystemExit:
         raise
@@ -114,52 +106,26 @@ def _tell(growth: _growth.Growth, *, ended: bool) -> None:
         print(f"\n{said}", end="", file=sys.stderr)
 
 
-# --- run a program as `python` runs it: its arguments, import path, `__main__`, and frames --------
+# --- run a program as `python` runs it: its arguments, import path, `__main__` --------------------
 
 
 _as_main = runpy._run_module_as_main  # type: ignore[attr-defined]  # what `python -m` calls, by this name
 
 
 def run_program(name: str, arguments: Sequence[str], *, is_module: bool) -> None:
-    """Run a program as `python NAME ARGUMENTS` does, or `python -m NAME ARGUMENTS`.
-
-    `__main__` stays when the program has ended, as it does in Python: handlers of its end still run
-    in it.
-    """
+    """Run a program as `python NAME ARGUMENTS` does, or `python -m NAME ARGUMENTS`."""
     sys.argv[:] = [name, *arguments]
-    sys.modules["__main__"] = main = ModuleType("__main__")
-    path = os.path.abspath(name)
     if is_module:
         sys.path[0] = os.getcwd()
+        sys.modules["__main__"] = ModuleType("__main__")
         _as_main(name)
-    elif os.path.isdir(path) or zipfile.is_zipfile(path):
-        sys.path[0] = path
-        _as_main("__main__", False)
     else:
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
-        facts = {
-            "__file__": path,
-            "__cached__": None,
-            "__loader__": SourceFileLoader("__main__", path),
-        }
-        vars(main).update(facts, __builtins__=builtins)
-        if sys.version_info < (3, 14):
-            main.__annotations__ = {}
-        exec(_code(path), vars(main))
+        sys.path[0] = os.path.dirname(os.path.realpath(name))
+        runpy.run_path(os.path.abspath(name), run_name="__main__")
 
 
-def _code(path: str) -> CodeType:
-    with io.open_code(path) as file:
-        compiled = pkgutil.read_code(file)  # type: ignore[attr-defined]
-    if compiled is None:
-        with io.open_code(path) as file:
-            compiled = compile(file.read(), path, "exec", dont_inherit=True)
-    return compiled
-
-
-# --- what a watch would change in what a program prints, undone: frames in tracebacks, and the
-# places of warnings PyTorch hands each call to the watch, and the watch calls PyTorch: the stack
-# has frames that it would not have,
+# --- tracebacks without the frames of a watch: PyTorch hands each call to it, and it calls PyTorch,
+# so the stack has frames that it would not have,
 #
 # the user's line, functional.mse_loss, overrides.handle_torch_function, _watch.Watch...,
 # functional.mse_loss, ...
@@ -197,9 +163,6 @@ def seen(codes: Sequence[CodeType]) -> list[int]:
     return kept
 
 
-# --- tracebacks -----------------------------------------------------------------------------------
-
-
 def clean(error: BaseException) -> None:
     """Give an exception, and all that it carries, the traceback that it has without a watch."""
     stack, seen = [error], {id(error)}
@@ -221,7 +184,7 @@ def clean(error: BaseException) -> None:
 def _without_command(traceback: TracebackType | None) -> TracebackType | None:
     """Drop the frames that lead to the program."""
     while traceback is not None and traceback.tb_frame.f_globals.get("__name__", "").startswith(
-        "hodiff.cli."
+        ("hodiff.cli.", "runpy")
     ):
         traceback = traceback.tb_next
     return traceback
@@ -234,60 +197,3 @@ def _without_watch(traceback: TracebackType | None) -> TracebackType | None:
     for step in [steps[index] for index in reversed(kept)]:
         rest = TracebackType(rest, step.tb_frame, step.tb_lasti, step.tb_lineno)
     return rest
-
-
-# --- warnings -------------------------------------------------------------------------------------
-
-
-class Warnings:
-    """A context in which a warning that PyTorch gives under a watch names the
-    line that it names without.
-    """
-
-    def __enter__(self) -> Self:
-        self._shown = warnings.showwarning
-        warnings.showwarning = self._show
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        if warnings.showwarning == self._show:  # else it is the program's
-            warnings.showwarning = self._shown
-
-    def _show(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        stack = [frame for frame, _ in walk_stack(sys._getframe(1))]
-        kept = [
-            stack[-1 - index]
-            for index in reversed(seen([frame.f_code for frame in reversed(stack)]))
-        ]
-        places = [(frame.f_code.co_filename, frame.f_lineno) for frame in stack]
-        place = places.index((filename, lineno)) if (filename, lineno) in places else len(kept)
-        if place < len(kept) and kept[place] is not stack[place]:
-            if _known(stack[place], kept[place], message, category):
-                return
-            filename, lineno = kept[place].f_code.co_filename, kept[place].f_lineno or 0
-        self._shown(message, category, filename, lineno, file, line)
-
-
-def _known(
-    given: FrameType, right: FrameType, message: Warning | str, category: type[Warning]
-) -> bool:
-    """Whether the right place has shown this warning before, which is noted there,
-    and no longer at the given one.
-    """
-    noted = given.f_globals.get("__warningregistry__", {})
-    if not noted.pop((str(message), category, given.f_lineno), None):
-        return False  # a filter shows it each time
-    registry = right.f_globals.setdefault("__warningregistry__", {})
-    if registry.get("version") != noted.get("version"):
-        registry.clear()
-        registry["version"] = noted.get("version")
-    key = (str(message), category, right.f_lineno)
-    return bool(registry.get(key)) or registry.update({key: True}) is not None

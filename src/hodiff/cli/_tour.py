@@ -39,7 +39,6 @@ def run(options: argparse.Namespace) -> int:
         source, model, loss = classifier()
         parameters(screen, source, model, loss)
         graphs(screen, model, loss)
-    whats_more(screen)
     return screen.end()
 
 
@@ -223,30 +222,6 @@ def graphs(screen: Screen, model: nn.Module, loss: Loss) -> None:
         model.zero_grad()
         del product
         screen.check("tensor: after that, the value alone", live.now, value.nbytes, 0, "freed")
-
-
-def whats_more(screen: Screen) -> None:
-    """The pages to read on."""
-    screen.heading("4  More, in these files of the repository")
-    for what, page in PAGES.items():
-        screen.say(f"{what:<64}{page}")
-
-
-PAGES = {
-    "which function do I need?": "docs/choose.md",
-    "gradients, Jacobians, Hessians, products, nth derivatives": "docs/api/calculus.md",
-    "gradient penalties: WGAN-GP, R1, eikonal, score matching": "docs/api/penalties.md",
-    "curvature without the matrix: eigenvalues, traces, Newton": "docs/api/curvature.md",
-    "fields and PINNs, by Taylor mode: Laplacian, divergence, u_xxy": "docs/api/fields.md",
-    "sparse Hessians and Jacobians of very many variables": "docs/api/sparse.md",
-    "through solutions and through the steps of an optimizer": "docs/api/implicit.md",
-    "backward a second time: why it failed, what a graph holds": "docs/api/graph.md",
-    "second derivatives of attention and large vocabularies": "docs/api/memory.md",
-    "training steps with derivatives in them, compiled": "docs/api/steps.md",
-    "are the derivatives of your own function right?": "docs/api/verify.md",
-    "what stock PyTorch gets wrong, each with a program": "docs/explain/stock-pytorch.md",
-    "what snippets and libraries get wrong, with programs": "docs/explain/wrong-derivatives.md",
-}
 
 
 def gradients(model: nn.Module) -> Named:

@@ -20,7 +20,6 @@ from hodiff.curvature._data import Batches, DataReduction, check_total
 from hodiff.curvature._graph_cache import Builder, G, GraphCache, accumulate
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, say_detached
 from hodiff.curvature._process_group import ProcessGroup, ProcessGroupSum, shared
-from hodiff.curvature._records import axes_or_new
 from hodiff.errors import GraphError, InputError
 
 # --- what an operator takes: `H.cost()` -----------------------------------------------------------
@@ -57,17 +56,6 @@ class Cost(_messages.Reported):
     passes: int
     dense_passes: int
     peak_bytes: int
-
-    def plot(self, axes: Any = None) -> Any:
-        """Draw the bytes of the matrix, the cache and a product beside what is free;
-        returns matplotlib's axes.
-        """
-        sizes = {"free": self.free_bytes, "dense()": self.dense_bytes, "cache": self.cache_bytes}
-        sizes["one product"] = self.product_bytes
-        axes = axes_or_new(axes)
-        axes.barh(list(sizes), [size / 2**20 for size in sizes.values()])
-        axes.set(xscale="log", xlabel="MiB")
-        return axes
 
     def __str__(self) -> str:
         return (
@@ -190,14 +178,6 @@ class DataOperator(LinearOperator, Generic[G]):
     def close(self) -> None:
         """Free all graphs now; they go with the last reference in any case."""
         self._evaluation.graphs = self._graphs.closed()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    # --- cost
 
     def cost(self) -> Cost:
         """The cost of `dense()`, one product and the cache, before anything large is computed.

@@ -140,10 +140,6 @@ class LiveBytes(DispatchMode):
             self._now -= size
         return self._now
 
-    def restart(self) -> None:
-        """Forget the peak, and count anew."""
-        self.peak = self.now
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         before = {storage._cdata for storage in _storages([*args, *(kwargs or {}).values()])}

@@ -15,15 +15,14 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _inspect, _source
-from hodiff.graph._classes import CLASSES, PAGE, anchor
+from hodiff.graph import _inspect, _saved
+from hodiff.graph._classes import CLASSES, PAGE
 from hodiff.graph._names import TensorNames
 from hodiff.graph._record import NOTHING, Pass, Record
 from hodiff.graph._source import Line, Path, line_of, lines_of, quoted
 
 TITLE = "hodiff: why this"
-LIKELY = "nothing recorded: run `hodiff explain SCRIPT` for the lines"
-LIKELY_IN_CELLS = "nothing recorded: run the cells under hodiff.graph.watch() for the lines"
+LIKELY = "nothing recorded: `hodiff explain SCRIPT`, or hodiff.graph.watch(), names the lines"
 LINES = 21
 """Printed lines of an explanation, at most."""
 
@@ -123,7 +122,7 @@ class Explanation:
         )
 
     def __str__(self) -> str:
-        likely = "" if self.certain or self.watched else f" ({self._likely})"
+        likely = "" if self.certain or self.watched else f" ({LIKELY})"
         return f"{TITLE} {self.call} failed{likely}\n\n{self.body}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -131,19 +130,14 @@ class Explanation:
         printer.text(str(self))
 
     @property
-    def _likely(self) -> str:
-        failed = self.line("failed")
-        cell = failed is not None and _source.cell_of(failed.file)
-        return LIKELY_IN_CELLS if cell else LIKELY
-
-    @property
     def body(self) -> str:
         """The lines below the title."""
         advice = [("helps", help) for help in self.helps]
+        section = self.cause.lower().replace(" ", "-")
         return body(
             self.facts,
             f"{self.cause}: {self.reason}",
-            [*advice, ("more", f"{PAGE}#{anchor(self.cause)}")],
+            [*advice, ("more", f"{PAGE}#{section}")],
         )
 
 
@@ -228,9 +222,9 @@ class FailedPass:
     @cached_property
     def troubles(self) -> dict[Node, str]:
         """The reason why a node of the graph could fail, for each that could:
-        see `_inspect.trouble`.
+        see `_saved.trouble`.
         """
-        return {node: trouble for node in self.graph if (trouble := _inspect.trouble(node))}
+        return {node: trouble for node in self.graph if (trouble := _saved.trouble(node))}
 
     def having(self, nodes: Iterable[Node], reason: str) -> list[Node]:
         """The nodes among some of the graph that have this trouble."""

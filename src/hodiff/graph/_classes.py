@@ -494,8 +494,3 @@ CLASSES = {
     ),
 }
 """By the names that `Explanation.cause` has."""
-
-
-def anchor(name: str) -> str:
-    """The section of a class on its page."""
-    return name.lower().replace(" ", "-")

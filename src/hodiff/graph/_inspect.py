@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -234,7 +234,7 @@ def inspect(*outputs: Tensor, names: Any = None) -> Graph:
         >>> hodiff.graph.inspect(net["used"](torch.ones(2)), names=net).unreached
         ('forgotten.weight', 'forgotten.bias')
     """
-    _check(outputs)
+    tensors(outputs, "outputs")
     with _saved.without_modes():
         roots = _roots(names)
         by_name = TensorNames(list(user_frames(sys._getframe(1)))[:1], roots)
@@ -247,17 +247,6 @@ def inspect(*outputs: Tensor, names: Any = None) -> Graph:
             and (not tensor.requires_grad or _nodes.node_of(tensor) not in reached)
         ]
         return replace(graph, unreached=tuple(missing))
-
-
-def _check(outputs: Sequence[Any]) -> None:
-    if not outputs:
-        raise InputError(
-            "outputs is missing. Give the tensors whose graph to look at: "
-            "hodiff.graph.inspect(loss)."
-        )
-    for index, output in enumerate(outputs):
-        if not isinstance(output, Tensor):
-            raise InputError(f"outputs[{index}]: got {_arguments.kind(output)}, expected a tensor.")
 
 
 def _roots(names: Any) -> dict[str, Any]:
@@ -448,7 +437,7 @@ def _judged(
     certain = False
     for node in executed(roots, inputs):
         # where the verdict stands, it only words it
-        reason = trouble(node) if certain else _asked_trouble(node)
+        reason = _saved.trouble(node) if certain else _saved.asked_trouble(node)
         if reason:
             troubles[node] = reason
             certain = certain or not (_saved.is_function(node) or reason in ("unknown", "missing"))
@@ -460,28 +449,6 @@ def _judged(
     )
 
 
-def trouble(node: Node) -> str:
-    """Why the engine could fail at this node: `freed`, `stale`, `released`, `unknown`, `missing`,
-    or nothing.
-
-    Of one with nothing left it is told by others of its kind.
-    """
-    return _saved.FREED if _saved.is_freed_like_others(node) else _asked_trouble(node)
-
-
-def _asked_trouble(node: Node) -> str:
-    """The trouble of a node, as PyTorch tells it of that very node."""
-    if _saved.is_whole(node):
-        return ""
-    if _saved.is_raising(node):
-        return "missing"
-    return next((state for state in _saved.states(node) if state in _TROUBLES), "")
-
-
-_TROUBLES = (_saved.FREED, _saved.RELEASED, _saved.STALE, _saved.UNKNOWN)
-"""The states with which a node cannot be run, or might not be."""
-
-
 def executed(roots: Iterable[Node | None], inputs: Sequence[Any] | None) -> list[Node]:
     """The nodes that the engine would run: all below `roots`, or those above one of `inputs`."""
     graph = _nodes.walk(roots)
@@ -489,7 +456,7 @@ def executed(roots: Iterable[Node | None], inputs: Sequence[Any] | None) -> list
         return list(graph)
     # or GradientEdges
     targets = {_nodes.node_of(item) if isinstance(item, Tensor) else item.node for item in inputs}
-    leading = leading_to(graph, targets)
+    leading = _saved.leading_to(graph, targets)
     return [node for node, children in graph.items() if not leading.isdisjoint(children)]
 
 
@@ -647,23 +614,6 @@ def saved_bytes(nodes: Iterable[Node]) -> int:
     return sum(
         dict(_saved.storage(slot.value) for slot in slots if slot.value is not None).values()
     )
-
-
-def leading_to(graph: Mapping[Node, Collection[Node]], chosen: Iterable[Node]) -> set[Node]:
-    """The nodes of a graph, given with the nodes that each leads to, that lead to one of `chosen`,
-    and those.
-    """
-    above: dict[Node, list[Node]] = {}
-    for node, below in graph.items():
-        for child in below:
-            above.setdefault(child, []).append(node)
-    nodes = set(chosen)
-    stack = list(nodes)
-    while stack:
-        fresh = [node for node in above.get(stack.pop(), ()) if node not in nodes]
-        nodes.update(fresh)
-        stack += fresh
-    return nodes
 
 
 def topmost(roots: Iterable[Node | None], chosen: Iterable[Node]) -> list[Node]:

@@ -11,9 +11,9 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import islice
-from types import CellType, CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -175,8 +175,6 @@ class TensorNames:
             if isinstance(value, Tensor):
                 if not self._results or value.grad_fn is not None:
                     self._add(path, value)
-                held = _of_hooks("_backward_hooks", _saved.hooks_of(value))
-                queue.extend((path + step, item, depth + 1) for step, item in held)
             elif depth <= DEPTH and id(value) not in self._seen:
                 self._seen.add(id(value))
                 if isinstance(value, torch.optim.Optimizer):
@@ -308,8 +306,6 @@ def _of_modules(root: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, item in list((own.get("_buffers") or {}).items()):
             if item.__class__ not in _PLAIN:
                 yield f"{path}.{name}", item
-        for name in [name for name in own.keys() & HOOKS if own[name]]:
-            yield from ((path + step, item) for step, item in _of_hooks(name, own[name]))
         added = {name for name in own.keys() - HIDDEN if own[name].__class__ not in _PLAIN}
         if added:
             yield from (
@@ -321,26 +317,6 @@ def _of_modules(root: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, child in reversed(list((own.get("_modules") or {}).items())):
             if child is not None:
                 stack.append((f"{path}[{name}]" if name.isdigit() else f"{path}.{name}", child))
-
-
-def _of_hooks(name: str, hooks: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
-    """The values that hooks hold: the objects of their methods, their closures' values,
-    their arguments.
-    """
-    for number, hook in list(hooks.items()):
-        path = f".{name}[{number}]"
-        while isinstance(hook, partial):
-            yield from ((f"{path}.{held}", getattr(hook, held)) for held in ("args", "keywords"))
-            hook = hook.func
-        if isinstance(hook, FunctionType):
-            cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
-            held = [(free, cell.cell_contents) for free, cell in cells if cell != CellType()]
-            yield from (
-                (f"{path}.{free}", item) for free, item in held if item.__class__ not in _PLAIN
-            )
-        else:
-            owner = getattr(hook, "__self__", None)
-            yield (path, hook) if owner is None else (f"{path}.__self__", owner)
 
 
 @cache
@@ -375,8 +351,6 @@ def _is_plain(key: Any) -> bool:
 
 HIDDEN = frozenset(vars(nn.Module()))
 """What a module has for itself."""
-HOOKS = frozenset(name for name in HIDDEN if name.endswith("_hooks"))
-"""Those of them that hold functions of the user's."""
 
 
 # --- by which of the user's lines a call came: each path is kept once, and has a number -----------

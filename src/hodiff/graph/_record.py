@@ -287,12 +287,12 @@ class NodeTags:
         tag = _saved.tags(node).get(self._held)
         return self._passes[tag[0]] if tag else None
 
-    def moved(self, leaf: Tensor, call: Pass) -> bool:
-        """Whether a leaf was changed in place since a pass,
+    def moved(self, node: Node, call: Pass) -> bool:
+        """Whether the leaf of a node was changed in place since a pass,
         if that was the last that reached it.
         """
-        tag = _saved.tags(_nodes.node_of(leaf)).get(self.key)
-        return tag is not None and tag.number == call.number and tag.version != _saved.version(leaf)
+        number, version = _saved.tags(node).get(self.key, (None, -1))
+        return number == call.number and version != _saved.version(node.variable)
 
 
 # --- where graphs ended while a program was recorded ----------------------------------------------
@@ -730,7 +730,7 @@ NOTHING = Record()
 
 
 # what is recorded comes first
-OPERATION, INPLACE, CUT, GRADIENT, PLAIN, PASS, SWITCH, MODE = range(8)
+OPERATION, INPLACE, CUT, SWITCH, GRADIENT, PLAIN, PASS, MODE = range(8)
 
 
 def kind_of(func: Callable[..., Any]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from operator import attrgetter
@@ -368,6 +368,48 @@ def _raise_released(nothing: None) -> Tensor:
 # --- other private names of nodes and tensors -----------------------------------------------------
 
 
+# --- what stands in the way of a pass, and where nodes lead ---------------------------------------
+
+
+def trouble(node: Node) -> str:
+    """Why the engine could fail at this node: `freed`, `stale`, `released`, `unknown`, `missing`,
+    or nothing.
+
+    Of one with nothing left it is told by others of its kind.
+    """
+    return FREED if is_freed_like_others(node) else asked_trouble(node)
+
+
+def asked_trouble(node: Node) -> str:
+    """The trouble of a node, as PyTorch tells it of that very node."""
+    if is_whole(node):
+        return ""
+    if is_raising(node):
+        return "missing"
+    return next((state for state in states(node) if state in _TROUBLES), "")
+
+
+_TROUBLES = (FREED, RELEASED, STALE, UNKNOWN)
+"""The states with which a node cannot be run, or might not be."""
+
+
+def leading_to(graph: Mapping[Node, Collection[Node]], chosen: Iterable[Node]) -> set[Node]:
+    """The nodes of a graph, given with the nodes that each leads to, that lead to one of `chosen`,
+    and those.
+    """
+    above: dict[Node, list[Node]] = {}
+    for node, below in graph.items():
+        for child in below:
+            above.setdefault(child, []).append(node)
+    nodes = set(chosen)
+    stack = list(nodes)
+    while stack:
+        fresh = [node for node in above.get(stack.pop(), ()) if node not in nodes]
+        nodes.update(fresh)
+        stack += fresh
+    return nodes
+
+
 ENGINE = torch.autograd.graph._engine_run_backward.__code__
 """The code that runs a pass: what a traceback has below it ran while the pass did."""
 
@@ -456,11 +498,6 @@ def leaf_of(value: Tensor) -> Tensor | None:
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd knows a tensor as a view of another."""
     return tensor._base is not None
-
-
-def hooks_of(tensor: Tensor) -> dict[int, Any]:
-    """The hooks that run with a tensor's gradient."""
-    return tensor._backward_hooks or {}
 
 
 def version(tensor: Tensor) -> int:

@@ -72,19 +72,19 @@ class SharedPart:
         return _nodes.walk(value.node for value in self.values)
 
     @cached_property
-    def below(self) -> list[Tensor]:
-        """The leaves below the part."""
-        return [leaf for node in self.under if (leaf := _saved.leaf(node)) is not None]
+    def ends(self) -> list[Node]:
+        """The nodes of the leaves below the part."""
+        return [node for node in self.under if node.__class__ is _nodes.ACCUMULATE]
 
     @cached_property
     def moved(self) -> list[Tensor]:
         """The leaves below the part that were changed in place since it was freed."""
         record, number = self.case.record, self.freed_by.number
         return [
-            leaf
-            for leaf in self.below
-            if ((change := record.changed(leaf)) is not None and change.passes > number)
-            or record.tags.moved(leaf, self.freed_by)
+            node.variable
+            for node in self.ends
+            if ((change := record.changed(node.variable)) is not None and change.passes > number)
+            or record.tags.moved(node, self.freed_by)
         ]
 
     @property
@@ -160,7 +160,7 @@ def _recorded(case: FailedPass, part: SharedPart) -> Explanation:
         *values[:SHOWN],
         Fact("made", first.variable, first.created) if first.created is not None else None,
         *callers(first.path, (first.created, *part.call.stack)),
-        case.of_leaves(Fact("behind"), part.below),
+        case.of_leaves(Fact("behind"), (node.variable for node in part.ends)),
         *(fact_of_pass("kept by" if each.retained else "freed by", each) for each in passes),
         None if freed.retained else Fact("freed nodes", text=_freed_below(part)),
         *(Fact("changed", "", line, OLD) for line in list(changes)[:SHOWN]),
@@ -205,7 +205,7 @@ def _states(case: FailedPass) -> Explanation | None:
     freed = case.having(case.graph, "freed")
     if not freed or case.line is None:
         return None
-    leading = _inspect.leading_to(case.graph, freed)
+    leading = _saved.leading_to(case.graph, freed)
     spent = [
         node
         for node in case.graph
@@ -598,4 +598,4 @@ def _which(arguments: Any, cause: str) -> Tensor | None:
 def _name(case: FailedPass, tensor: Tensor | None) -> str:
     """The variable of a tensor, by the name that its owner gives it."""
     paths = case.names.paths.get(id(tensor), ())
-    return max(paths, key=lambda path: ("_hooks[" not in path, path.count(".")), default="")
+    return max(paths, key=lambda path: path.count("."), default="")

@@ -9,11 +9,9 @@ the pass, in a dict that the node owns.
 
 from __future__ import annotations
 
-import html
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, Self, final
@@ -31,7 +29,6 @@ from hodiff.graph import _explain, _inspect, _record, _saved
 from hodiff.graph._case import Explanation, FailedPass
 from hodiff.graph._names import USERS, marked, user_frames
 from hodiff.graph._record import (
-    CUT,
     GRADIENT,
     INPLACE,
     MODE,
@@ -211,12 +208,10 @@ class WatchMode(Record, TorchFunctionMode):
         if kind is None:
             kind = self._kinds[func] = _record.kind_of(func)
         frame = sys._getframe(1)  # the one place that knows how far away the caller is
-        if kind <= CUT:
+        if kind <= SWITCH:
             result = self._operate(kind, func, args, kwargs, frame)
         elif kind == PASS:
             result = self._run_pass(func, args, kwargs or {}, frame)
-        elif kind == SWITCH:
-            result = self._flag(func, args, kwargs, frame)
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
             if kind == GRADIENT and USERS[frame.f_code.co_filename]:
@@ -228,13 +223,16 @@ class WatchMode(Record, TorchFunctionMode):
         return result
 
     def _operate(self, kind: int, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
-        """Run what may make nodes, change a tensor, or end a graph."""
+        """Run what may make nodes, change a tensor or whether it requires grad, or end a graph."""
         before = counter()
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
         except RuntimeError as error:
             self._refused(error, func, (args, kwargs or {}), frame)
             raise
+        if kind == SWITCH:
+            self.note_switch(args[0], frame)
+            return result
         after = counter()
         # argsort drops the node that it was given
         if after != before and (result.__class__ is not Tensor or result.requires_grad):
@@ -250,16 +248,6 @@ class WatchMode(Record, TorchFunctionMode):
                 self.cuts.remember(made, (), self.place(frame), getattr(func, "__name__", ""))
         if args and (kind == INPLACE or (kwargs and kwargs.get("inplace"))):
             self.note_change(getattr(func, "__name__", ""), args[0], self.place(frame), before)
-        return result
-
-    def _flag(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
-        """A tensor is told whether it requires grad."""
-        try:
-            result = func(*args, **(kwargs or {}))
-        except RuntimeError as error:
-            self._refused(error, func, (args, kwargs or {}), frame)
-            raise
-        self.note_switch(args[0], frame)
         return result
 
     def _refused(self, error: RuntimeError, func: Any, arguments: Any, frame: FrameType) -> None:
@@ -339,7 +327,7 @@ class WatchMode(Record, TorchFunctionMode):
         """
         _explain.note(case.error, partial(_explain.of_pass, case))
         fresh = {node: case.graph[node] for node in case.nodes if self.tags.tag(node) is None}
-        self.tags.freed(call, list(_inspect.leading_to(fresh, case.having(fresh, "freed"))))
+        self.tags.freed(call, list(_saved.leading_to(fresh, case.having(fresh, "freed"))))
         for listener in self._listeners:
             listener.after(self, call, failed=True)
 
@@ -422,7 +410,7 @@ def watch() -> Watch:
     The explanation is a note of the exception (`exc.__notes__`), which tracebacks print. Numbers,
     errors and graphs are those of the same program without the context; it concerns the thread that
     enters it. What PyTorch warns of meanwhile is shown as of a line in hodiff, which calls PyTorch
-    then, and once for all of your lines; `hodiff explain` shows yours.
+    then, and once for all of your lines.
 
     Returns:
         A context manager; entered, it gives the recorder, whose `.passes` lists the passes seen.
@@ -452,30 +440,6 @@ def watch() -> Watch:
 
 
 ROWS = 40
-MADE = sys.maxsize  # after the passes at the same place, which is that of the next node to be made
-TITLE = "<title>What was saved, by which line, and which backward pass freed it</title>"
-WIDTH = 440
-MARGIN = 8
-TOP = 52
-HEIGHT = 32
-LETTERS = 58
-"""Of the picture: a row's text stands above its bars, so that it can be narrow."""
-ALONE = 366
-"""Its width as an image of its own, which notebooks make of it: that of a phone,
-as it then cannot shrink.
-"""
-COLORS = {"freed": "#3a7", "held": "#e90"}
-
-
-LEGEND = (
-    f'<rect x="{MARGIN}" y="6" width="10" height="8" fill="{COLORS["freed"]}"/>',
-    f'<text x="{MARGIN + 14}" y="14">freed by a pass</text>',
-    f'<rect x="150" y="6" width="10" height="8" fill="{COLORS["held"]}"/>',
-    '<text x="164" y="14">kept by it</text>',
-    '<path d="M 256 5 l 10 10 m 0 -10 l -10 10" stroke="#d33" stroke-width="2"/>',
-    '<text x="272" y="14">needed, but gone</text>',
-)
-"""The meaning of the colors."""
 _UNKNOWN = Line("(not recorded)", 0)
 
 
@@ -527,7 +491,7 @@ class _Spans(Listener):
         ran = {
             node: size
             for node, size in sizes.items()
-            if size >= 0 and _inspect.trouble(node) == "freed"
+            if size >= 0 and _saved.trouble(node) == "freed"
         }
         self._collect(record, call, "freed", ran)
         self._collect(
@@ -545,7 +509,7 @@ class _Spans(Listener):
 
 
 class Lifetime(Watch):
-    """A watch that also draws; `str()` is a table, `.svg()` a picture, `.save(path)` writes it.
+    """A watch that also notes what each line saved, and until when; `str()` is a table.
 
     Attributes:
         spans: What each line saved, until which pass.
@@ -554,9 +518,9 @@ class Lifetime(Watch):
     Examples:
         >>> import torch, hodiff
         >>> x = torch.ones(2, requires_grad=True)
-        >>> with hodiff.graph.lifetime() as picture:
+        >>> with hodiff.graph.lifetime() as record:
         ...     x.square().sum().backward()
-        >>> [(span.state, span.nodes) for span in picture.spans]
+        >>> [(span.state, span.nodes) for span in record.spans]
         [('freed', 1)]
     """
 
@@ -584,104 +548,14 @@ class Lifetime(Watch):
                 lines.append(f"    {span.nodes} nodes{size}: {verb} pass {span.stop}")
         return "\n".join(lines)
 
-    def svg(self) -> str:
-        """The picture: a row for each line that saved something, a vertical line for each pass.
-
-        Green: freed by the pass. Amber: kept by it. A red cross: needed by the pass, and freed
-        before. The text has the color of the page around it (as an image of its own a gray that is
-        seen on light and dark), and can be read on a phone.
-        """
-        rows = self._rows()
-        at = self._axis()
-        bottom = TOP + HEIGHT * len(rows)
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 8}" '
-            f'width="{ALONE}" style="width:100%;max-width:{WIDTH * 4 // 3}px;height:auto" '
-            'fill="currentColor" font-family="monospace" font-size="12">',
-            TITLE,
-            "<style>svg:root{color:#777}</style>",  # an image of its own has no page around it
-            *LEGEND,
-        ]
-        if not self.passes:
-            parts.append(f'<text x="{MARGIN}" y="{TOP}">no backward pass was seen</text>')
-        shown = self.passes[-200:]
-        for call in shown:
-            x = at[call.place, call.number]
-            parts.append(
-                f'<line x1="{x:.1f}" y1="{TOP - 10}" x2="{x:.1f}" y2="{bottom}" stroke="#888" '
-                'stroke-opacity="0.5" '
-                f'stroke-dasharray="3">'
-                f"<title>{html.escape(str(call))}</title></line>"
-            )
-            if len(shown) <= 20:
-                parts.append(
-                    f'<text x="{x:.1f}" y="{TOP - 14}" text-anchor="middle">{call.number}</text>'
-                )
-        for index, line in enumerate(rows):
-            y = TOP + HEIGHT * index
-            text = html.escape(f"{line} {line.text}"[:LETTERS])
-            parts.append(f'<text x="{MARGIN}" y="{y + 13}">{text}</text>')
-            parts += self._bars(line, at, y + 18)
-        return "\n".join([*parts, "</svg>"])
-
-    def _axis(self) -> dict[tuple[int, int], float]:
-        """The place of each event in the drawing, in their order and equally far apart:
-        `(place, pass)`, or `(place, MADE)`.
-
-        To the scale of the places a picture would begin with whatever the program did before, and
-        passes that follow each other with nothing made between them would be one.
-        """
-        events = {(span.start, MADE) for span in self.spans} | {
-            (call.place, call.number) for call in self.passes
-        }
-        step = (WIDTH - 2 * MARGIN) / (len(events) + 1)
-        return {event: MARGIN + step * number for number, event in enumerate(sorted(events), 1)}
-
-    def _bars(self, line: Line, at: Mapping[tuple[int, int], float], y: int) -> Iterator[str]:
-        """The bars of one line's values: each begins where the last pass that
-        kept the same left it.
-        """
-        kept: dict[int, tuple[int, int]] = {}
-        for span in [span for span in self.spans if span.line == line]:
-            stop = self.passes[span.stop].place, span.stop
-            x = at[stop]
-            if span.state == "missing":
-                yield (
-                    f'<path d="M {x - 5:.1f} {y - 1} l 10 10 m 0 -10 l -10 10" stroke="#d33" '
-                    'stroke-width="2">'
-                    f"<title>pass {span.stop} needs {span.nodes} nodes that were "
-                    "freed</title></path>"
-                )
-                continue
-            start = at[kept.get(span.start, (span.start, MADE))]
-            if span.state == "held":
-                kept[span.start] = stop
-            yield (
-                f'<rect x="{start:.1f}" y="{y}" width="{max(x - start, 1):.1f}" height="8" '
-                f'fill="{COLORS[span.state]}"><title>{span.nodes} nodes, '
-                f"{span.bytes:,} B</title></rect>"
-            )
-
-    def _repr_svg_(self) -> str:
-        return self.svg()
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture to a file."""
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(self.svg())
-
 
 def lifetime() -> Lifetime:
-    """A `watch` that also records what each pass frees, keeps or misses, and draws it as SVG.
-
-    A row is a line of the user's that saved tensors, a vertical line a backward pass. A bar reaches
-    from the making of what was saved to the pass that freed it (green) or kept it (amber); a red
-    cross marks what a pass needed and found freed.
+    """A `watch` that also records what each pass frees, keeps or misses, by the line that saved it.
 
     Returns:
-        A context manager; entered, it gives the recorder. `str(it)` is a table, `it.svg()` the
-        picture (a notebook shows it by itself), `it.save(path)` writes it, `it.spans` holds the
-        records.
+        A context manager; entered, it gives the recorder. `str(it)` is a table of the lines that
+        saved tensors, and `it.spans` holds its records: the line, the pass, what that did with the
+        tensors (`freed`, `held`, or `missing`: needed, and freed before), nodes and bytes.
 
     Cost:
         That of `watch`, and some 10 µs per node in each pass. No memory of tensors, whatever their
@@ -690,13 +564,11 @@ def lifetime() -> Lifetime:
     Examples:
         >>> import torch, hodiff
         >>> x = torch.ones(2, requires_grad=True)
-        >>> with hodiff.graph.lifetime() as picture:
+        >>> with hodiff.graph.lifetime() as record:
         ...     y = x.exp()
         ...     y.sum().backward(retain_graph=True)
         ...     y.sum().backward()
-        >>> [span.state for span in picture.spans]
+        >>> [span.state for span in record.spans]
         ['held', 'freed']
-        >>> picture.svg().startswith("<svg")
-        True
     """
     return Lifetime()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import math
 import weakref
@@ -22,24 +21,12 @@ from hodiff._core._tree import memory_of
 from hodiff._core._where import Where
 from hodiff.curvature._operator import normal
 from hodiff.errors import GraphError, InputError
-from hodiff.rules import (
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    RMSprop,
-    Rule,
-    kept,
-    stepped,
-    taken,
-)
+from hodiff.rules import Rule, kept, stepped, taken
 
 V = TypeVar("V")
 ByName = dict[str, Tensor]
-AnyRule = Rule | torch.optim.Optimizer | Callable[[Any, Any, Any, int], tuple[Any, Any]]
-"""A rule of `hodiff.rules`, a function with its signature,
-or a `torch.optim` optimizer as its description.
-"""
+AnyRule = Rule | Callable[[Any, Any, Any, int], tuple[Any, Any]]
+"""A rule of `hodiff.rules`, or a function with its signature."""
 Inner = Callable[..., Any]
 Count = int | Iterable[Any]
 Segments = int | Literal["auto"] | None
@@ -132,9 +119,8 @@ def unroll(
             changed.
         rule: One of `hodiff.rules`; or a function `(params, grads, state, step) -> (params,
             state)`, where *params* are like the result and the first *state* is None (later what it
-            returned: a tensor or any nesting of tuples, lists and dicts, which keeps its graph); or
-            a `torch.optim` optimizer, of which only the class and options are read, not its state
-            or parameters. A rule leaves a parameter unchanged that `f` does not use in a step, as
+            returned: a tensor or any nesting of tuples, lists and dicts, which keeps its graph).
+            A rule leaves a parameter unchanged that `f` does not use in a step, as
             `torch.optim` does; a function receives zeros for it.
         steps: The number of steps; or the batches, one for each step.
         segments: None keeps the graphs of all steps. A number of segments, or `"auto"`
@@ -196,7 +182,7 @@ def unroll(
             "evaluated at each step."
         )
     batches = _batches(steps)
-    rules = _rules(rule, parsed)
+    rules = rule._by_leaf(parsed.tree, len(parsed.tensors)) if isinstance(rule, Rule) else []
     inner = UnrolledSteps(
         f, parsed, _update(rule, rules, parsed), args, kwargs, first_order=first_order
     )
@@ -255,13 +241,6 @@ def _split(batches: list[Any], segments: Any) -> list[list[Any]]:
     return [batches[start : start + size] for start in range(0, len(batches), size)]
 
 
-def _rules(rule: Any, where: Where) -> list[Rule]:
-    """The rule of `hodiff.rules` for each leaf; none, where it is a function of the caller's."""
-    if isinstance(rule, torch.optim.Optimizer):
-        return rules_of(rule, where.tensors)
-    return rule._by_leaf(where.tree, len(where.tensors)) if isinstance(rule, Rule) else []
-
-
 def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
     """A rule on lists of leaves; what is fixed for all steps is looked at once."""
     if rules:
@@ -269,9 +248,8 @@ def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
     if not callable(rule) or isinstance(rule, (type, nn.Module)):
         what = _arguments.kind(rule) + (", not an instance" if isinstance(rule, type) else "")
         raise InputError(
-            f"rule: got {what}; expected a rule such as hodiff.rules.SGD(lr=0.1), a torch.optim "
-            f"optimizer that describes one, or a function (params, grads, state, step) -> (params, "
-            f"state)."
+            f"rule: got {what}; expected a rule such as hodiff.rules.SGD(lr=0.1), or a function "
+            f"(params, grads, state, step) -> (params, state)."
         )
     tree, given = where.tree, rule
 
@@ -694,42 +672,3 @@ class SubstituteInputs(TorchFunctionMode):
         """Whether a tensor without a graph was made inside."""
         reference = self._made.get(id(tensor))
         return reference is not None and reference() is tensor
-
-
-# --- a `torch.optim` optimizer read as a description of a rule: its class and its options, nothing
-# else of it
-
-
-RULES: dict[str, type[Rule]] = {
-    rule.__name__: rule for rule in (SGD, Adam, AdamW, RMSprop, Adagrad)
-}
-
-
-def rules_of(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> list[Rule]:
-    """The rule for each of the tensors; those of several groups must be the optimizer's own."""
-    rule = RULES.get(type(optimizer).__name__)
-    if rule is None or type(optimizer).__module__.partition(".")[0] != "torch":
-        raise InputError(
-            f"rule: got {_arguments.kind(optimizer)}, which has no rule in hodiff.rules; there are "
-            f"{', '.join(sorted(RULES))}. Or write it as a function (params, grads, state, step) "
-            f"-> (params, state)."
-        )
-    names = [field.name for field in dataclasses.fields(rule)]
-    made = [
-        rule(**{name: group[name] for name in names if name in group})
-        for group in optimizer.param_groups
-    ]
-    if len(made) == 1:
-        return made * len(tensors)
-    owner: dict[int, Any] = {
-        id(p): rule
-        for rule, group in zip(made, optimizer.param_groups, strict=True)
-        for p in group["params"]
-    }
-    if not all(id(tensor) in owner for tensor in tensors):
-        raise InputError(
-            f"rule: the {type(optimizer).__name__} has {len(made)} parameter groups, and some of "
-            f"where is in none of them, so its options are unknown. Make it from the parameters of "
-            f"where, or with one group."
-        )
-    return [owner[id(tensor)] for tensor in tensors]

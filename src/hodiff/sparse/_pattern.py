@@ -494,32 +494,28 @@ _STAR = [
 # --- where in the compressed products each entry of a matrix stands: one gather, worked out once --
 
 
-def symmetric(pattern: Pattern, colors: Tensor) -> Tensor:
-    """The place of each entry in the flat products `B[color, row]` of a symmetric matrix.
+def places(pattern: Pattern, colors: Tensor, kind: str) -> Tensor:
+    """The place of each entry in the flat products: `B[color, row]` with sums of columns,
+    `B[color, column]` with sums of rows.
 
-    Entry (i, j) is B[c(j), i] where c(j) occurs once among the columns of row i, else B[c(i), j].
+    Of a star coloring entry (i, j) is B[c(j), i] where c(j) occurs once among the columns of row i,
+    else B[c(i), j].
     """
-    count = pattern.shape[0]
-    here = colors[pattern.columns] * count + pattern.rows
-    there = colors[pattern.rows] * count + pattern.columns
+    rows, columns = pattern.rows, pattern.columns
+    if kind == "rows":
+        rows, columns = columns, rows
+    count = pattern.shape[kind == "rows"]
+    here = colors[columns] * count + rows
+    there = colors[rows] * count + columns if kind == "star" else here
     alone = _alone(here)
-    turned = _alone(there)
-    _check(alone | turned, pattern)
+    apart = alone | _alone(there)
+    if not bool(apart.all()):
+        entry = int((~apart).nonzero()[0, 0])
+        raise AssertionError(
+            f"the coloring does not separate entry ({int(pattern.rows[entry])}, "
+            f"{int(pattern.columns[entry])})"
+        )
     return torch.where(alone, here, there)
-
-
-def by_columns(pattern: Pattern, colors: Tensor) -> Tensor:
-    """The place of each entry in the flat products `B[color, row]` with sums of columns."""
-    here = colors[pattern.columns] * pattern.shape[0] + pattern.rows
-    _check(_alone(here), pattern)
-    return here
-
-
-def by_rows(pattern: Pattern, colors: Tensor) -> Tensor:
-    """The place of each entry in the flat products `B[color, column]` with sums of rows."""
-    here = colors[pattern.rows] * pattern.shape[1] + pattern.columns
-    _check(_alone(here), pattern)
-    return here
 
 
 def seeds(colors: Tensor, count: int, like: Tensor) -> Tensor:
@@ -532,12 +528,3 @@ def seeds(colors: Tensor, count: int, like: Tensor) -> Tensor:
 def _alone(places: Tensor) -> Tensor:
     """The places that occur once."""
     return torch.bincount(places)[places] == 1 if len(places) else places.bool()
-
-
-def _check(colors: Tensor, pattern: Pattern) -> None:
-    if not bool(colors.all()):
-        entry = int((~colors).nonzero()[0, 0])
-        raise AssertionError(
-            f"the coloring does not separate entry ({int(pattern.rows[entry])}, "
-            f"{int(pattern.columns[entry])})"
-        )

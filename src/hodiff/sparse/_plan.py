@@ -15,13 +15,12 @@ from hodiff._core._graph import OutputGraph
 from hodiff._core._records import Unlike
 from hodiff._core._settings import RandomState, on
 from hodiff._core._where import Where
-from hodiff.calculus._second import hessian
 from hodiff.errors import DerivativeError, InputError
 from hodiff.sparse import _pattern, _rules
 from hodiff.sparse._pattern import Pattern, given, scipy_sparse
 from hodiff.sparse._tracer import Constants, Sets, TooMany, Tracer, exits, tensors_in
 
-SparseOutput = Literal["torch", "csr", "scipy", "auto"]
+SparseOutput = Literal["torch", "csr", "scipy"]
 """In which form a sparse matrix is wanted."""
 
 
@@ -57,12 +56,7 @@ class Plan(Unlike):
         self.colors = colors
         self.kind = kind
         self.products = int(colors.max()) + 1 if len(colors) else 0
-        recover = {
-            "star": _pattern.symmetric,
-            "rows": _pattern.by_rows,
-            "columns": _pattern.by_columns,
-        }[kind]
-        self.place = recover(pattern, colors)
+        self.place = _pattern.places(pattern, colors, kind)
         self._whole = pattern, self.place
         self._f = f
         self._point = point
@@ -144,9 +138,7 @@ class Plan(Unlike):
             args=args,
             kwargs=kwargs,
         )
-        return _matrix(
-            self.pattern, values, form, library, dense=2 * self.products >= self.shape[1]
-        )
+        return _matrix(self.pattern, values, form, library)
 
     def values(
         self,
@@ -404,12 +396,9 @@ class Point:
         return self.space.result(self.space.split(x.reshape(-1).to(self.space.device)))
 
 
-def _matrix(
-    pattern: Pattern, values: Tensor, output: SparseOutput, library: Any, *, dense: bool
-) -> Any:
+def _matrix(pattern: Pattern, values: Tensor, output: SparseOutput, library: Any) -> Any:
     """The entries put together in the form that is wanted."""
-    if library is not None or output != "auto" or not dense:
-        refuse_tangent(values, "the sparse matrix")
+    refuse_tangent(values, "the sparse matrix")
     if library is not None:
         if values.dtype is torch.bfloat16:
             raise InputError('output="scipy": NumPy has no bfloat16; compute in float32.')
@@ -422,9 +411,6 @@ def _matrix(
         parts = (values.cpu().numpy(), pattern.columns.numpy(), pattern.starts().numpy())
         return library.csr_array(parts, shape=pattern.shape)
     device = values.device
-    if output == "auto" and dense:
-        places = (pattern.rows.to(device), pattern.columns.to(device))
-        return values.new_zeros(pattern.shape).index_put(places, values)
     if output == "csr":
         matrix = torch.sparse_csr_tensor(
             pattern.starts().to(device),
@@ -500,9 +486,7 @@ def sparse_hessian(
             matrix, a sparse tensor (all stored entries count), or a pair of index vectors. It is
             not checked.
         output: `"torch"`, a sparse COO tensor; `"csr"`, a sparse CSR tensor; `"scipy"`, a
-            `scipy.sparse.csr_array`, which keeps no graph; `"auto"`, a dense tensor if that is
-            cheaper (fewer than 600 variables, or products for more than half of them), else as
-            `"torch"`.
+            `scipy.sparse.csr_array`, which keeps no graph.
         check: Whether to compare the matrix with a Hessian-vector product for a random vector.
         create_graph: Whether the entries can be differentiated again. None: only inside the
             function of another hodiff call.
@@ -590,7 +574,7 @@ def sparse_jacobian(
             D entries in all.
         pattern: The entries that can be nonzero, if you know them, in one of the forms of
             `sparse_hessian`.
-        output: `"torch"`, `"csr"`, `"scipy"` or `"auto"`, as for `sparse_hessian`.
+        output: `"torch"`, `"csr"` or `"scipy"`, as for `sparse_hessian`.
         check: Whether to compare the matrix with a product for a random vector.
         create_graph: Whether the entries can be differentiated again. None: only inside the
             function of another hodiff call.
@@ -758,18 +742,12 @@ def _plan(
 def _at_once(
     f: Any, x: Any, order: int, pattern: Any, options: dict[str, Any], check: bool, **later: Any
 ) -> Any:  # fmt: skip
-    """The matrix at one point: of few variables as a dense one, else by a plan."""
-    check_option(options["output"], SparseOutput, "output")
+    """The matrix at one point; what is wrong with the options is said before `f` runs."""
     check = is_set(check, "check")
     _arguments.check_chunk_size(later["chunk_size"])
     if options["output"] == "scipy":
         scipy_sparse()
-    where = Where(x)
-    small = sum(tensor.numel() for tensor in where.tensors) < BREAK_EVEN
-    if options["output"] == "auto" and pattern is None and small and order == 2:
-        asked = {name: options[name] for name in ("allow", "args", "kwargs")}
-        return hessian(f, x, matrix=True, **asked, **later)
-    return _plan(f, where, order, pattern, options, again=False)(x, check=check, **later)
+    return _plan(f, Where(x), order, pattern, options, again=False)(x, check=check, **later)
 
 
 def _outputs(request: Call, noted: list[Any]) -> int:

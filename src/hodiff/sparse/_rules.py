@@ -62,7 +62,7 @@ def nothing(op: OperatorCall) -> OutputSets:
 
 def is_constant(op: OperatorCall, tensor: Tensor) -> bool:
     """Whether a tensor is one of the user's, and the same at each evaluation."""
-    return op.sets(tensor) is None and not op.is_variable(tensor)
+    return op.sets(tensor) is None and not op.tracer.is_variable(tensor)
 
 
 def broadcasts(tensor: Tensor, output: Tensor) -> bool:
@@ -582,7 +582,8 @@ def moved(op: OperatorCall) -> OutputSets:
 def _has_variable_index(op: OperatorCall) -> bool:
     """Whether an index follows from the point: at another one it would lead elsewhere."""
     return any(
-        not (t.is_floating_point() or t.is_complex()) and op.is_variable(t) for t in op.inputs
+        not (t.is_floating_point() or t.is_complex()) and op.tracer.is_variable(t)
+        for t in op.inputs
     )
 
 
@@ -635,7 +636,7 @@ def _targets(
         return None
     if op.name in ("index_put", "_index_put_impl", "_unsafe_index_put"):
         indices = op.argument("indices")
-        if any(op.is_variable(i) for i in tensors_in(indices)):
+        if any(op.tracer.is_variable(i) for i in tensors_in(indices)):
             return None
         hit = places[tuple(slice(None) if i is None else i.cpu() for i in indices)]
         return sets.take(_numbers(source, hit.shape)), hit.reshape(-1), base.numel(), None
@@ -647,11 +648,11 @@ def _targets(
             else numbers.expand(index.shape)
         )
         sets, part = sets.take(part.reshape(-1)), index.shape
-        hit = None if op.is_variable(index) else places.gather(dim, index.cpu())
+        hit = None if op.tracer.is_variable(index) else places.gather(dim, index.cpu())
     else:  # index_add, index_copy
         part = source.shape
         hit = None
-        if not op.is_variable(index):
+        if not op.tracer.is_variable(index):
             hit = places.index_select(dim, index.cpu()) if base.ndim else places
     if hit is not None:
         return sets, hit.expand(part).reshape(-1), base.numel(), None

@@ -296,10 +296,6 @@ class OperatorCall:
         """The sets of an argument; None where it does not depend on *u*."""
         return self.live.get(id(tensor))
 
-    def is_variable(self, tensor: Tensor) -> bool:
-        """Whether the values of an argument follow from the point."""
-        return self.tracer.is_variable(tensor)
-
     def everything(self) -> Sets:
         """One element that depends on all that any argument depends on."""
         return _united(list(self.live.values()), self.tracer.width)

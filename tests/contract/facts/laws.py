@@ -306,7 +306,7 @@ _FAMILIES = {
 def _growth(report: Report) -> Iterator[str]:
     """What holds graphs that grow, and what is never trained; of a program that failed, and of a right one, nothing."""
     truth = report.program.truth
-    grown = report.growth.growing(ended=not truth.error)
+    grown = report.growth.growing()
     said = [(each.variable, each.line.number if each.line else 0, each.count) for each in grown]
     true = [(truth.holder, report.program.lines[truth.grows], truth.count)] if truth.holder else []
     if said != true:

@@ -60,16 +60,16 @@ def test_module_and_script_are_the_same_program():
     assert project["scripts"] == {"hodiff": "hodiff.__main__:main"}
 
 
-def test_a_folder_and_an_archive_are_run_by_the_main_in_them(monkeypatch, tmp_path):
+def test_a_folder_and_an_archive_are_run_by_the_main_in_them(monkeypatch, capsys, tmp_path):
     for name, changed in (("argv", []), ("path", [*sys.path]), ("modules", dict(sys.modules))):
         monkeypatch.setattr(sys, name, changed)
-    seen, archive = [], tmp_path / "program.zip"
-    monkeypatch.setattr(_explain, "_as_main", lambda *given: seen.append((*given, sys.path[0])))
-    zipfile.ZipFile(archive, "w").close()
+    (tmp_path / "__main__.py").write_text("import sys\nprint(__name__, *sys.argv)", "utf-8")
+    archive = tmp_path / "program.zip"
+    with zipfile.ZipFile(archive, "w") as written:
+        written.write(tmp_path / "__main__.py", "__main__.py")
     for place in (tmp_path, archive):
         _explain.run_program(str(place), ["given"], is_module=False)
-        assert sys.argv == [str(place), "given"]
-    assert seen == [("__main__", False, str(tmp_path)), ("__main__", False, str(archive))]
+        assert capsys.readouterr().out == f"__main__ {place} given\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["info", "--nonsense"]])

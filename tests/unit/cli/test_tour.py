@@ -78,20 +78,6 @@ def test_the_table_of_the_readme_is_right_where_the_tour_is(capsys):
             assert ("%" in cell) != bool(re.match(r" \de-\d ", cell)), cell
 
 
-def test_each_page_that_it_names_exists(capsys):
-    """In a clone, by the path that is printed."""
-    assert main(["tour"]) == 0
-    printed = re.findall(r" (\S+/\S*)$", capsys.readouterr().out, re.MULTILINE)
-    assert printed == list(_tour.PAGES.values())
-    for page in printed:
-        assert (ROOT / page).is_file(), page
-
-
-def test_each_pillar_is_named():
-    reference = {f"docs/api/{page.stem}.md" for page in (ROOT / "docs" / "api").glob("*.md")}
-    assert reference - set(_tour.PAGES.values()) == {"docs/api/where.md", "docs/api/errors.md", "docs/api/cli.md"}
-
-
 def test_no_address_is_given_before_there_is_a_site(capsys):
     """It stands in one place, for the day that the site is published."""
     assert main(["tour"]) == 0

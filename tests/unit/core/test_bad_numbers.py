@@ -60,7 +60,7 @@ def test_negative_damping_is_refused(name: str, damping: float) -> None:
 
 
 RULES = [name for name in hodiff.rules.__all__ if name != "Rule"]
-FREE = {"dampening", "betas", "maximize", "nesterov", "amsgrad", "centered", "decoupled_weight_decay"}
+FREE = {"dampening", "betas", "maximize", "nesterov", "decoupled_weight_decay"}
 """What may be negative, as in PyTorch; and what is no number."""
 NUMBERS = [
     (rule, option)

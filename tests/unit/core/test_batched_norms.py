@@ -101,7 +101,9 @@ NAMES: dict[str, Callable[..., Any]] = {
     "sparse_jacobian": lambda f, p, **o: hodiff.sparse_jacobian(
         f, p, pattern=torch.ones(8, 14).to_sparse(), **o
     ).to_dense(),
-    "sparse_hessian": lambda f, p, **o: hodiff.sparse_hessian(number(f), p, output="auto", **o),
+    "sparse_hessian": lambda f, p, **o: hodiff.sparse_hessian(
+        number(f), p, pattern=torch.ones(14, 14).to_sparse(), **o
+    ).to_dense(),
     "jacobian_penalty": lambda f, p, **o: hodiff.jacobian_penalty(f, p, samples=2, generator=generator(), **WHOLE, **o),
     "jacobian_penalty, all": lambda f, p, **o: hodiff.jacobian_penalty(f, p, samples=None, **WHOLE, **o),
     "sliced_score_matching_loss": lambda f, p, **o: hodiff.sliced_score_matching_loss(

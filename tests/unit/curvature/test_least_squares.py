@@ -11,7 +11,7 @@ from torch import nn
 
 import hodiff
 from hodiff.calculus._factors import Outer
-from hodiff.curvature import _least_squares
+from hodiff.curvature import _damped_steps, _least_squares
 
 D = torch.float64
 
@@ -35,7 +35,7 @@ def graded(rows, columns, decades=8):
 def held(request, monkeypatch):
     """Whether J is small enough to be held where there are fewer residuals than parameters."""
     if not request.param:
-        monkeypatch.setattr(_least_squares, "HELD", -1)
+        monkeypatch.setattr(_damped_steps, "HELD", -1)
     return request.param
 
 
@@ -100,7 +100,7 @@ def test_a_column_is_measured_by_its_largest_norm_so_far():
 def test_a_damping_is_that_of_its_radius(shape, radius, held):
     """Or the least, where the full step is shorter."""
     A, b = graded(*shape, 3), torch.randn(shape[0], dtype=D, generator=generator(1))
-    system = _least_squares.DampedSystem([b], shape[1], 1e9)
+    system = _damped_steps.DampedSystem([b], shape[1], 1e9)
     system.add([Outer.of(A[:, None], A.shape[1:])])
     system = system.closed()
     system.weights = 0.7

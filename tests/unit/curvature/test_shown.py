@@ -134,13 +134,6 @@ def test_eigenvalues_are_drawn(axes):
     assert axes.get_lines()[0].get_ydata() == pytest.approx([300, 299, 298])
 
 
-def test_cost_is_drawn(axes):
-    cost = hodiff.HessianOperator(lambda x: x.square().sum(), torch.zeros(1000)).cost()
-    cost.plot(axes)
-    widths = {text.get_text(): bar.get_width() for text, bar in zip(axes.get_yticklabels(), axes.patches, strict=True)}
-    assert widths["dense()"] == pytest.approx(cost.dense_bytes / 2**20)
-
-
 def test_convergence_of_a_solution(axes):
     seen = []
     hodiff.solve(A, torch.ones(300, dtype=torch.float64), callback=seen.append)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff.graph import _inspect, _names, _record, explain, watch
+from hodiff.graph import _names, _record, _saved, explain, watch
 from hodiff.graph._names import TensorNames
 from tests.programs import OF_AUTOGRAD
 from tests.support.limits import in_threads
@@ -909,7 +909,7 @@ def test_an_explanation_is_short_and_no_wider_than_a_console(told, text):
 def test_without_a_record_the_class_and_the_names_are_told(told):
     found = told(RECURRENT.format(call="loss.backward()"), torch.enable_grad())
     assert (found.cause, found.certain, found.watched) == ("freed before", False, False)
-    assert "nothing recorded: run `hodiff explain SCRIPT`" in str(found)
+    assert "nothing recorded: `hodiff explain SCRIPT`" in str(found)
     found = told("x = torch.ones(2, requires_grad=True)\nz = x.detach().sum()\nz.backward()", torch.enable_grad())
     assert (found.cause, found.variable, found.certain) == ("no graph", "z", False)
 
@@ -950,19 +950,19 @@ def test_nodes_of_one_kind_are_freed_alike_but_each_is_looked_at():
     (spent.sum() + other.sum()).backward()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         kept_through_hooks = x.sin()
-    troubles = [_inspect.trouble(value.grad_fn) for value in (spent, kept, other, kept_through_hooks)]
-    assert _inspect.trouble(other.grad_fn.next_functions[0][0]) == "freed"
+    troubles = [_saved.trouble(value.grad_fn) for value in (spent, kept, other, kept_through_hooks)]
+    assert _saved.trouble(other.grad_fn.next_functions[0][0]) == "freed"
     assert troubles == ["freed", "", "freed", ""]
     linear = nn.Linear(3, 2)
     linear(torch.ones(1, 3)).sum().backward()
     spent = linear(torch.ones(1, 3))
     spent.sum().backward()
     linear.weight.requires_grad_(False)
-    assert _inspect.trouble(spent.grad_fn) == "freed"
-    assert _inspect.trouble(linear(torch.ones(1, 3)).grad_fn) == ""  # its kind of node has nothing to save
+    assert _saved.trouble(spent.grad_fn) == "freed"
+    assert _saved.trouble(linear(torch.ones(1, 3)).grad_fn) == ""  # its kind of node has nothing to save
     with torch.no_grad():
         x += 1
-    assert _inspect.trouble(kept.grad_fn) == "stale"
+    assert _saved.trouble(kept.grad_fn) == "stale"
 
 
 def test_paths_are_found_again_and_forgotten(monkeypatch):

@@ -1,11 +1,8 @@
 """release, monitor and lifetime."""
 
 import contextlib
-import itertools
-import re
 import warnings
 import weakref
-import xml.etree.ElementTree
 
 import pytest
 import torch
@@ -96,7 +93,7 @@ def test_monitor_of_a_state_and_of_gradients():
     cell = nn.RNNCell(3, 4)
     h = torch.zeros(2, 4)
     growth = monitor(h=lambda: h)
-    with pytest.warns(hodiff.HodiffWarning, match=r"One parameter is used 4 times"):
+    with pytest.warns(hodiff.HodiffWarning, match=r"h grows with every step: .* Line \d+ .* extends it"):
         for _ in range(6):
             h = cell(torch.ones(2, 3), h)
             growth.step()
@@ -127,20 +124,20 @@ def test_monitor_input_errors():
         monitor(total=object())
 
 
-def pictured():
+def recorded():
     a = torch.rand(4, requires_grad=True)
-    with lifetime() as picture:
+    with lifetime() as record:
         y = a.exp()
         y.sin().sum().backward(retain_graph=True)
         for _ in range(2):
             with contextlib.suppress(RuntimeError):
                 y.cos().sum().backward()
-    return picture
+    return record
 
 
 def test_lifetime():
-    picture = pictured()
-    spans = {(span.line.text.split(".")[0][:5], span.stop, span.state, span.bytes) for span in picture.spans}
+    record = recorded()
+    spans = {(span.line.text.split(".")[0][:5], span.stop, span.state, span.bytes) for span in record.spans}
     assert spans == {
         ("y = a", 0, "held", 16),
         ("y", 0, "held", 16),
@@ -149,48 +146,21 @@ def test_lifetime():
         ("y", 2, "freed", 16),
         ("y = a", 2, "missing", 0),
     }
-    assert "MISSING in pass 2" in str(picture)
-    assert str(picture).startswith("3 backward passes")
+    assert "MISSING in pass 2" in str(record)
+    assert str(record).startswith("3 backward passes")
 
 
-def test_the_picture_is_well_formed(tmp_path):
-    picture = pictured()
-    root = xml.etree.ElementTree.fromstring(picture.svg())
-    kinds = [element.tag.rpartition("}")[2] for element in root]
-    assert kinds.count("rect") == 5 + 2  # and the legend's
-    assert kinds.count("path") == 1 + 1
-    assert kinds.count("line") == 3
-    assert not re.search(r"(href|src)=", picture.svg())
-    picture.save(tmp_path / "p.svg")
-    assert (tmp_path / "p.svg").read_text("utf-8") == picture._repr_svg_()
-
-
-def test_the_picture_can_be_read():
-    picture = pictured()
-    root = xml.etree.ElementTree.fromstring(picture.svg())
-    x, y, width, height = map(float, root.get("viewBox").split())
-    assert (x, y) == (0, 0)
-    assert width <= 440  # which a phone shows at 10 px a letter
-    assert root.get("fill") == "currentColor"
-    bars = [bar for bar in root if bar.tag.endswith("rect") and bar.get("height") == "8" and float(bar.get("y")) > 40]
-    by_row = {}
-    for bar in bars:
-        by_row.setdefault(bar.get("y"), []).append((float(bar.get("x")), float(bar.get("x")) + float(bar.get("width"))))
-    assert len(by_row) >= 2
-    for row in by_row.values():
-        assert all(left < right <= width for left, right in row)
-        assert all(end <= start + 0.2 for (_, end), (start, _) in itertools.pairwise(sorted(row)))  # none hides another
-    assert all(0 < float(text.get("y")) < height for text in root if text.tag.endswith("text"))
-    with lifetime() as picture:
+def test_a_lifetime_without_a_pass():
+    with lifetime() as record:
         pass
-    assert "no backward pass" in picture.svg()
+    assert str(record) == "0 backward passes"
 
 
 def test_lifetime_keeps_no_graph_alive():
     a = torch.rand(1000, requires_grad=True)
-    with without_collector(), Ledger() as ledger, lifetime() as picture:
+    with without_collector(), Ledger() as ledger, lifetime() as record:
         loss = a.exp().sin().sum()
         torch.autograd.grad(loss, a, retain_graph=True)
         del loss
         assert ledger.alive() == 0
-        assert picture.spans
+        assert record.spans

@@ -21,12 +21,9 @@ OPTIONS = [
     ("SGD", {"lr": 0.05, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1}),
     ("Adam", {"lr": 0.1}),
     ("Adam", {"lr": 0.1, "betas": (0.7, 0.9), "eps": 1e-3, "weight_decay": 0.1, "maximize": True}),
-    ("Adam", {"lr": 0.1, "betas": (0.5, 0.6), "amsgrad": True, "decoupled_weight_decay": True, "weight_decay": 0.1}),
+    ("Adam", {"lr": 0.1, "betas": (0.5, 0.6), "decoupled_weight_decay": True, "weight_decay": 0.1}),
     ("AdamW", {"lr": 0.1, "weight_decay": 0.3}),
-    ("AdamW", {"lr": 0.1, "betas": (0.5, 0.6), "amsgrad": True}),
-    ("RMSprop", {"lr": 0.05, "weight_decay": 0.1}),
-    ("RMSprop", {"lr": 0.05, "momentum": 0.8, "alpha": 0.9, "centered": True, "maximize": True}),
-    ("Adagrad", {"lr": 0.3, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.2}),
+    ("AdamW", {"lr": 0.1, "betas": (0.5, 0.6)}),
 ]  # fmt: skip
 ROWS = pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[f"{n}-{','.join(o)}" for n, o in OPTIONS])
 
@@ -75,7 +72,7 @@ def some_of(p: dict[str, Tensor], names: tuple[str, ...]) -> Tensor:
     return sum((loss(p[name]) for name in names), torch.zeros((), dtype=D))
 
 
-@pytest.mark.parametrize("way", ["recorded", "segments", "first_order", "no_grad", "described", "continued"])
+@pytest.mark.parametrize("way", ["recorded", "segments", "first_order", "no_grad", "continued"])
 @ROWS
 def test_what_f_does_not_reach_stays_as_it_is(name: str, options: dict, way: str, double: None) -> None:
     """As where `.grad` is None: no decay, no momentum, and the step does not count."""
@@ -87,7 +84,7 @@ def test_what_f_does_not_reach_stays_as_it_is(name: str, options: dict, way: str
         optimizer.zero_grad()
         some_of(p, names).backward()
         optimizer.step()
-    rule = optimizer if way == "described" else getattr(rules, name)(**options)
+    rule = getattr(rules, name)(**options)
     more = {"segments": 3} if way == "segments" else {"first_order": True} if way == "first_order" else {}
     with torch.set_grad_enabled(way != "no_grad"):
         if way == "continued":
@@ -135,8 +132,8 @@ def test_a_state_is_of_its_rule_and_of_its_parameters() -> None:
     assert list(turned) == ["b", "a"] and all(torch.equal(turned[n], expected[n]) for n in p)
     listed = rule(q, g, [state["SGD"]["params['a']"], state["SGD"]["params['b']"]], 2)[0]
     assert all(torch.equal(listed[n], expected[n]) for n in p)
-    with pytest.raises(InputError, match=r"state belongs to SGD, expected one of RMSprop"):
-        rules.RMSprop()(q, g, state, 2)
+    with pytest.raises(InputError, match=r"state belongs to SGD, expected one of Adam"):
+        rules.Adam()(q, g, state, 2)
     with pytest.raises(InputError, match=r"state belongs to the parameters .*'b'.*expected .*'c'"):
         rule({"a": p["a"], "c": p["b"]}, {"a": g["a"], "c": g["b"]}, state, 2)
     with pytest.raises(InputError, match=r"state: momentum of params\['a'\] has shape \(2,\), expected \(3,\)"):
@@ -211,7 +208,7 @@ def test_momentum_keeps_its_first_gradient() -> None:
     assert torch.autograd.grad(p.sum(), theta)[0] == pytest.approx(-0.2)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "Adagrad"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_gradients_that_are_exactly_zero(name: str) -> None:
     """Below a layer that begins at zero; stock rules give NaN there, for every parameter."""
     rule, count = getattr(rules, name)(lr=0.1, eps=1e-2), 8
@@ -244,7 +241,7 @@ def test_one_number_for_each_leaf() -> None:
 
 
 @pytest.mark.table(plain=1)
-@pytest.mark.parametrize("name", ["Adam", "RMSprop", "Adagrad"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_a_rule_is_a_pure_function_also_in_transforms(name: str) -> None:
     """Where values cannot be looked at; one row of gradients holds a zero."""
     rule, g = getattr(rules, name)(lr=0.1, eps=1e-2), torch.tensor([[0.3, -1.2], [0.0, 2.0]], dtype=D)
