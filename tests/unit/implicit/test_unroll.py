@@ -479,8 +479,6 @@ UNUSED = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2},
     "Adam": {"lr": 0.1, "weight_decay": 0.2},
     "AdamW": {"lr": 0.1, "weight_decay": 0.2},
-    "RMSprop": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2},
-    "Adagrad": {"lr": 0.1, "weight_decay": 0.2},
 }
 
 
