@@ -33,13 +33,12 @@ Given a function, hodiff builds the graph and frees it; given a tensor, the grap
 stays.
 """
 
-import itertools
 import typing
 
 from hodiff._core import _needed
 
 try:
-    from hodiff._core import _compiled_callers, _kernels, _lazy, _messages, _where
+    from hodiff._core import _kernels, _lazy, _messages, _where
 
     with _lazy.uncollected():
         from hodiff._core._where import Selection, select
@@ -200,7 +199,7 @@ __all__ = [
     "wgan_gp_penalty",
 ]
 
-_compiled_callers.break_graphs(vars())
+_lazy.publish(vars())
 
 
 def _explain(failure: _messages.Failure) -> str:
@@ -238,47 +237,57 @@ _where.lay_out = _lay_out
 _kernels.OURS.update(scaled_dot_product_attention=_attend, cross_entropy_loss=_score)
 
 # What most programs need none of, or a little.
-_HOMES = {
-    "calculus._higher": ("derivatives", "nth_derivative"),
-    "calculus._multi": ("multi_grad",),
-    "calculus._per_sample": ("gram", "per_sample_grad"),
-    "fields._partial": ("derivatives_of", "jet", "partial", "partials"),
-    "fields._vector": ("curl", "divergence", "value_and_divergence"),
-    "graph": (),
-    "implicit": (),
-    "implicit._unroll": ("unroll",),
-    "memory": ("twice_differentiable",),
-    "penalties._critic": ("interpolate", "sample_norm"),
-    "penalties._gradient": (
-        "dragan_penalty",
-        "eikonal_penalty",
-        "gradient_norm_penalty",
-        "gradient_penalty",
-        "r1_penalty",
-        "r2_penalty",
-        "wgan_gp_penalty",
-    ),
-    "penalties._jacobian": (
-        "PathLengthPenalty",
-        "curvature_penalty",
-        "hessian_penalty",
-        "jacobian_penalty",
-        "sliced_score_matching_loss",
-    ),
-    "plotting": (),
-    "rules": (),
-    "sparse": (),
-    "sparse._plan": ("sparse_hessian", "sparse_jacobian"),
-    "steps": ("compile_step",),
-    "verify._check": ("check_derivatives",),
-}
 __getattr__, __dir__ = _lazy.names(
     globals(),
-    _HOMES
-    | {
-        "curvature": [
-            name for name in __all__ if name not in {*globals(), *itertools.chain(*_HOMES.values())}
-        ]
+    {
+        "calculus._higher": ("derivatives", "nth_derivative"),
+        "calculus._multi": ("multi_grad",),
+        "calculus._per_sample": ("gram", "per_sample_grad"),
+        "curvature": (
+            "FisherOperator",
+            "GaussNewtonOperator",
+            "HessianOperator",
+            "JacobianOperator",
+            "LevenbergMarquardt",
+            "LinearOperator",
+            "MatrixOperator",
+            "diagonal",
+            "eigsh",
+            "logdet",
+            "nystrom",
+            "solve",
+            "spectral_density",
+            "trace",
+        ),
+        "fields._partial": ("derivatives_of", "jet", "partial", "partials"),
+        "fields._vector": ("curl", "divergence", "value_and_divergence"),
+        "graph": (),
+        "implicit": (),
+        "implicit._unroll": ("unroll",),
+        "jets": (),
+        "memory": ("twice_differentiable",),
+        "penalties._critic": ("interpolate", "sample_norm"),
+        "penalties._gradient": (
+            "dragan_penalty",
+            "eikonal_penalty",
+            "gradient_norm_penalty",
+            "gradient_penalty",
+            "r1_penalty",
+            "r2_penalty",
+            "wgan_gp_penalty",
+        ),
+        "penalties._jacobian": (
+            "PathLengthPenalty",
+            "curvature_penalty",
+            "hessian_penalty",
+            "jacobian_penalty",
+            "sliced_score_matching_loss",
+        ),
+        "plotting": (),
+        "rules": (),
+        "sparse": (),
+        "sparse._plan": ("sparse_hessian", "sparse_jacobian"),
+        "steps": ("compile_step",),
+        "verify._check": ("check_derivatives",),
     },
-    beside=("implicit", "graph", "sparse", "rules", "jets", "plotting"),
 )

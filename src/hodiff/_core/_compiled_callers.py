@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from hodiff._core import _versions
 
-__all__ = ["REASON", "break_graphs", "mark", "uncompiled"]
+__all__ = ["REASON", "mark", "uncompiled"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,14 +39,6 @@ def uncompiled(function: F, reason: str = REASON) -> F:
     marked._torchdynamo_disable_msg = reason
     _versions.skip(marked.__code__)
     return function
-
-
-def break_graphs(namespace: dict[str, Any]) -> None:
-    """Mark what a module makes public, by its `__all__`;
-    what is loaded when it is asked for is marked then.
-    """
-    for name in namespace.keys() & namespace["__all__"]:
-        mark(namespace[name])
 
 
 def mark(function: Any) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from hodiff._core import _compiled_callers, _needed
+from hodiff._core._arguments import ELSEWHERE, taught
 from hodiff._core._settings import Scope, Undo
 
-__all__ = ["names", "uncollected"]
+__all__ = ["names", "publish", "uncollected"]
 
 
 def uncollected() -> Scope:
@@ -26,15 +28,24 @@ def _without_collections(undo: Undo) -> None:
         gc.disable()
 
 
+def publish(namespace: dict[str, Any], names: Iterable[str] = ()) -> None:
+    """Make names public, by default what is loaded of `__all__`: the tracer ends its graph there,
+    and wrong arguments are told in words.
+    """
+    for name in names or namespace.keys() & namespace["__all__"]:
+        namespace[name] = taught(namespace[name], namespace["__name__"])
+        _compiled_callers.mark(namespace[name])
+
+
 def names(
-    namespace: dict[str, Any], homes: Mapping[str, Sequence[str]], beside: Sequence[str] = ()
+    namespace: dict[str, Any], homes: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package.
 
     Args:
         namespace: The package's globals, with its `__all__`.
-        homes: The names that each of its modules makes public; the modules are names themselves.
-        beside: Modules whose names are not the package's, though they are looked for there.
+        homes: The names that each of its modules makes public; the modules are names themselves,
+            and those without any are public.
     """
     package = namespace["__name__"]
     home = {name: module for module, listed in homes.items() for name in listed}
@@ -43,23 +54,19 @@ def names(
         if name in homes:
             return import_module(f"{package}.{name}")
         if name not in home:
-            # doctest and inspect ask whether there is a `__wrapped__`
-            public = () if name[0] == "_" else beside
-            places = (
-                f"{package}.{at}"
-                for at in public
-                if name in import_module(f"{package}.{at}").__all__
-            )
-            way = next((f"; write {at}.{name}" for at in places), "")
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{way}")
+            way = ELSEWHERE.get(f"{package}.{name}", "")
+            words = f"module {package!r} has no attribute {name!r}{way and f'; {way}'}"
+            # Python adds names that are near, which are wrong where there is a better word
+            raise AttributeError(words, name=name, obj=None if way else sys.modules[package])
         for room in f"{package}.{home[name]}".split("."):
             _needed.check(room)
-        value = namespace[name] = getattr(import_module(f"{package}.{home[name]}"), name)
-        _compiled_callers.mark(value)
-        return value
+        namespace[name] = getattr(import_module(f"{package}.{home[name]}"), name)
+        publish(namespace, [name])
+        return namespace[name]
 
     def listed() -> list[str]:
-        packages = {module for module in homes if module[0] != "_" and "." not in module}
-        return sorted({*namespace, *namespace["__all__"], *packages})
+        doors = (module for module, names in homes.items() if not names)
+        own = (name for name in namespace if name.startswith("__"))
+        return sorted({*namespace["__all__"], *doors, *own})
 
     return look_up, listed

@@ -52,7 +52,7 @@ from hodiff._core._settings import RandomState
 from hodiff._core._where import TRAINABLE, is_trainable
 from hodiff.errors import InputError
 
-__all__ = ["EvaluationContext"]
+__all__ = ["EvaluationContext", "signature_error"]
 
 T = TypeVar("T")
 _version, _is_cuda = attrgetter("_version"), attrgetter("is_cuda")

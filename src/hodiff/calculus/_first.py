@@ -61,7 +61,7 @@ def grad(
 
 def grad(
     f: What,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     has_aux: bool = False,
     batch_ndim: int = 0,
@@ -166,7 +166,7 @@ def value_and_grad(
 
 def value_and_grad(
     f: What,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     has_aux: bool = False,
     batch_ndim: int = 0,
@@ -324,7 +324,7 @@ def jacobian(
 
 def jacobian(
     f: Any,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     matrix: bool = False,
     batch_ndim: int = 0,
@@ -417,11 +417,11 @@ R = TypeVar("R")
 
 
 @overload
-def jvp(f: Callable[..., R], x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> R: ...
+def jvp(f: OneTensor, x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> Tensor: ...
 
 
 @overload
-def jvp(f: R, x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> R: ...
+def jvp(f: Callable[..., R] | R, x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> R: ...
 
 
 def jvp(

@@ -1,6 +1,6 @@
 """Curvature without the matrix: linear operators, and what can be learned from their products."""
 
-from hodiff._core import _compiled_callers
+from hodiff._core import _lazy
 from hodiff.curvature._density import logdet, spectral_density
 from hodiff.curvature._eigen import eigsh
 from hodiff.curvature._gauss_newton import FisherOperator, GaussNewtonOperator
@@ -29,4 +29,4 @@ __all__ = [
     "trace",
 ]
 
-_compiled_callers.break_graphs(vars())
+_lazy.publish(vars())

@@ -103,7 +103,7 @@ def laplacian(
 
 def laplacian(
     f: What,
-    x: Tensor = _arguments.MISSING,
+    x: Tensor,
     *,
     weight: Tensor | None = None,
     samples: int | None = None,
@@ -250,7 +250,7 @@ def value_grad_and_laplacian(
 
 def value_grad_and_laplacian(
     f: What,
-    x: Tensor = _arguments.MISSING,
+    x: Tensor,
     *,
     weight: Tensor | None = None,
     has_aux: bool = False,
@@ -489,7 +489,7 @@ def biharmonic(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[FieldOpti
 
 def biharmonic(
     f: What,
-    x: Tensor = _arguments.MISSING,
+    x: Tensor,
     *,
     has_aux: bool = False,
     batch_ndim: int = 1,

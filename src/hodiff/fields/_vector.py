@@ -64,7 +64,7 @@ def divergence(
 
 def divergence(
     f: What,
-    x: Tensor = _arguments.MISSING,
+    x: Tensor,
     *,
     samples: int | None = None,
     probes: Probes = "rademacher",
@@ -168,7 +168,7 @@ def value_and_divergence(
 
 def value_and_divergence(
     f: What,
-    x: Tensor = _arguments.MISSING,
+    x: Tensor,
     *,
     samples: int | None = None,
     probes: Probes = "rademacher",
@@ -320,7 +320,7 @@ def curl(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[FieldOptions]) 
 
 def curl(
     f: What,
-    x: Tensor = _arguments.MISSING,
+    x: Tensor,
     *,
     has_aux: bool = False,
     batch_ndim: int = 1,

@@ -4,9 +4,9 @@ The solution is attached to the graph of everything that it depends on, by the i
 theorem. `hodiff.unroll` differentiates through the steps of an optimizer instead.
 """
 
-from hodiff._core import _compiled_callers
+from hodiff._core import _lazy
 from hodiff.implicit._solution import argmin, fixed_point, root
 
 __all__ = ["argmin", "fixed_point", "root"]
 
-_compiled_callers.break_graphs(vars())
+_lazy.publish(vars())

@@ -4,11 +4,11 @@
 rule.
 """
 
-from hodiff._core import _compiled_callers
+from hodiff._core import _lazy
 from hodiff.jets import _dispatch as _dispatch
 from hodiff.jets import rules as rules
 from hodiff.jets._pushforward import Report, report
 
 __all__ = ["Report", "report"]
 
-_compiled_callers.break_graphs(vars())
+_lazy.publish(vars())
