@@ -605,11 +605,11 @@ class Problem:
                 size / scale if scale else math.inf for size, scale in pairs if size > limit * scale
             )
             self._line.warn(
-                f"{self.kind}: x_star is not the solution{told(far.reshape(space.batch))} of "
-                f"{WHAT[self.kind]} = 0, which has {off:.2g} times its size at zero, and the "
-                f"relative error of derivatives is about that or larger. Solve more accurately, "
-                f"take a Newton step with polish=1, accept the error with gradient_tol=, or, if "
-                f"another equation is solved, see argmin, root and fixed_point."
+                f"{self.kind}: x_star is not the solution{told(far.reshape(space.batch))}: "
+                f"{WHAT[self.kind]} has {off:.2g} times its size at zero, and the relative error "
+                f"of derivatives is about that or larger. Solve more accurately, take a Newton "
+                f"step with polish=1, or accept the error with gradient_tol=. (argmin, root and "
+                f"fixed_point solve different equations.)"
             )
 
 
