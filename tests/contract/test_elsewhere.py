@@ -169,6 +169,7 @@ def test_help_shows_names_without_quotes():
     for name, call in CALLED.items():
         text = str(inspect.signature(call))
         assert "missing" not in text and not re.search(r"(: |-> )'", text), (name, text)
+    assert str(inspect.signature(hodiff.LinearOperator.block)).endswith("-> LinearOperator")
 
 
 def test_dir_shows_what_is_public():

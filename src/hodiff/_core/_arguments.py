@@ -433,13 +433,6 @@ ELSEWHERE = {f"{at}{each}": way.format(each) for at, names, way in _WAYS for eac
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Spelled(str):
-    """An annotation that `help` shows without quotes."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
 class Misfit(InputError, TypeError):
     """Arguments that a signature does not have, for which Python raises a `TypeError`."""
 
@@ -452,7 +445,6 @@ def taught(public: F, package: str) -> F:
         public.__init__ = taught(public.__init__, public.__module__)
     if inspect.isclass(public) or hasattr(public, "__wrapped__"):
         return public  # pyright: ignore[reportReturnType]
-    public.__annotations__ = {k: Spelled(v) for k, v in public.__annotations__.items()}
 
     @functools.wraps(public)
     def call(*args: Any, **kwargs: Any) -> Any:

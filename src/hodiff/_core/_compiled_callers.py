@@ -30,6 +30,13 @@ REASON = (
 )
 
 
+class Spelled(str):
+    """An annotation that `help` shows without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 def uncompiled(function: F, reason: str = REASON) -> F:
     """`function` itself, marked: the tracer breaks its graph there and leaves
     everything below alone.
@@ -38,6 +45,13 @@ def uncompiled(function: F, reason: str = REASON) -> F:
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = reason
     _versions.skip(marked.__code__)
+    marked.__annotations__.update(  # what is around a function shares its own
+        {
+            name: Spelled(note)
+            for name, note in marked.__annotations__.items()
+            if isinstance(note, str)
+        }
+    )
     return function
 
 
