@@ -191,8 +191,8 @@ _WAYS = (
     ("hodiff.", "color plan_hessian plan_jacobian sparsity_pattern", "write hodiff.sparse.{}."),
     ("hodiff.", "SGD Adagrad Adam AdamW RMSprop", "write hodiff.rules.{}."),
     (
-        "hodiff.rules.",
-        "Lion LAMB Muon Adamax NAdam RAdam Adadelta LBFGS",
+        "hodiff.",
+        "rules.Lion rules.LAMB rules.Muon rules.NAdam rules.RAdam rules.Adamax rules.LBFGS",
         "a rule is also any function (params, grads, state, step) -> (params, state).",
     ),
     ("hodiff.", "report", "write hodiff.jets.{}."),
