@@ -120,8 +120,6 @@ def test_a_single_point_is_told_of_batch_ndim():
 
 def test_another_equation_is_told_which_there_are():
     t = torch.tensor([1.0, 2.0])
-    with pytest.warns(
-        hodiff.ConvergenceWarning, match=r"x - g\(x\) has inf .*\(argmin, root and fixed_"
-    ):
+    with pytest.warns(hodiff.ConvergenceWarning, match=r"x - g\(x\) has inf .*\(argmin, root and fixed_"):
         hodiff.implicit.fixed_point(lambda w: w - t, t)
     assert torch.equal(hodiff.implicit.root(lambda w: w - t, t), t)
