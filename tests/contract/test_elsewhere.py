@@ -13,6 +13,7 @@ from torch import nn
 
 import hodiff
 from hodiff._core._arguments import ELSEWHERE
+from tests.support.releases import STEPS
 
 DOORS = {
     name: importlib.import_module(f"hodiff.{name}")
@@ -90,7 +91,10 @@ SAID = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SAID)
+COMPILED = ("the model of a step", "a batch in a tuple")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=STEPS if name in COMPILED else ()) for name in SAID])
 def test_a_habit_is_told_what_to_write(name):
     call, words = SAID[name]
     with pytest.raises(hodiff.InputError, match=f"(?s){words}"):
