@@ -1,5 +1,5 @@
 """`python -m benchmarks [--quick] [SUBJECT ...]`: what was measured, its bar,
-and whether it is met.
+and whether it is met. `python -m benchmarks gpu`: what a GPU does, in two minutes.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from benchmarks import (
     eager,
     estimators,
     fields,
+    gpu,
     graph,
     hessian,
     hvp,
@@ -70,6 +71,8 @@ def main() -> int:
         help="put the rows into this file: docs/benchmarks.json",
     )
     options = parser.parse_args()
+    if options.subjects == ["gpu"]:
+        return gpu.main()
     unknown = set(options.subjects) - set(SUBJECTS)
     if unknown:
         parser.error(

@@ -19,17 +19,10 @@ _SAME = (
 
 
 class Signatures(griffe.Extension):
-    """Defaults and types as a reader needs them.
+    """Types as a reader needs them.
 
-    A required argument whose absence gets an error with words has a default in the code, none in the reference.
     A name that the code gives to a type is replaced by the type: `Literal["jets", "reverse", "auto"]`, not `Method`.
     """
-
-    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        """Takes such defaults away."""
-        for parameter in func.parameters:
-            if str(parameter.default).rpartition(".")[2] == "MISSING":
-                parameter.default = None
 
     def on_package(
         self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any

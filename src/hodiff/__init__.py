@@ -33,7 +33,6 @@ Given a function, hodiff builds the graph and frees it; given a tensor, the grap
 stays.
 """
 
-import itertools
 import typing
 
 from hodiff._core import _needed
@@ -201,7 +200,7 @@ __all__ = [
     "wgan_gp_penalty",
 ]
 
-_compiled_callers.break_graphs(vars())
+_compiled_callers.publish(vars())
 
 
 def _explain(failure: _messages.Failure) -> str:
@@ -246,54 +245,64 @@ _call.check_samples = _check_samples
 _kernels.OURS.update(scaled_dot_product_attention=_attend, cross_entropy_loss=_score)
 
 # What most programs need none of, or a little.
-_HOMES = {
-    "_core._modules": ("Selection", "select"),
-    "calculus._higher": ("derivatives", "nth_derivative"),
-    "calculus._multi": ("multi_grad",),
-    "calculus._per_sample": ("gram", "per_sample_grad"),
-    "fields._operators": (
-        "biharmonic",
-        "curl",
-        "divergence",
-        "second_order_operator",
-        "value_and_divergence",
-    ),
-    "fields._partial": ("derivatives_of", "jet", "partial", "partials"),
-    "graph": (),
-    "implicit": (),
-    "implicit._unroll": ("unroll",),
-    "memory": ("twice_differentiable",),
-    "penalties._critic": ("interpolate", "sample_norm"),
-    "penalties._gradient": (
-        "dragan_penalty",
-        "eikonal_penalty",
-        "gradient_norm_penalty",
-        "gradient_penalty",
-        "r1_penalty",
-        "r2_penalty",
-        "wgan_gp_penalty",
-    ),
-    "penalties._jacobian": (
-        "PathLengthPenalty",
-        "curvature_penalty",
-        "hessian_penalty",
-        "jacobian_penalty",
-        "sliced_score_matching_loss",
-    ),
-    "plotting": (),
-    "rules": (),
-    "sparse": (),
-    "sparse._plan": ("sparse_hessian", "sparse_jacobian"),
-    "steps": ("compile_step",),
-    "verify._check": ("check_derivatives",),
-}
 __getattr__, __dir__ = _compiled_callers.names(
     globals(),
-    _HOMES
-    | {
-        "curvature": [
-            name for name in __all__ if name not in {*globals(), *itertools.chain(*_HOMES.values())}
-        ]
+    {
+        "_core._modules": ("Selection", "select"),
+        "calculus._higher": ("derivatives", "nth_derivative"),
+        "calculus._multi": ("multi_grad",),
+        "calculus._per_sample": ("gram", "per_sample_grad"),
+        "curvature": (
+            "FisherOperator",
+            "GaussNewtonOperator",
+            "HessianOperator",
+            "JacobianOperator",
+            "LevenbergMarquardt",
+            "LinearOperator",
+            "MatrixOperator",
+            "diagonal",
+            "eigsh",
+            "logdet",
+            "nystrom",
+            "solve",
+            "spectral_density",
+            "trace",
+        ),
+        "fields._operators": (
+            "biharmonic",
+            "curl",
+            "divergence",
+            "second_order_operator",
+            "value_and_divergence",
+        ),
+        "fields._partial": ("derivatives_of", "jet", "partial", "partials"),
+        "graph": (),
+        "implicit": (),
+        "implicit._unroll": ("unroll",),
+        "jets": (),
+        "memory": ("twice_differentiable",),
+        "penalties._critic": ("interpolate", "sample_norm"),
+        "penalties._gradient": (
+            "dragan_penalty",
+            "eikonal_penalty",
+            "gradient_norm_penalty",
+            "gradient_penalty",
+            "r1_penalty",
+            "r2_penalty",
+            "wgan_gp_penalty",
+        ),
+        "penalties._jacobian": (
+            "PathLengthPenalty",
+            "curvature_penalty",
+            "hessian_penalty",
+            "jacobian_penalty",
+            "sliced_score_matching_loss",
+        ),
+        "plotting": (),
+        "rules": (),
+        "sparse": (),
+        "sparse._plan": ("sparse_hessian", "sparse_jacobian"),
+        "steps": ("compile_step",),
+        "verify._check": ("check_derivatives",),
     },
-    beside=("implicit", "graph", "sparse", "rules", "jets", "plotting"),
 )

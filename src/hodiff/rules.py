@@ -18,7 +18,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from hodiff._core import _tree
+from hodiff._core import _compiled_callers, _tree
 from hodiff._core._compiled_callers import uncompiled
 from hodiff._core._versions import is_wrapped
 from hodiff.errors import InputError
@@ -397,3 +397,7 @@ class AdamW(_Adam):
     weight_decay: Hyper = 1e-2
 
     decoupled_weight_decay: ClassVar[bool] = True
+
+
+_compiled_callers.publish(vars())
+__getattr__, __dir__ = _compiled_callers.names(vars(), {})

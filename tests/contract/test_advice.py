@@ -76,3 +76,50 @@ def test_what_is_shown_for_columns_is_right():
     by_x = hodiff.laplacian(lambda z, t: u(torch.cat([z, t], 1)), x[:, :2], args=(x[:, 2:],))
     assert torch.allclose(by_x, 2 * x[:, 1:2] * x[:, 2:])
     assert torch.allclose(hodiff.laplacian(u, x), by_x)
+
+
+VALUES = {
+    "wgan_gp_penalty": (hodiff.wgan_gp_penalty, BATCH + 1),
+    "r1_penalty": (hodiff.r1_penalty,),
+    "r2_penalty": (hodiff.r2_penalty,),
+    "dragan_penalty": (hodiff.dragan_penalty,),
+    "laplacian": (hodiff.laplacian,),
+    "sliced_score_matching_loss": (lambda f, x: hodiff.sliced_score_matching_loss(f, x, log_density=True),),
+}
+
+
+@pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_for_its_function_is_told_what_works(name):
+    """Also where `requires_grad_()` does not, as of what makes points of its own."""
+    call, *more = VALUES[name]
+    for x in (BATCH, BATCH.clone().requires_grad_()):
+        try:
+            call(NET(x), x, *more)
+        except hodiff.GraphError as error:
+            assert "Give the function instead of its value: f, not f(x)." in str(error)
+        else:
+            assert x.requires_grad
+        assert torch.isfinite(call(NET, x, *more)).all()
+
+
+def test_a_gradient_without_its_graph_is_the_first_of_the_causes():
+    with pytest.raises(hodiff.GraphError, match=r"Usual causes: a gradient taken without create_graph=True, "):
+        gradient = hodiff.grad(lambda net: net(BATCH).square().sum(), NET)
+        hodiff.grad(sum(each.square().sum() for each in gradient.values()), NET)
+    gradient = hodiff.grad(lambda net: net(BATCH).square().sum(), NET, create_graph=True)
+    hodiff.grad(sum(each.square().sum() for each in gradient.values()), NET)
+
+
+def test_a_single_point_is_told_of_batch_ndim():
+    f = lambda x: x.pow(3).sum()
+    with pytest.raises(hodiff.InputError, match=r"\(A single point is batch_ndim=0\.\)"):
+        hodiff.laplacian(f, POINT)
+    assert torch.allclose(hodiff.laplacian(f, POINT, batch_ndim=0), 6 * POINT.sum())
+
+
+def test_another_equation_is_told_which_there_are():
+    t = torch.tensor([1.0, 2.0])
+    with pytest.warns(hodiff.ConvergenceWarning, match=r"x - g\(x\) has inf .*\(argmin, root and fixed_"):
+        hodiff.implicit.fixed_point(lambda w: w - t, t)
+    assert torch.equal(hodiff.implicit.root(lambda w: w - t, t), t)

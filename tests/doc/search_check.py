@@ -190,6 +190,27 @@ ASKED = {
 """The same: none of these may lead elsewhere."""
 
 HELD_BACK = {
+    # asked of the site when it was done; those that led elsewhere were mended
+    "jacobian vector product": ("api/calculus/jacobian/",),
+    "Poisson equation": ("recipes/poisson-5d/", "recipes/least-squares/"),
+    "stress tensor": ("recipes/forces/",),
+    "Newton's method": ("recipes/newton-cg/", "recipes/batched-newton/"),
+    "condition number": ("api/curvature/eigsh/",),
+    "Langevin": ("recipes/score-matching/",),
+    "custom autograd function": ("explain/how-it-works/", "api/errors/"),
+    "multiple gpus": ("recipes/several-processes/", "recipes/sharded-models/"),
+    "speed comparison": ("benchmarks/",),
+    "cheat sheet": ("choose/",),
+    "batch of hessians": ("api/calculus/hessian/",),
+    "confidence interval": ("recipes/curve-fitting/",),
+    "energy model": ("recipes/forces/", "recipes/score-matching/"),
+    "thread safe": ("explain/how-it-works/",),
+    "GPU test": ("explain/versions/#on-a-gpu",),
+    "progress bar": ("api/curvature/", "recipes/notebooks/"),
+    "loss returns tuple": ("api/calculus/grad/",),
+    "Adam unroll": ("recipes/maml/", "recipes/hyperparameters/", "api/implicit/"),
+    "saddle point": ("api/curvature/eigsh/",),
+    "wave equation": ("api/fields/laplacian/",),
     # written with the others, and not looked at while the pages were
     "docker": ("install/",),
     "windows": ("install/",),

@@ -119,6 +119,10 @@ def test_a_matrix_is_a_tensor_whatever_where_is():
 
 def test_a_product_along_a_direction_is_like_what_f_returns():
     assert_type(hodiff.jvp(torch.sin, X, X), Tensor)
+    assert_type(hodiff.jvp(lambda x: x.sin(), X, X), Tensor)
+    model = nn.Linear(2, 1)
+    assert_type(hodiff.jvp(lambda m: m(X), model, dict(model.named_parameters())), Tensor)
+    assert_type(hodiff.jvp(model, X, X), Tensor)
     assert_type(hodiff.jvp(two, X, X), tuple[Tensor, Tensor])
     assert_type(hodiff.jacobian(two, X), Any)
 
@@ -229,6 +233,17 @@ def test_a_solution_has_the_type_of_the_right_hand_side():
     assert_type(hodiff.solve(G, torch.ones(3)).value, Tensor)
     assert_type(hodiff.trace(G, samples=4).value, Tensor)
     assert_type(hodiff.trace(G, samples=4).converged, bool | Tensor | None)
+
+
+def test_what_is_called_often_gives_a_tensor():
+    """The matrix of a plan, and the value of a compiled step."""
+    assert_type(hodiff.sparse.plan_hessian(norm, X)(X), Tensor)
+    assert_type(hodiff.sparse.plan_jacobian(torch.sin, X, output="csr")(X), Tensor)
+    assert_type(hodiff.sparse.plan_hessian(norm, X, output="scipy")(X), Any)
+    step = hodiff.compile_step(lambda model, x: model(x).square().mean(), nn.Linear(2, 1), backend="replay")
+    assert_type(step(ROWS), Tensor)
+    beside = lambda model, x: (model(x).square().mean(), x)
+    assert_type(hodiff.compile_step(beside, nn.Linear(2, 1), has_aux=True, backend="replay")(ROWS), Any)
 
 
 def test_submodules_are_known():

@@ -18,7 +18,6 @@ from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError, InputError
 
 __all__ = [
-    "MISSING",
     "Allowed",
     "Checkpoint",
     "ChunkSize",
@@ -111,16 +110,6 @@ LARGEST = 2**63 - 1
 """The largest integer that PyTorch takes."""
 
 
-class Missing:
-    """The default of an argument that has to be given, and was not: what checks it says so."""
-
-    def __repr__(self) -> str:
-        return "<missing>"
-
-
-Missing.__name__ = "missing argument"
-MISSING: Any = Missing()
-
 ACCEPTED = (
     "a tensor, a container of tensors (tuple, list, dict, nested), an nn.Module, "
     "or hodiff.select(module, ...)"
@@ -181,8 +170,6 @@ def _not_a_tensor(value: Any) -> str:
             " is a generator (model.parameters()?), which can be read only once. Pass the module "
             "itself; f then receives the module, and results are a dict by parameter name."
         )
-    if value is MISSING:
-        return f" is missing. hodiff returns values, not functions: {called()}."
     if isinstance(value, (bool, int, float)):
         return (
             f": got the {type(value).__name__} {value!r}, expected a floating-point tensor: "
@@ -212,7 +199,7 @@ def check_integer(value: Any, name: str, *, least: int) -> int:
     return value
 
 
-_SHORT = (str, int, float, tuple, Missing, type(None))
+_SHORT = (str, int, float, tuple, type(None))
 
 
 def shown(value: Any) -> str:
@@ -270,13 +257,9 @@ def check_chunk_size(value: int | str) -> int | None:
     return value
 
 
-AUX_HINT = (
-    " Return the loss alone; to return (loss, extra), pass has_aux=True, which hodiff.grad, "
-    "value_and_grad, hvp, hessian, hessian_diagonal and the fields take."
-)
-
-
 _HINTS = {
+    "tuple": " Return the loss alone; to return (loss, extra), pass has_aux=True, which "
+    "hodiff.grad, value_and_grad, hvp, hessian, hessian_diagonal and the fields take.",
     "function": " Call what it returns.",
     "NoneType": " Does it end without a return statement?",
 }
@@ -285,7 +268,7 @@ _HINTS = {
 def check_output(value: Any, name: str = "f(x)") -> Tensor:
     """Raise unless `value`, an output of `f`, is a real floating-point tensor."""
     if value.__class__ is not Tensor and not isinstance(value, Tensor):
-        hint = AUX_HINT if isinstance(value, tuple) else _HINTS.get(type(value).__name__, "")
+        hint = _HINTS.get("tuple" if isinstance(value, tuple) else type(value).__name__, "")
         raise InputError(f"f returned {kind(value)}, expected a tensor.{hint}")
     if value.dtype.is_floating_point:
         if value.layout is not torch.strided or value.is_nested:
@@ -366,29 +349,13 @@ def check_rows(value: Tensor, batch: Sequence[int], returned: str = "f returned"
     if tuple(value.shape[: len(batch)]) != tuple(batch):
         raise InputError(
             f"{returned} shape {tuple(value.shape)}; with batch_ndim={len(batch)} the shape must "
-            f"begin with {tuple(batch)}, one row per sample."
+            f"begin with {tuple(batch)}, one row per sample. (A single point is batch_ndim=0.)"
         )
 
 
 def _is_ours(frame: FrameType) -> bool:
     """Whether a frame runs a module of this package; `hodiff_experiments` is the user's."""
     return f"{frame.f_globals.get('__name__', '')}.".startswith("hodiff.")
-
-
-def called() -> str:
-    """The call that the caller meant: the outermost of our own frames, and what it takes."""
-    frame = outer = inspect.currentframe()
-    while frame is not None and _is_ours(frame):
-        outer, frame = frame, frame.f_back
-    if outer is None:
-        return "hodiff.grad(f, x)"
-    code = outer.f_code
-    own, *given = code.co_varnames[: code.co_argcount] or ("",)
-    if own == "self":
-        return f"hodiff.{type(outer.f_locals[own]).__name__}({', '.join(given)})"
-    public = hasattr(sys.modules["hodiff"], code.co_name)
-    package = "hodiff" if public else outer.f_globals["__package__"]
-    return f"{package}.{code.co_name}({', '.join([own, *given])})"
 
 
 def outside() -> int:

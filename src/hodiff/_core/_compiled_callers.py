@@ -12,14 +12,16 @@ each function.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
 from hodiff._core import _needed, _versions
 
-__all__ = ["REASON", "break_graphs", "mark", "names", "uncompiled"]
+__all__ = ["REASON", "mark", "names", "publish", "uncompiled"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,6 +33,13 @@ REASON = (
 )
 
 
+class Spelled(str):
+    """An annotation that `help` shows without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 def uncompiled(function: F, reason: str = REASON) -> F:
     """`function` itself, marked: the tracer breaks its graph there and leaves
     everything below alone.
@@ -39,15 +48,14 @@ def uncompiled(function: F, reason: str = REASON) -> F:
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = reason
     _versions.skip(marked.__code__)
+    marked.__annotations__.update(  # what is around a function shares its own
+        {
+            name: Spelled(note)
+            for name, note in marked.__annotations__.items()
+            if isinstance(note, str)
+        }
+    )
     return function
-
-
-def break_graphs(namespace: dict[str, Any]) -> None:
-    """Mark what a module makes public, by its `__all__`;
-    what is loaded when it is asked for is marked then.
-    """
-    for name in namespace.keys() & namespace["__all__"]:
-        mark(namespace[name])
 
 
 def mark(function: Any) -> None:
@@ -83,15 +91,48 @@ def _methods(cls: type) -> list[Any]:
 # --- packages whose modules are loaded when their names are asked for, not with `import hodiff` ---
 
 
+def taught(public: F, package: str) -> F:
+    """A public function that says what to write where its signature is not met; a class, whose
+    `__init__` does.
+    """
+    if inspect.isclass(public) and "__init__" in vars(public):
+        public.__init__ = taught(public.__init__, public.__module__)
+    if inspect.isclass(public) or hasattr(public, "__wrapped__"):
+        return public  # pyright: ignore[reportReturnType]
+
+    @functools.wraps(public)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return public(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # of what it ran
+            from hodiff._core._records import Misfit, unmet
+
+            raise Misfit(unmet(public, kwargs, str(error))) from None
+
+    call.__module__ = package  # where `pickle` finds it
+    return call  # pyright: ignore[reportReturnType]
+
+
+def publish(namespace: dict[str, Any], names: Iterable[str] = ()) -> None:
+    """Make names public, by default what is loaded of `__all__`: the tracer ends its graph there,
+    and wrong arguments are told in words.
+    """
+    for name in names or namespace.keys() & namespace["__all__"]:
+        namespace[name] = taught(namespace[name], namespace["__name__"])
+        mark(namespace[name])
+
+
 def names(
-    namespace: dict[str, Any], homes: Mapping[str, Sequence[str]], beside: Sequence[str] = ()
+    namespace: dict[str, Any], homes: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package.
 
     Args:
         namespace: The package's globals, with its `__all__`.
-        homes: The names that each of its modules makes public; the modules are names themselves.
-        beside: Modules whose names are not the package's, though they are looked for there.
+        homes: The names that each of its modules makes public; the modules are names themselves,
+            and those without any are public.
     """
     package = namespace["__name__"]
     home = {name: module for module, listed in homes.items() for name in listed}
@@ -100,23 +141,21 @@ def names(
         if name in homes:
             return import_module(f"{package}.{name}")
         if name not in home:
-            # doctest and inspect ask whether there is a `__wrapped__`
-            public = () if name[0] == "_" else beside
-            places = (
-                f"{package}.{at}"
-                for at in public
-                if name in import_module(f"{package}.{at}").__all__
-            )
-            way = next((f"; write {at}.{name}" for at in places), "")
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{way}")
+            from hodiff._core._records import ELSEWHERE
+
+            way = ELSEWHERE.get(f"{package}.{name}", "")
+            words = f"module {package!r} has no attribute {name!r}{way and f'; {way}'}"
+            # Python adds names that are near, which are wrong where there is a better word
+            raise AttributeError(words, name=name, obj=None if way else sys.modules[package])
         for room in f"{package}.{home[name]}".split("."):
             _needed.check(room)
-        value = namespace[name] = getattr(import_module(f"{package}.{home[name]}"), name)
-        mark(value)
-        return value
+        namespace[name] = getattr(import_module(f"{package}.{home[name]}"), name)
+        publish(namespace, [name])
+        return namespace[name]
 
     def listed() -> list[str]:
-        packages = {module for module in homes if module[0] != "_" and "." not in module}
-        return sorted({*namespace, *namespace["__all__"], *packages})
+        doors = (module for module, names in homes.items() if not names)
+        own = (name for name in namespace if name.startswith("__"))
+        return sorted({*namespace["__all__"], *doors, *own})
 
     return look_up, listed

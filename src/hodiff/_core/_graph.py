@@ -173,9 +173,9 @@ class OutputGraph:
         for tensor, name in zip(self.call.where.tensors, self.call.where.names, strict=True):
             if not tensor.requires_grad:
                 error = GraphError(
-                    f"{name} does not require grad, so f was computed without tracking it. Call "
-                    f"{name}.requires_grad_() before computing f, or give f itself: hodiff.grad(f, "
-                    f"x)."
+                    f"{name} does not require grad, so f was computed without tracking it. Give "
+                    f"the function instead of its value: f, not f(x). Where the call takes {name} "
+                    f"as it is, {name}.requires_grad_() before computing f(x) does as well."
                 )
                 self._explain(error)
                 raise error

@@ -38,7 +38,7 @@ from hodiff._core import (
 from hodiff._core._call import LEAF_TAG, Call, LeafTag, tag_of
 from hodiff.errors import InputError
 
-__all__ = ["EvaluationContext"]
+__all__ = ["EvaluationContext", "signature_error"]
 
 _version, _is_cuda = attrgetter("_version"), attrgetter("is_cuda")
 

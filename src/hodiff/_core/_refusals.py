@@ -53,9 +53,9 @@ def independent(module_slice: bool, unused: list[str], has_graph: bool) -> Graph
 
 
 USUAL_CAUSES = (
-    "Usual causes: .detach(), .data or .item(), a torch.no_grad() block, NumPy, an integer or "
-    "boolean step (argmax, a comparison), a function that PyTorch treats as constant "
-    "(torch.special.airy_ai), or torch.tensor(...) of a result."
+    "Usual causes: a gradient taken without create_graph=True, .detach(), .data or .item(), a "
+    "torch.no_grad() block, NumPy, an integer or boolean step (argmax, a comparison), a function "
+    "that PyTorch treats as constant (torch.special.airy_ai), or torch.tensor(...) of a result."
 )
 
 

@@ -71,10 +71,6 @@ class Where:
             if self.shards and value.__class__ not in _arguments.TENSORS:
                 self._lay_out()
             return
-        if value is _arguments.MISSING:
-            raise InputError(
-                f"{name} is missing. hodiff evaluates at a point: {_arguments.called()}."
-            )
         self.tensors = []
         self.names = []
         self.module_slices = []

@@ -116,7 +116,7 @@ def grad(
 
 def grad(
     f: What,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     has_aux: bool = False,
     batch_ndim: int = 0,
@@ -223,7 +223,7 @@ def value_and_grad(
 
 def value_and_grad(
     f: What,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     has_aux: bool = False,
     batch_ndim: int = 0,
@@ -385,7 +385,7 @@ def jacobian(
 
 def jacobian(
     f: Any,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     matrix: bool = False,
     batch_ndim: int = 0,
@@ -486,11 +486,11 @@ JACOBIAN_WAY_OUT = (
 
 
 @overload
-def jvp(f: Callable[..., T], x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> T: ...
+def jvp(f: OneTensor, x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> Tensor: ...
 
 
 @overload
-def jvp(f: T, x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> T: ...
+def jvp(f: Callable[..., T] | T, x: Any, v: Any, **options: Unpack[ChunkedOptions]) -> T: ...
 
 
 def jvp(

@@ -178,7 +178,7 @@ def hessian_diagonal(
 
 def hessian_diagonal(
     f: What,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     has_aux: bool = False,
     batch_ndim: int = 0,
@@ -478,7 +478,7 @@ def hessian(f: What, x: Any, *, matrix: bool = False, **options: Unpack[WithoutE
 
 def hessian(
     f: What,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     matrix: bool = False,
     has_aux: bool = False,
@@ -616,7 +616,7 @@ def value_grad_and_hessian(
 
 def value_grad_and_hessian(
     f: What,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     matrix: bool = False,
     batch_ndim: int = 0,

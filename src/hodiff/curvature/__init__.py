@@ -29,4 +29,4 @@ __all__ = [
     "trace",
 ]
 
-_compiled_callers.break_graphs(vars())
+_compiled_callers.publish(vars())

@@ -16,6 +16,7 @@ from hodiff._core._call import call, refuse_stand_ins
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._vectors import generic
+from hodiff._core._where import Where
 from hodiff.calculus._factors import Outer
 from hodiff.calculus._first import tall_jacobian
 from hodiff.calculus._per_sample import Samples, check_not_crossed, in_factors, in_rows
@@ -189,7 +190,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         self._budget = memory_budget
         self._where, self._unread = where, set[int]()
         self.last: LeastSquaresRecord | None = None
-        point = call(lambda where: None, where, passes=1, create_graph=False).where
+        point = call(lambda where: None, Where(where, "where"), 1, False).where
         if is_wrapped(point):
             raise InputError(
                 "where: the model is wrapped in DistributedDataParallel. "

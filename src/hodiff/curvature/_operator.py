@@ -531,13 +531,9 @@ class LinearOperator(Unlike):
         )
 
     def _instead(self, name: str) -> str:
-        """The spelling to use for a name of other libraries."""
         if name == "matvec":  # SciPy asks for it by `hasattr`, which would hide the words
             self.__array__()
-        return WRITTEN.get(
-            name,
-            "write H @ v for a product; hodiff.eigsh, trace, diagonal, logdet and solve take H.",
-        )
+        return super()._instead(name)
 
     if not TYPE_CHECKING:  # a checker of types says it before anything runs
 
@@ -641,34 +637,6 @@ class LinearOperator(Unlike):
             "rmatmat": partial(product, True, False),
         }
         return ScipyOperator(shape=tuple(self.shape), dtype=dtype, **products)  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-
-WRITTEN = {
-    name: instead
-    for names, instead in (
-        ("toarray todense to_dense numpy tolist item A", "its matrix is the tensor H.dense()."),
-        ("eigenvalues eigvals eigvalsh eig eigh eigs eigsh", "write hodiff.eigsh(H, k)."),
-        ("diag diagonal", "write hodiff.diagonal(H)."),
-        ("trace", "write hodiff.trace(H)."),
-        ("det slogdet logdet", "write hodiff.logdet(H)."),
-        ("inverse inv pinv solve cholesky", "write hodiff.solve(H, b) for its inverse times b."),
-        ("mv mm matmul matmat dot apply", "write H @ v."),
-        ("t transpose mT H adjoint", "write H.T."),
-        ("norm", "write H.dense().norm()."),
-        ("size ndim dim numel __len__", "its size is H.shape."),
-        (
-            "to cpu cuda double float half",
-            "it has the dtype and device of its point; convert that, and make it again.",
-        ),
-        (
-            "detach requires_grad backward",
-            "its products are detached; for derivatives use hodiff.hvp, jvp or vjp.",
-        ),
-        ("value gradient", "only the Hessian and Gauss-Newton operators evaluate a function."),
-    )
-    for name in names.split()
-}
-"""What to write for names of tensors, arrays and other libraries' operators."""
 
 
 def normal(tensor: Tensor) -> Tensor:

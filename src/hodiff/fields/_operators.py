@@ -80,7 +80,7 @@ def divergence(
 
 def divergence(
     f: What,
-    x: Tensor = _arguments.MISSING,
+    x: Tensor,
     *,
     samples: int | None = None,
     probes: Probes = "rademacher",
@@ -184,7 +184,7 @@ def value_and_divergence(
 
 def value_and_divergence(
     f: What,
-    x: Tensor = _arguments.MISSING,
+    x: Tensor,
     *,
     samples: int | None = None,
     probes: Probes = "rademacher",
@@ -334,7 +334,7 @@ def curl(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[FieldOptions]) 
 
 def curl(
     f: What,
-    x: Tensor = _arguments.MISSING,
+    x: Tensor,
     *,
     has_aux: bool = False,
     batch_ndim: int = 1,
@@ -567,7 +567,7 @@ def biharmonic(f: What, x: Tensor, *, has_aux: bool, **options: Unpack[FieldOpti
 
 def biharmonic(
     f: What,
-    x: Tensor = _arguments.MISSING,
+    x: Tensor,
     *,
     has_aux: bool = False,
     batch_ndim: int = 1,

@@ -93,7 +93,7 @@ def laplacian(
 
 def laplacian(
     f: What,
-    x: Tensor = _arguments.MISSING,
+    x: Tensor,
     *,
     weight: Tensor | None = None,
     samples: int | None = None,
@@ -229,7 +229,7 @@ def value_grad_and_laplacian(
 
 def value_grad_and_laplacian(
     f: What,
-    x: Tensor = _arguments.MISSING,
+    x: Tensor,
     *,
     weight: Tensor | None = None,
     has_aux: bool = False,

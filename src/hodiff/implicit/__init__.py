@@ -9,4 +9,4 @@ from hodiff.implicit._solution import argmin, fixed_point, root
 
 __all__ = ["argmin", "fixed_point", "root"]
 
-_compiled_callers.break_graphs(vars())
+_compiled_callers.publish(vars())

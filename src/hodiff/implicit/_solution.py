@@ -608,7 +608,8 @@ class Problem:
                 f"{self.kind}: x_star is not the solution{told(far.reshape(space.batch))}: "
                 f"{WHAT[self.kind]} has {off:.2g} times its size at zero, and the relative error "
                 f"of derivatives is about that or larger. Solve more accurately, take a Newton "
-                f"step with polish=1, or accept the error with gradient_tol=."
+                f"step with polish=1, or accept the error with gradient_tol=. (argmin, root and "
+                f"fixed_point solve different equations.)"
             )
 
 

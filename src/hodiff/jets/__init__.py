@@ -11,4 +11,4 @@ from hodiff.jets._pushforward import Report, report
 
 __all__ = ["Report", "report"]
 
-_compiled_callers.break_graphs(vars())
+_compiled_callers.publish(vars())

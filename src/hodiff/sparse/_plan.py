@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Never, TypedDict, Unpack, overload
+from typing import Any, Generic, Literal, Never, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -28,7 +28,10 @@ BREAK_EVEN = 600
 """With fewer columns the dense matrix is computed sooner than a pattern and its colors."""
 
 
-class Plan(Unlike):
+M = TypeVar("M")
+
+
+class Plan(Unlike, Generic[M]):
     """A sparse matrix of derivatives, ready to be evaluated at many points.
 
     Returned by `plan_hessian` and `plan_jacobian`. `plan(x)` is the matrix at *x*; `plan.values(x)`
@@ -64,9 +67,6 @@ class Plan(Unlike):
         self._options = options
         self._constants = Constants()
 
-    def _instead(self, name: str) -> str:
-        return "plan(x) is the matrix at x, plan.values(x) are its entries."
-
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the matrix."""
@@ -96,19 +96,17 @@ class Plan(Unlike):
         self,
         x: Any,
         *more: Never,
-        output: SparseOutput | None = None,
         check: bool | None = None,
         create_graph: bool | None = None,
         chunk_size: ChunkSize = "auto",
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> M:
         """The matrix at a point.
 
         Args:
             x: A point like the one that the plan was made at; or all its numbers in one vector, a
                 tensor or a NumPy array.
-            output: Its form, as for `sparse_hessian`; None: as when the plan was made.
             check: Whether to compare one product, as for `sparse_hessian`. None: where the pattern
                 may not hold, since Python read values that follow from the point
                 (`pattern.values_read`), *args* or *kwargs* hold others of what is not a dense
@@ -127,8 +125,7 @@ class Plan(Unlike):
             raise InputError(
                 "x: a plan already has its function; call it with the point alone: plan(x)."
             )
-        form: SparseOutput = self._options["output"] if output is None else output
-        check_option(form, SparseOutput, "output")
+        form: SparseOutput = self._options["output"]
         library = scipy_sparse() if form == "scipy" else None  # before anything is computed
         values = self.values(
             x,
@@ -459,7 +456,7 @@ def sparse_hessian(
 
 def sparse_hessian(
     f: Any,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     pattern: Any = None,
     output: SparseOutput = "torch",
@@ -551,7 +548,7 @@ def sparse_jacobian(
 
 def sparse_jacobian(
     f: Any,
-    x: Any = _arguments.MISSING,
+    x: Any,
     *,
     pattern: Any = None,
     output: SparseOutput = "torch",
@@ -610,6 +607,32 @@ def sparse_jacobian(
     )
 
 
+@overload
+def plan_hessian(
+    f: Any,
+    x: Any,
+    *,
+    pattern: Any = None,
+    output: Literal["torch", "csr"] = "torch",
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Plan[Tensor]: ...
+
+
+@overload
+def plan_hessian(
+    f: Any,
+    x: Any,
+    *,
+    pattern: Any = None,
+    output: SparseOutput,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Plan[Any]: ...
+
+
 def plan_hessian(
     f: Any,
     x: Any,
@@ -619,7 +642,7 @@ def plan_hessian(
     allow: Allowed = (),
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Plan:
+) -> Plan[Any]:
     """A sparse Hessian prepared for many points: pattern, colors and recovery are computed once.
 
     Args:
@@ -665,6 +688,32 @@ def plan_hessian(
     )
 
 
+@overload
+def plan_jacobian(
+    f: Any,
+    x: Any,
+    *,
+    pattern: Any = None,
+    output: Literal["torch", "csr"] = "torch",
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Plan[Tensor]: ...
+
+
+@overload
+def plan_jacobian(
+    f: Any,
+    x: Any,
+    *,
+    pattern: Any = None,
+    output: SparseOutput,
+    allow: Allowed = (),
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Plan[Any]: ...
+
+
 def plan_jacobian(
     f: Any,
     x: Any,
@@ -674,7 +723,7 @@ def plan_jacobian(
     allow: Allowed = (),
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> Plan:
+) -> Plan[Any]:
     """A sparse Jacobian prepared for many points: pattern, colors and recovery are computed once.
 
     Args:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from hodiff._core._compiled_callers import uncompiled
 from hodiff._core._faults import interrupt_behind, interrupts
 from hodiff._core._graph import split
 from hodiff._core._hooks import met
+from hodiff._core._lending import signature_error
 from hodiff._core._modules import Selection
 from hodiff._core._records import Unlike
 from hodiff._core._settings import Scope, Undo
@@ -130,7 +131,10 @@ def _watched() -> str:
     return ""
 
 
-class CompiledStep(Unlike):
+R = TypeVar("R")
+
+
+class CompiledStep(Unlike, Generic[R]):
     """A step made by `compile_step`, which says what its methods do.
 
     Attributes:
@@ -165,14 +169,8 @@ class CompiledStep(Unlike):
     def __repr__(self) -> str:
         return f"compile_step({self._loss!r}, backend={self._backend!r})"
 
-    def _instead(self, name: str) -> str:
-        return (
-            "value = step(*batch) is the loss, and value.backward() its gradient; "
-            "parameters are those of the model."
-        )
-
     @uncompiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
         """The loss, with a graph that holds its gradient; `(loss, aux)` with *has_aux*."""
         if not torch.is_grad_enabled():
             return self._whole(*args, **kwargs)
@@ -186,7 +184,7 @@ class CompiledStep(Unlike):
         value, aux = result if self._has_aux else (result, None)
         value = HandOver.apply(value, call.gradients, *leaves)
         call.forget()
-        return (value, aux) if self._has_aux else value
+        return (value, aux) if self._has_aux else value  # pyright: ignore[reportReturnType]
 
     @uncompiled
     def value_and_grad(self, *args: Any, **kwargs: Any) -> Any:
@@ -378,7 +376,15 @@ class CompiledStep(Unlike):
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._call.graph = self._call.before = None
         self.report.eager += 1
-        result = self._whole(*args, **kwargs)
+        try:
+            result = self._whole(*args, **kwargs)
+        except TypeError as error:
+            if signature_error(error, self._loss, (self._where,), args, kwargs):
+                raise InputError(
+                    f"step: {error}. The step gives the loss the model itself, and then what it is "
+                    f"called with, one by one: step(*batch) is loss(model, *batch)."
+                ) from None
+            raise
         value = result[0] if self._has_aux else result
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind(value)
@@ -529,6 +535,28 @@ def check_wrappers(leaves: Sequence[Tensor]) -> None:
             )
 
 
+@overload
+def compile_step(
+    loss: Callable[..., Any],
+    where: Any,
+    *,
+    has_aux: Literal[False] = False,
+    backend: str = "inductor",
+    fallback: Literal["warn", "raise"] = "warn",
+) -> CompiledStep[Tensor]: ...
+
+
+@overload
+def compile_step(
+    loss: Callable[..., Any],
+    where: Any,
+    *,
+    has_aux: bool,
+    backend: str = "inductor",
+    fallback: Literal["warn", "raise"] = "warn",
+) -> CompiledStep[Any]: ...
+
+
 def compile_step(
     loss: Callable[..., Any],
     where: Any,
@@ -536,7 +564,7 @@ def compile_step(
     has_aux: bool = False,
     backend: Literal["inductor", "replay"] | str = "inductor",
     fallback: Literal["warn", "raise"] = "warn",
-) -> CompiledStep:
+) -> CompiledStep[Any]:
     r"""A training step whose loss contains derivatives, compiled: loss and gradient as one exact
     graph.
 

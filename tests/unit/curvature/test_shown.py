@@ -90,7 +90,9 @@ def test_a_line_and_a_table(case):
     make, line = CASES[case]
     record = make()
     assert re.fullmatch(line, repr(record)), repr(record)
-    with pytest.raises(TypeError, match=rf"{type(record).__name__} is not an array but a record with fields \.\w+, "):
+    with pytest.raises(
+        TypeError, match=rf"{type(record).__name__} is not an array: it is a record with fields \.\w+, "
+    ):
         np.asarray(record)
     table = record._repr_html_()
     assert table.count("<tr>") == len(record._facts()) and "<caption>" in table and "<script" not in table

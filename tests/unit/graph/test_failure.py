@@ -318,7 +318,7 @@ def test_an_input_or_a_loss_that_was_cut():
     w = torch.ones_like(x, requires_grad=True)
     h = x.detach()
     loss = (h * w).sum()
-    with pytest.raises(hodiff.GraphError, match=r"does not require grad, so f was computed without .*x\)\.$"):
+    with pytest.raises(hodiff.GraphError, match=r"does not require grad, so f was computed without .* as well\.$"):
         hodiff.grad(loss, h)  # which line cut it, is told by a record alone
     with watch():
         h = x.detach()
@@ -328,7 +328,7 @@ def test_an_input_or_a_loss_that_was_cut():
         loss = x.detach().sum()
         with pytest.raises(hodiff.GraphError, match=r"(?s)carries no graph.*\n +cut +test_fail\S+ +loss = x\.detach"):
             hodiff.grad(loss, x)
-    with pytest.raises(hodiff.GraphError, match=r"hodiff\.grad\(f, x\)\.$"):  # nothing to add: it is a plain constant
+    with pytest.raises(hodiff.GraphError, match=r"f\(x\) does as well\.$"):  # nothing to add: it is a plain constant
         hodiff.grad((X * w).sum(), X)
 
 
