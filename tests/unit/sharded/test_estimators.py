@@ -1,0 +1,277 @@
+"""Estimators of models that processes share: the numbers of one process, and the same ones on all of them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hodiff
+from tests.support.processes import Ranks
+from tests.unit.sharded.test_sharded_models import (
+    MODELS,
+    ONE,
+    TOLERANCE,
+    TWO,
+    D,
+    built,
+    data,
+    like,
+    local,
+    mean,
+    said,
+    share_of,
+    values,
+)
+
+COUNT = 3
+"""So many vectors are given to those that take random ones."""
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.wide)])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    group = Ranks(request.param, __name__)
+    yield group
+    group.close()
+
+
+def given(model: nn.Module, count: int | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A vector, or several, whole, and as the parameters are placed."""
+    generator = torch.Generator().manual_seed(3)
+    lead = () if count is None else (count,)
+    whole = {
+        name: torch.randn((*lead, *p.shape), dtype=D, generator=generator) for name, p in built().named_parameters()
+    }
+    return whole, {name: placed(p, whole[name], count) for name, p in model.named_parameters()}
+
+
+def placed(p: Any, whole: Tensor, count: int | None) -> Any:
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not isinstance(p, DTensor):
+        return whole
+    if count is None:
+        return like(p, whole)
+    part = torch.stack([like(p, each).to_local() for each in whole])
+    placements = [
+        each
+        if each.is_replicate()
+        else type(each)(each.dim + 1, split_factor=each.split_factor)
+        if hasattr(each, "split_factor")
+        else Shard(each.dim + 1)
+        for each in p.placements
+    ]
+    size = p.numel()
+    return DTensor.from_local(
+        part, p.device_mesh, placements, run_check=False, shape=whole.shape, stride=(size, *p.stride())
+    )
+
+
+def apart(got: Any, expected: dict[str, Tensor], model: nn.Module, count: int | None = None) -> float:
+    """How far a vector is from that of one process; infinite where it is not placed as the parameters."""
+    worst = 0.0
+    for name, p in model.named_parameters():
+        reference = placed(p, expected[name], count)
+        if type(got[name]) is not type(reference) or got[name].shape != reference.shape:
+            return float("inf")
+        if hasattr(reference, "placements") and [*got[name].placements] != [*reference.placements]:
+            return float("inf")
+        worst = max([worst, *(local(got[name]) - local(reference)).abs().reshape(-1).tolist()])
+    return worst
+
+
+def operators(rank: int, name: str) -> tuple[nn.Module, nn.Module, Any, Any, Any, Any]:
+    """A model and a plain one, the Hessian and a definite Gauss-Newton matrix of each."""
+    model, plain = MODELS[name](), built()
+    H, one = hodiff.HessianOperator(share_of(name, rank), model), hodiff.HessianOperator(mean(*data()), plain)
+    batches, world = [*zip(data()[0].split(3), data()[1].split(3), strict=True)], dist.get_world_size()
+    mine = {"tensor parallel": batches, "both": batches[rank // 2 :: 2]}.get(name, batches[rank::world])
+    predict = lambda m, batch: m(batch[0])
+    loss = lambda outputs, batch: (F.cross_entropy(outputs, batch[1], reduction="sum"), len(batch[1]))
+    G, whole = (hodiff.GaussNewtonOperator(predict, loss, m, data=d) for m, d in ((model, mine), (plain, batches)))
+    return model, plain, H, one, G + 1.0, whole + 1.0
+
+
+def estimates(rank: int, name: str) -> tuple[dict[str, float], list[Any]]:
+    """How far each result is from that of one process; and the numbers, which all ranks must have to the bit."""
+    model, _, H, one, G, whole = operators(rank, name)
+    found, numbers = {}, []
+
+    def same(what: str, got: Any, expected: Any) -> None:
+        found[what] = float((torch.as_tensor(got) - torch.as_tensor(expected)).abs().max())
+        numbers.append(torch.as_tensor(got).tolist())
+
+    z, placed_z = given(model, COUNT)
+    b, placed_b = given(model, None)
+    sides, placed_sides = given(model, 2)
+    few = "layers.0.norm", "layers.1.up.bias"
+    for what, trace in {"trace": {}, "blocks": {"blocks": ["layers.0", "embed"]}}.items():
+        a, e = hodiff.trace(H, vectors=placed_z, **trace), hodiff.trace(one, vectors=z, **trace)
+        same(what, a.value, e.value)
+        same(f"{what}, stderr", a.stderr, e.stderr)
+        for key, part in a.blocks.items():
+            same(f"{what}, {key}", part.value, e.blocks[key].value)
+    same("trace, exact", hodiff.trace(H.block(*few)).value, hodiff.trace(one.block(*few)).value)
+    a, e = hodiff.trace(H, vectors=placed_z, method="hutch++"), hodiff.trace(one, vectors=z, method="hutch++")
+    same("hutch++", a.value, e.value)
+    a, e = hodiff.diagonal(H, vectors=placed_z, rtol=10), hodiff.diagonal(one, vectors=z, rtol=10)
+    found["diagonal"] = apart(a.value, e.value, model)
+    found["diagonal, stderr"] = apart(a.stderr, e.stderr, model)
+    a, e = hodiff.diagonal(H.block(*few), method="exact").value, hodiff.diagonal(one.block(*few), method="exact").value
+    parts = [(local(a[key]) - local(placed(dict(model.named_parameters())[key], e[key], None))) for key in e]
+    found["diagonal, exact"] = max([0.0, *torch.cat([part.reshape(-1) for part in parts]).abs().tolist()])
+    for which, k in (("largest", 2), ("smallest", 1)):
+        options = {"which": which, "rtol": 1e-9}
+        a, e = hodiff.eigsh(H, k, **options), hodiff.eigsh(one, k, **options)
+        same(f"eigsh, {which}", a.value, e.value)
+        numbers.append(a.residual.tolist())
+        image, rest = H @ a.vectors, list[Tensor]()
+        for key, x in a.vectors.items():
+            rest += [(local(image[key]) - a.value.view(-1, *[1] * (x.ndim - 1)) * local(x)).reshape(-1)]
+        found[f"eigsh, {which}, vectors"] = 1e-2 * max([0.0, *torch.cat(rest).abs().tolist()])
+        found[f"eigsh, {which}, converged"] = 0.0 if a.converged else 1.0
+    a = hodiff.eigsh(G, 2, basis=8, products=400, rtol=1e-8)
+    same("eigsh, restarted", a.value, hodiff.eigsh(whole, 2, rtol=1e-8).value)
+    for method in ("cg", "minres", "gmres"):
+        options = {"method": method, "rtol": 1e-13}
+        options |= {"restart": 20} if method == "gmres" else {}
+        several = (", several", placed_sides, sides, 2)
+        for what, mine, theirs, count in (("", placed_b, b, None), several)[: 2 if method == "cg" else 1]:
+            a, e = hodiff.solve(G, mine, **options), hodiff.solve(whole, theirs, **options)
+            found[method + what] = apart(a.value, e.value, model, count)
+            numbers.append([torch.as_tensor(a.residual).tolist(), a.products, a.status])
+    a = hodiff.solve(G, placed_b, start=a_start(placed_b), rtol=1e-13)
+    found["cg, from a start"] = apart(a.value, hodiff.solve(whole, b, rtol=1e-13).value, model)
+    a = hodiff.solve(G, placed_b, preconditioner=G * -0.1 + 1.0, rtol=1e-13)
+    found["cg, preconditioned"] = apart(a.value, hodiff.solve(whole, b, rtol=1e-13).value, model)
+    options = {"method": "neumann", "iterations": 3, "scale": 5.0}
+    found["neumann"] = apart(hodiff.solve(G, placed_b, **options).value, hodiff.solve(whole, b, **options).value, model)
+    a, e = (hodiff.spectral_density(A, vectors=v, steps=6) for A, v in ((H, placed_z), (one, z)))
+    same("density, nodes", a.nodes, e.nodes)
+    same("density, weights", a.weights, e.weights)
+    a, e = (hodiff.logdet(A, vectors=v, shift=1.0, rtol=0.5, steps=8) for A, v in ((G, placed_z), (whole, z)))
+    same("logdet", a.value / 300, e.value / 300)
+    drawn = hodiff.trace(H, samples=4, probes="gaussian", generator=torch.Generator().manual_seed(5))
+    numbers.append(hodiff.trace(H, samples=4).value.item())
+    return found, [*numbers, drawn.value.item()]
+
+
+def a_start(placed_b: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: 0.3 * x for name, x in placed_b.items()}
+
+
+@pytest.mark.parametrize("name", [*ONE, *TWO])
+def test_estimates_are_those_of_one_process_and_the_same_everywhere(ranks: Ranks, name: str) -> None:
+    if name in TWO and len(ranks.processes) < 4:
+        pytest.skip("a mesh of two by two")
+    outcomes = values(ranks(estimates, name))
+    for found, numbers in outcomes:
+        assert all(error < TOLERANCE for error in found.values()), {k: e for k, e in found.items() if not e < TOLERANCE}
+        assert numbers == outcomes[0][1]
+
+
+def random_trace(rank: int, name: str) -> float:
+    H = hodiff.HessianOperator(share_of(name, rank), MODELS[name]())
+    return hodiff.trace(H, samples=4, probes="gaussian", generator=torch.Generator().manual_seed(5)).value.item()
+
+
+def test_random_vectors_are_the_same_however_the_model_is_shared(ranks: Ranks) -> None:
+    names = [*ONE, *(TWO if len(ranks.processes) == 4 else ())]
+    found = [value for name in names for value in values(ranks(random_trace, name))]
+    assert max(found) - min(found) < TOLERANCE
+    assert abs(found[0] - EXPECTED) < TOLERANCE  # with two processes and with four
+
+
+EXPECTED = 0.0
+
+
+def locally(rank: int, name: str) -> dict[str, float]:
+    """The errors of calls whose sums are this process's own."""
+    from hodiff.sharded._ranks import ShardRanks
+
+    right = ShardRanks.gathered
+    ShardRanks.gathered = lambda self, given: given.double().cpu().unsqueeze(0)  # type: ignore[method-assign]
+    try:
+        model, _, H, one, G, whole = operators(rank, name)
+        z, placed_z = given(model, COUNT)
+        b, placed_b = given(model, None)
+        fixed = {"iterations": 4}
+        density = [hodiff.spectral_density(A, vectors=v, steps=5).nodes for A, v in ((H, placed_z), (one, z))]
+        return {
+            "trace": float(hodiff.trace(H, vectors=placed_z).value - hodiff.trace(one, vectors=z).value),
+            "solve": apart(hodiff.solve(G, placed_b, **fixed).value, hodiff.solve(whole, b, **fixed).value, model),
+            "density": float((density[0] - density[1]).abs().max()),
+        }
+    finally:
+        ShardRanks.gathered = right  # type: ignore[method-assign]
+
+
+def test_sums_of_one_process_alone_are_seen(ranks: Ranks) -> None:
+    for name in ("layers and root", "tensor parallel"):
+        for found in values(ranks(locally, name)):
+            assert all(abs(error) > 1e3 * TOLERANCE for error in found.values()), found
+
+
+def refusals(rank: int) -> dict[str, str]:
+    model, _, H, one, G, _ = operators(rank, "layers and root")
+    _, b = given(model, None)
+    size = one.shape[0]
+    flat = hodiff.MatrixOperator(torch.ones(size, dtype=D))
+    odd = rank == dist.get_world_size() - 1
+    infinite = {name: x * (float("nan") if odd else 1.0) for name, x in b.items()}
+    programs: dict[str, Callable[[], Any]] = {
+        "create_graph": lambda: hodiff.trace(H, create_graph=True),
+        "a preconditioner": lambda: hodiff.solve(G, b, preconditioner=flat),
+        "a sum": lambda: hodiff.trace(H + flat),
+        "another model": lambda: H + one,
+        "flatten": lambda: H.flatten(b),
+        "nystrom": lambda: hodiff.nystrom(G, 2, 0.1),
+        "generator": lambda: hodiff.trace(H, samples=2, generator=torch.Generator().manual_seed(rank)),
+        "not finite on one": lambda: hodiff.solve(G, infinite),
+        "vectors not finite on one": lambda: hodiff.trace(H, vectors=infinite),
+    }
+    found = {name: said(program) for name, program in programs.items()}
+    found["afterwards"] = said(lambda: hodiff.solve(G, b))
+    return found
+
+
+def test_refusals_are_those_of_all(ranks: Ranks) -> None:
+    for found in values(ranks(refusals)):
+        assert not found.pop("afterwards")
+        assert all(words.startswith("InputError: ") for words in found.values()), found
+
+
+def faults(rank: int) -> dict[str, str]:
+    """The words of the last rank's own error, and of the others."""
+    model, _, H, _, G, _ = operators(rank, "layers and root")
+    _, b = given(model, None)
+    odd, looks = rank == dist.get_world_size() - 1, []
+
+    def look(record: Any) -> None:
+        looks.append(record)
+        if odd and len(looks) == 3:
+            raise ValueError("a full disk")
+
+    found = {
+        "solve": said(lambda: hodiff.solve(G, b, callback=look, method="minres")),
+        "eigsh": said(lambda: (looks.clear(), hodiff.eigsh(H, 3, basis=8, callback=look))),
+        "another estimator": said(lambda: hodiff.trace(H) if odd else hodiff.solve(G, b)),
+    }
+    return found | {"afterwards": said(lambda: hodiff.solve(G, b))}
+
+
+def test_a_rank_that_fails_between_products_is_known_to_all(ranks: Ranks) -> None:
+    outcomes = ranks(faults)
+    found = values(outcomes)
+    last = len(found) - 1
+    for name in ("solve", "eigsh"):
+        assert found[-1][name] == "ValueError: a full disk"
+        assert all(f"rank {last} failed" in each[name] and "sharded model: " in each[name] for each in found[:-1]), (
+            found
+        )
+    assert all("sharded model: the ranks are at different steps" in each["another estimator"] for each in found), found
+    assert not any(each["afterwards"] for each in found), found
+    assert max(outcome.seconds for outcome in outcomes) < ranks.timeout
