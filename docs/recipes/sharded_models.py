@@ -103,7 +103,12 @@ def main() -> None:
         print("grad is what backward() leaves, to the bit:", same)
         print("H v is that of one process:", error.item() < 1e-14)
         vectors = pairs.vectors["0.weight"]
-        print(f"eigenvalues {pairs.value.tolist()}, on one process {exact.tolist()}")
+        print(
+            "eigenvalues",
+            pairs.value.numpy().round(6),
+            "of one process",
+            exact.numpy().round(6),
+        )
         print(f"eigenvectors: {vectors.placements} of {tuple(vectors.shape)}")
         print("each step with a penalty is that of the whole model:", agree)
     dist.barrier()
