@@ -83,7 +83,7 @@ class Inner:
             largest = self._layout.sums.gathered(largest).amax(0)
         return largest.tolist() if rows.ndim == 1 else largest.to("cpu", torch.float64)
 
-    def measure(self, v: Tensor | None) -> Tensor | None:
+    def measure(self, v: Any) -> Any:
         """A vector, or, where others have entries of it too, its length in its place."""
         shared = self._layout is not None and v is not None
         return v.new_tensor(self.norms(v), dtype=torch.float64) if shared else v

@@ -419,7 +419,9 @@ def _estimate(
         if (
             rtol is not None
             and done >= 2 * BLOCK
-            and all_reached(reached(*map(inner.measure, so_far), rtol, mean.ndim - 1))
+            and all_reached(
+                reached(inner.measure(so_far[0]), inner.measure(so_far[1]), rtol, mean.ndim - 1)
+            )
         ):
             break
     return so_far
