@@ -41,9 +41,9 @@ MODULES = 129
 # 38: calls without shards cost what they did, a sum of rows is held against a pass between vectors, dependent rows are
 # damped, the tensors of a traced call do not live as long as its graph, an interrupt at the border of a level of
 # forward mode is not lost, a cell's name that goes on is told no line.
-# 199: estimators on vectors that processes share (inner products that all have alike, random vectors and unit vectors
+# 200: estimators on vectors that processes share (inner products that all have alike, random vectors and unit vectors
 # by parts, passes that all agree about), copies of an entry that differ are refused.
-STATEMENTS = 23729
+STATEMENTS = 23730
 # What `grad`, `jacobian`, `hessian`, `hvp` and `laplacian` import.
 MODULES_OF_FIVE_CALLS = 41
 STATEMENTS_OF_FIVE_CALLS = 6435

@@ -85,8 +85,9 @@ class Inner:
 
     def measure(self, v: Any) -> Any:
         """A vector, or, where others have entries of it too, its length in its place."""
-        shared = self._layout is not None and v is not None
-        return v.new_tensor(self.norms(v), dtype=torch.float64) if shared else v
+        if self._layout is None or v is None:
+            return v
+        return v.new_tensor(self.norms(v), dtype=torch.float64)
 
     def leaf_sums(self, pieces: Sequence[Tensor]) -> Tensor:
         """The sums over the entries of each leaf, in double precision: the first dimension."""
