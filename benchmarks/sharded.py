@@ -1,4 +1,4 @@
-"""What a product with the Hessian of a sharded model holds on each rank."""
+"""What a product with the Hessian of a sharded model, and a Lanczos process, hold on each rank."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ import hodiff
 from benchmarks.memory import peak
 from benchmarks.table import Row
 
-WIDTH, DEPTH = 64, 12
+WIDTH, DEPTH, STEPS = 64, 12, 20
 BLOCKS = 7
 """How many blocks a product may hold whole, or their cotangents and copies, at its peak."""
 
@@ -34,6 +34,14 @@ def rows(quick: bool) -> Iterator[Row]:
             f"hvp {most['hvp']:.2f}, grad {most['grad']:.2f}",
             f"3.2 D / ranks + {BLOCKS} blocks: {allowed:.2f}",
             most["hvp"] <= allowed,
+        )
+        allowed = 1.15 * (STEPS + 4) / world
+        yield Row(
+            f"peak of a Lanczos process of {STEPS} steps, numbers per parameter",
+            f"{world} {case}, the basis sharded",
+            f"spectral_density {most['density']:.2f}, eigsh {most['eigsh']:.2f}",
+            f"1.15 ({STEPS} + 4) D / ranks: {allowed:.2f}",
+            max(most["density"], most["eigsh"]) <= allowed,
         )
 
 
@@ -71,8 +79,13 @@ def measured(world: int, rank: int, folder: str) -> dict[str, float]:
 
     product = peak(lambda: hodiff.hvp(loss, model, v)) / 8 + 2 * held
     gradient = peak(lambda: hodiff.grad(loss, model)) / 8 + held
+    H = hodiff.HessianOperator(loss, model)
+    pairs = {"rtol": 1e-3, "basis": STEPS, "generator": torch.Generator().manual_seed(0)}
+    density = peak(lambda: hodiff.spectral_density(H, samples=1, steps=STEPS)) / 8 + held
+    eigenvalue = peak(lambda: hodiff.eigsh(H, 1, **pairs)) / 8 + held
     dist.destroy_process_group()
-    return {"hvp": product / size, "grad": gradient / size, "block": 1 / DEPTH}
+    peaks = {"hvp": product, "grad": gradient, "density": density, "eigsh": eigenvalue}
+    return {name: numbers / size for name, numbers in peaks.items()} | {"block": 1 / DEPTH}
 
 
 def _start(folder: str, *args: object) -> subprocess.Popen[str]:

@@ -134,6 +134,11 @@ class Space:
         return sum(self._sizes)
 
     @property
+    def width(self) -> int:
+        """The number of entries of a flat vector that this process has."""
+        return self.size if self.layout is None else sum(self._sizes)
+
+    @property
     def numel(self) -> int:
         """The number of entries of a vector in all systems of a batch."""
         return self.size * self.batch.numel()
@@ -310,8 +315,6 @@ class Space:
 
     def split(self, flat: Tensor) -> Leaves:
         """The parts of flat vectors, one or several: views, unless dtypes are mixed."""
-        if self.layout is not None:
-            self.layout.refuse_flat()
         if self.flat:
             return [flat if flat.dtype is self.dtype else flat.to(self.dtype)]
         lead = flat.shape[:-1]

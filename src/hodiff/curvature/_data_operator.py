@@ -104,7 +104,8 @@ class DataOperator(LinearOperator, Generic[G]):
         reduction: DataReduction = "mean",
     ) -> None:
         super().__init__()
-        point, others = Where(where, shards=self._takes_shards), process_group is not None
+        point = where if type(where) is Where else Where(where, shards=self._takes_shards)
+        others = process_group is not None
         self._group_sum = shared(process_group, point, data, type(self).__name__, chunk_size)
         others = others or self._group_sum is not None
         batches: Any = Batches(
@@ -115,7 +116,7 @@ class DataOperator(LinearOperator, Generic[G]):
         made = builder(batches, self._group_sum)
         _arguments.check_option(reduction, DataReduction, "reduction")
         graphs: GraphCache[G, Any] = GraphCache(
-            made, where, batches, memory_budget, self._group_sum, reduction == "sum"
+            made, where, point, batches, memory_budget, self._group_sum, reduction == "sum"
         )
         self._evaluation = CurrentGraphs(graphs)
         self._chunk_size = _arguments.check_chunk_size(chunk_size)
@@ -229,7 +230,7 @@ class DataOperator(LinearOperator, Generic[G]):
 
     def _chunk(self, count: int) -> int:
         graphs = self._graphs
-        if self._group_sum is not None:
+        if self._group_sum is not None or self._domain.layout is not None:
             graphs.evaluate()  # all ranks must take as many, which they agree about there
         inner = self._inner_chunk()
         first = graphs.first

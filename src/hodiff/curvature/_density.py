@@ -14,8 +14,8 @@ from torch import Tensor
 from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Probes
 from hodiff._core._vectors import empty, near, standard_error, sum_dtype
-from hodiff.curvature import _probes
-from hodiff.curvature._krylov import FEW, amax, axpy, column, dots, norms, orthogonalized
+from hodiff.curvature import _krylov, _probes
+from hodiff.curvature._krylov import FEW, Inner, axpy, column
 from hodiff.curvature._links import told
 from hodiff.curvature._operator import LinearOperator, as_given, constant, normal
 from hodiff.curvature._probes import (
@@ -302,7 +302,8 @@ def _estimated_logdet(
         several = rtol is not None and len(so_far.nodes) > 1
         return several and all_reached(record(so_far, rtol, 0).converged)
 
-    seen = look if watch.seen or rtol is not None else None
+    everywhere = operator._domain.layout is not None  # whoever looks on, all take as many vectors
+    seen = look if watch.seen or rtol is not None or everywhere else None
     if isinstance(known, ThinMatrix):
         quadrature = thin_rules(known, size)
     else:
@@ -474,7 +475,8 @@ def rules(
     `shift` see `lanczos`.
     """
     size, dtype = operator._domain.numel, sum_dtype(operator.dtype)
-    if drawn.exhaust(drawn.number * steps) or not size:
+    whole = operator._domain.layout is None and drawn.exhaust(drawn.number * steps)
+    if whole or not size:
         return exact_rules(operator, name, columns)
     steps = min(steps, operator.shape[-1])
     together = max(
@@ -504,7 +506,8 @@ def _of(
     """The rules of some vectors; steps that were not needed are nodes without a weight."""
     tridiagonal = lanczos(operator, rows, steps, name, shift)
     diagonal, offdiagonal, whole, unit, _ = tridiagonal
-    lead, squares = rows.shape[:-1], rows.double().square().sum(-1, keepdim=True).cpu()
+    lead, inner = rows.shape[:-1], _krylov.of(operator)
+    squares = inner.sums(lambda z: z.double().square().sum(-1), rows).cpu().unsqueeze(-1)
     rules = list[tuple[Tensor, Tensor]]()
     for part in (1, 2, 4):
         count, most = -(-diagonal.shape[1] // part), -(-steps // part)
@@ -512,8 +515,8 @@ def _of(
         nodes, vectors = torch.linalg.eigh(matrices)  # Golub and Welsch 1969
         nodes, weights = (F.pad(x, (0, most - count)) for x in (nodes, vectors[:, 0].square()))
         nodes = (nodes * unit[:, None]).reshape(*lead, most)
-        rules.append((nodes, weights.reshape(*lead, most) * squares / rows.shape[-1]))
-    solutions = rows if shift is None else tridiagonal.solutions(rows, shift)
+        rules.append((nodes, weights.reshape(*lead, most) * squares / operator.shape[-1]))
+    solutions = rows if shift is None else tridiagonal.solutions(rows, shift, inner)
     return GaussRules(*rules[0], whole.reshape(lead), tuple(rules[1:]), solutions)
 
 
@@ -554,11 +557,11 @@ class Tridiagonal(NamedTuple):
     unit: Tensor
     basis: Tensor
 
-    def solutions(self, rows: Tensor, shift: float) -> Tensor:
+    def solutions(self, rows: Tensor, shift: float, inner: Inner) -> Tensor:
         """The x = |z| V (T + shift)⁻¹ e of the rows z, whose residuals are along the next v."""
         ended = F.pad((self.offdiagonal == 0).cumsum(1) > 0, (1, 0))
         diagonal = torch.where(ended, 1.0, self.diagonal + shift / self.unit[:, None])
-        first = norms(rows.flatten(0, -2)) / self.unit
+        first = inner.norms(rows.flatten(0, -2)) / self.unit
         y, _ = torch.linalg.solve_ex(
             _matrices(diagonal, self.offdiagonal), F.pad(first[:, None], (0, diagonal.shape[1] - 1))
         )
@@ -581,7 +584,8 @@ def lanczos(
     diagonal = torch.zeros((count, steps), dtype=torch.float64, device="cpu")
     offdiagonal = torch.zeros_like(diagonal)
     overlaps = Overlaps(diagonal, offdiagonal, eps)
-    lengths = norms(rows)
+    inner = _krylov.of(operator)
+    lengths = inner.norms(rows)
     if not bool(lengths.all()):
         raise InputError("vectors: one of them is zero; no Lanczos process starts from it.")
     torch.div(rows, column(lengths, rows), out=basis[:, 0])
@@ -597,16 +601,16 @@ def lanczos(
         v, taken = basis[:, j], j + 1
         image = flat_product(operator, v.reshape(shape)).reshape(count, size)
         if not j:
-            unit = near(largest(amax(image)).to(image.dtype)).double()
-        alpha = check_finite(dots(v, image) / unit, name)
+            unit = near(largest(inner.amax(image)).to(image.dtype)).double()
+        alpha = check_finite(inner.dots(v, image) / unit, name)
         w = axpy(image / column(unit, image), -alpha, v)
         w = axpy(w, -beta, basis[:, j - 1]) if j else w
-        beta = norms(w)
+        beta = inner.norms(w)
         diagonal[:, j], offdiagonal[:, j] = alpha, beta
         scale = scale.maximum(largest(alpha.abs())).maximum(largest(beta))
         apart = overlaps.to_orthogonalize(j, scale)
         for some in [slice(None)] if len(apart) > FEW else [slice(row, row + 1) for row in apart]:
-            _, w[some], beta[some] = orthogonalized(
+            _, w[some], beta[some] = inner.orthogonalized(
                 w[some], [basis[some, : j + 1]], eps * scale[some]
             )
         offdiagonal[:, j] = beta = torch.where(beta > 10 * eps * scale, beta, 0.0)

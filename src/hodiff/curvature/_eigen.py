@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _settings, _vectors
-from hodiff.curvature._krylov import Basis
+from hodiff.curvature import _krylov
+from hodiff.curvature._krylov import Basis, Inner
 from hodiff.curvature._matrix import MatrixOperator
 from hodiff.curvature._operator import WAYS, LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
@@ -76,8 +77,8 @@ def eigsh(
 
     Returns:
         A record: `value`, of shape `(k,)`, in the order asked for; `vectors`, orthonormal columns
-        of shape `(D, k)` (`A.unflatten(vectors)` gives them the structure of the point);
-        `residual`, true ones of shape `(k,)`; `converged`; `products`.
+        of shape `(D, k)` (`A.unflatten(vectors)` gives them the structure of the point, which those
+        of a sharded model have); `residual`, true ones of shape `(k,)`; `converged`; `products`.
 
     Raises:
         InputError: The operator is not symmetric, or has fewer than *k* columns.
@@ -258,9 +259,9 @@ def _eigenpairs(
 
     def record(pairs: Pairs, converged: bool | None, spent: int) -> EigenRecord:
         value, vectors, residual = pairs
-        return EigenRecord(
-            value.to(dtype), vectors.T.to(operator.dtype), residual.to(dtype), converged, spent
-        )
+        rows, domain = vectors.to(operator.dtype), operator._domain
+        shaped = rows.T if domain.layout is None else domain.result(domain.split(rows))
+        return EigenRecord(value.to(dtype), shaped, residual.to(dtype), converged, spent)
 
     with EstimatorProgress("eigsh", operator, budget, callback, progress) as watch:
         limit = operator.products + budget - k  # the last projection
@@ -318,7 +319,7 @@ class Search:
         self._rtol = rtol
         self._max_basis = max_basis
         self._limit = limit
-        self._generator = source(operator, generator)
+        self._generator, self._inner = source(operator, generator), _krylov.of(operator)
         self._look = look
         self.scale = 0.0
         self.complete = False
@@ -331,7 +332,8 @@ class Search:
             if rtol >= 100 * self._eps or operator.device.type == "mps"
             else torch.float64
         )
-        self._locked = torch.empty((0, operator.shape[0]), dtype=dtype, device=operator.device)
+        width = operator._domain.width
+        self._locked = torch.empty((0, width), dtype=dtype, device=operator.device)
         self._values = torch.empty(0, dtype=torch.float64, device="cpu")
 
     def run(self) -> None:
@@ -347,7 +349,8 @@ class Search:
                 Basis(
                     self._images, self._draw(), max_basis, self._eps,
                     draw=self._draw, locked=self._locked, scale=self.scale,
-                    check=partial(check_finite, name="eigsh"),
+                    check=partial(check_finite, name="eigsh", inner=self._inner),
+                    inner=self._inner, most=size - len(self._locked),
                 ),
                 max_basis,
             )  # fmt: skip
@@ -361,20 +364,21 @@ class Search:
         if pairs is None:
             return False
         values, rows = pairs
-        self.unit = _unit(values) or 1.0
+        self.unit = _unit(values, self._inner) or 1.0
         self.scale, self.complete = float(values.abs().max()) / self.unit, True
-        self._locked = torch.linalg.qr(rows.to(self._locked).T)[0].T.contiguous()
+        self._locked = self._inner.orthonormal(rows.to(self._locked))
         return True
 
     def _draw(self) -> Tensor:
-        return _vectors.draw(self._locked.shape[1:], self._locked, "gaussian", self._generator)
+        shape = self._locked.shape[1:]
+        return self._inner.draw(shape, self._locked, "gaussian", self._generator)
 
     def _images(self, rows: Tensor) -> Tensor:
         """A times a flat vector, which its norm will check, or each row; in a unit by the first."""
         products = flat_product(self._operator, rows).to(rows.dtype)
         if rows.ndim == 2:
-            check_finite(products, "eigsh")
-        unit = self.unit = self.unit or _unit(products)
+            check_finite(products, "eigsh", inner=self._inner)
+        unit = self.unit = self.unit or _unit(products, self._inner)
         return products / unit if unit not in (0, 1) else products
 
     def _rank(self, values: Tensor) -> Tensor:
@@ -451,7 +455,7 @@ class Search:
         if not len(values):
             return
         rows = torch.cat([self._locked, basis.combine(coordinates)])
-        self._locked = torch.linalg.qr(rows.T)[0].T.contiguous()
+        self._locked = self._inner.orthonormal(rows)
         self._values = torch.cat([self._values, values])
 
     def polished(self) -> Pairs:
@@ -461,29 +465,31 @@ class Search:
         In single precision rounding may leave them above the tolerance; their residuals then show
         the way.
         """
-        space = self._locked
+        space, inner = self._locked, self._inner
         images = self._images(space)
         values, vectors, rest = self._projected(space, images)
         for _ in range(3):
-            large = rest.norm(dim=1) > self._rtol * self.scale
+            lengths = inner.norms(rest).to(rest)
+            large = lengths > self._rtol * self.scale
             missing = rest[large]
             size = len(space) + len(missing)
-            affordable = self._operator.products + size <= self._limit and size <= space.shape[1]
+            room = size <= self._operator.shape[0]
+            affordable = room and self._operator.products + size <= self._limit
             if not bool(large.any()) or not affordable:
                 break
             # A part without a length becomes an arbitrary direction, which does no harm.
-            missing = missing / missing.norm(dim=1, keepdim=True).clamp_min(
-                torch.finfo(missing.dtype).tiny
-            )
-            added, _ = torch.linalg.qr(torch.cat([space, missing]).T)
-            space, images = added.T.contiguous(), self._images(added.T)
+            tiny = torch.finfo(missing.dtype).tiny
+            missing = missing / lengths[large].clamp_min(tiny).unsqueeze(1)
+            space = inner.orthonormal(torch.cat([space, missing]))
+            images = self._images(space)
             values, vectors, rest = self._projected(space, images)
-        return values.to(images.device) * self.unit, vectors, rest.norm(dim=1) * self.unit
+        residuals = inner.norms(rest).to(rest) * self.unit
+        return values.to(images.device) * self.unit, vectors, residuals
 
     def _projected(self, space: Tensor, images: Tensor) -> Pairs:
         """The k best Ritz pairs in a space, and what is left of their images."""
         with as_given(space):
-            projection = (space @ images.T).cpu().double()
+            projection = self._inner.gram(space, images).cpu().double()
             values, coordinates = torch.linalg.eigh((projection + projection.T) / 2)
             best = self._order(values)[: self._k]
             turn = coordinates[:, best].T.to(space)
@@ -492,7 +498,7 @@ class Search:
         return values, vectors, images - values.to(turn)[:, None] * vectors
 
 
-def _unit(products: Tensor) -> float:
+def _unit(products: Tensor, inner: Inner) -> float:
     """The unit of products: 1 where their squares have room, 0 where all are 0."""
-    unit = power_of_two(products)
+    unit = power_of_two(products, inner)
     return 1.0 if 2**-20 < unit < 2**20 else unit

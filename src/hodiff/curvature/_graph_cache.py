@@ -190,12 +190,15 @@ class GraphCache(Generic[G, B]):
         self,
         builder: B,
         point: Any,
+        where: Where,
         batches: Batches,
         memory_budget: float,
         group_sum: ProcessGroupSum | None = None,
         undivided: bool = False,
     ) -> None:
-        """The graphs at a point; what they add up to is a sum, where that is `undivided`."""
+        """The graphs at a point, as it is read now; what they add up to is a sum, where that is
+        `undivided`.
+        """
         _memory.check_budget(memory_budget)
         self.builder = builder
         self.group_sum = group_sum
@@ -203,9 +206,7 @@ class GraphCache(Generic[G, B]):
         self.batches = batches
         self._budget = memory_budget
         self.undivided = undivided
-        self.where = point if isinstance(point, Where) else Where(point, shards=True)
-        if self.where.layout is not None:
-            self.where.layout.ranks = group_sum
+        self.where = where
         self.device = self.where.tensors[0].device
         self.live = (
             "the point has a grad_fn"
@@ -255,6 +256,9 @@ class GraphCache(Generic[G, B]):
             first = self._first_pass(builder, graphs, take)
             if self.group_sum is not None:
                 first = self._with_others(first, self.group_sum)
+            if self.where.layout is not None:
+                facts = first.everywhere._replace(free_bytes=_memory.free_bytes(self.device))
+                first = replace(first, everywhere=self.where.layout.agreed(facts))
             if self.where.layout is not None and not first.everywhere.complete:
                 graphs.clear()  # all processes gather for a batch, or none
                 first = replace(first, own=first.own._replace(complete=False))
@@ -532,9 +536,14 @@ class GraphCache(Generic[G, B]):
 
     def anew(self) -> Self:
         """An empty one in its place, whose first product evaluates at the point as it is then."""
+        point = self._point
+        where = point if isinstance(point, Where) else Where(point, shards=True)
+        if where.layout is not None:
+            where.layout.ranks = self.group_sum
         copied = type(self)(
             self.builder.fresh(),
             self._point,
+            where,
             self.batches,
             self._budget,
             self.group_sum,

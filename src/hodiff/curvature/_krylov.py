@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hodiff._core._vectors import empty
-from hodiff.curvature._operator import as_given
+from hodiff._core._arguments import Probes
+from hodiff._core._vectors import draw, empty
+from hodiff.curvature._operator import LinearOperator, as_given
 from hodiff.curvature._records import Status
 from hodiff.errors import InputError
 
@@ -32,26 +33,6 @@ FEW = 8
 """Up to so many rows go one by one, as a product of a stack makes a copy; of more it is faster."""
 
 
-def dots(a: Tensor, b: Tensor) -> Number:
-    """The inner products of vectors."""
-    if a.ndim == 1:
-        return float(torch.dot(a, b))
-    few = len(a) <= FEW and [torch.dot(x, y) for x, y in zip(a, b, strict=True)]
-    return (torch.stack(few) if few else (a * b).sum(1)).to("cpu", torch.float64)
-
-
-def norms(rows: Tensor) -> Number:
-    """The lengths of vectors."""
-    lengths = torch.linalg.vector_norm(rows, dim=-1)
-    return float(lengths) if rows.ndim == 1 else lengths.to("cpu", torch.float64)
-
-
-def amax(rows: Tensor) -> Number:
-    """The largest entries of vectors, in magnitude."""
-    largest = rows.abs().amax(-1)
-    return largest.tolist() if rows.ndim == 1 else largest.to("cpu", torch.float64)
-
-
 def axpy(rows: Tensor, steps: Number, directions: Tensor) -> Tensor:
     """Y + a x: the vectors, moved by so many steps along the directions."""
     if rows.ndim == 1:
@@ -59,26 +40,132 @@ def axpy(rows: Tensor, steps: Number, directions: Tensor) -> Tensor:
     return torch.addcmul(rows, column(steps, rows), directions)
 
 
-def orthogonalized(
-    w: Tensor, bases: Sequence[Tensor], negligible: Number
-) -> tuple[Tensor, Tensor, Number]:
-    """Vectors without their parts in orthonormal bases: Gram and Schmidt, again where much cancels
-    (Daniel, Gragg, Kaufman, Stewart 1976, doi:10.1090/S0025-5718-1976-0431641-8).
+class Inner:
+    """Inner products of flat vectors, and what follows from them: every number that scales or
+    decides.
 
-    First their parts in the first of the bases, last their lengths.
+    Where processes share the entries, each adds up those that it counts, and all of them get the
+    same number, to the last bit: so they go the same way. What acts entry by entry needs none of
+    this.
     """
-    norm, parts = norms(w), list[Tensor]()
-    for _ in range(3):
-        before = norm
-        with as_given(w):
-            for number, basis in enumerate(bases):
-                part = basis @ w if w.ndim == 1 else (basis @ w.unsqueeze(-1)).squeeze(-1)
-                w = combined(w, basis, part, -1)
-                parts += [] if number else [part.to("cpu", torch.float64)]
-        norm = norms(w)
-        if not any_true(((norm > 0.5 * before) | (norm <= negligible)) ^ True):
-            break
-    return functools.reduce(operator.add, parts), w, norm
+
+    def __init__(self, layout: Any = None) -> None:
+        """The products of vectors laid out so; of one process, without a layout."""
+        self._layout = layout
+        self._counted = [] if layout is None else layout.counted()
+
+    def sums(self, f: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
+        """The value of a function that adds up over entries, of all entries."""
+        if self._layout is None:
+            return f(*vectors)
+        own = [f(*(v[..., some] for v in vectors)).double() for some in self._counted]
+        return self._layout.sums.gathered(torch.stack(own).sum(0)).sum(0)
+
+    def dots(self, a: Tensor, b: Tensor) -> Number:
+        """The inner products of vectors."""
+        if a.ndim == 1:
+            return float(self.sums(torch.dot, a, b))
+        return self.sums(_dots, a, b).to("cpu", torch.float64)
+
+    def norms(self, rows: Tensor) -> Number:
+        """The lengths of vectors."""
+        if self._layout is None:
+            lengths = torch.linalg.vector_norm(rows, dim=-1)
+        else:
+            lengths = self.sums(lambda x: x.norm(dim=-1).double().square(), rows).sqrt()
+        return float(lengths) if rows.ndim == 1 else lengths.to("cpu", torch.float64)
+
+    def amax(self, rows: Tensor) -> Number:
+        """The largest entries of vectors, in magnitude."""
+        some = self._layout is None or rows.shape[-1]
+        largest = rows.abs().amax(-1) if some else rows.new_zeros(rows.shape[:-1])
+        if self._layout is not None:
+            largest = self._layout.sums.gathered(largest).amax(0)
+        return largest.tolist() if rows.ndim == 1 else largest.to("cpu", torch.float64)
+
+    def measure(self, v: Any) -> Any:
+        """A vector, or, where others have entries of it too, its length in its place."""
+        if self._layout is None or v is None:
+            return v
+        return v.new_tensor(self.norms(v), dtype=torch.float64)
+
+    def leaf_sums(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The sums over the entries of each leaf, in double precision: the first dimension."""
+        own = [part.sum(-1, dtype=torch.float64) for part in pieces]
+        if self._layout is None:
+            return torch.stack(own)
+        terms = [part * counts for part, counts in zip(own, self._layout.counts, strict=True)]
+        return self._layout.sums.gathered(torch.stack(terms)).sum(0)
+
+    def orthogonalized(
+        self, w: Tensor, bases: Sequence[Tensor], negligible: Number
+    ) -> tuple[Tensor, Tensor, Number]:
+        """Vectors without their parts in orthonormal bases: Gram and Schmidt, again where much
+        cancels (Daniel, Gragg, Kaufman, Stewart 1976, doi:10.1090/S0025-5718-1976-0431641-8).
+
+        First their parts in the first of the bases, last their lengths.
+        """
+        norm, parts = self.norms(w), list[Tensor]()
+        for _ in range(3):
+            before = norm
+            with as_given(w):
+                for number, basis in enumerate(bases):
+                    part = self.sums(_parts, basis, w).to(w)
+                    w = combined(w, basis, part, -1)
+                    parts += [] if number else [part.to("cpu", torch.float64)]
+            norm = self.norms(w)
+            if not any_true(((norm > 0.5 * before) | (norm <= negligible)) ^ True):
+                break
+        return functools.reduce(operator.add, parts), w, norm
+
+    def orthonormal(self, rows: Tensor) -> Tensor:
+        """Orthonormal rows that span what the given ones do; without those that add nothing, where
+        processes share the entries.
+        """
+        if self._layout is None:
+            return torch.linalg.qr(rows.T)[0].T.contiguous()
+        made, count = torch.empty_like(rows), 0
+        for row in rows:
+            least = 10 * torch.finfo(row.dtype).eps * self.norms(row)
+            _, w, norm = self.orthogonalized(row, [made[:count]], least)
+            if norm > least:
+                torch.div(w, norm, out=made[count])
+                count += 1
+        return made[:count]
+
+    def gram(self, a: Tensor, b: Tensor) -> Tensor:
+        """The inner products of all rows with all others."""
+        return self.sums(lambda a, b: a @ b.T, a, b)
+
+    def draw(
+        self, shape: Sequence[int], like: Tensor, probes: Probes, generator: torch.Generator | None
+    ) -> Tensor:
+        """Random vectors, as `_vectors.draw` has them: the same, whatever processes share them."""
+        if self._layout is None:
+            return draw(shape, like, probes, generator)
+        rows = like.new_empty(tuple(shape))
+        for row in rows.view(-1, rows.shape[-1]):
+            self._layout.fill(row, lambda whole: draw(whole, like, probes, generator))
+        return rows
+
+
+def of(operator: LinearOperator) -> Inner:
+    """The inner products of the vectors that an operator multiplies."""
+    layout = operator._domain.layout
+    return ALONE if layout is None else Inner(layout)
+
+
+def _dots(a: Tensor, b: Tensor) -> Tensor:
+    few = len(a) <= FEW and [torch.dot(x, y) for x, y in zip(a, b, strict=True)]
+    return torch.stack(few) if few else (a * b).sum(1)
+
+
+def _parts(basis: Tensor, w: Tensor) -> Tensor:
+    return basis @ w if w.ndim == 1 else (basis @ w.unsqueeze(-1)).squeeze(-1)
+
+
+ALONE = Inner()
+norms = ALONE.norms
 
 
 def combined(start: Tensor, basis: Tensor, parts: Tensor, sign: int = 1) -> Tensor:
@@ -151,6 +238,7 @@ class Systems(NamedTuple):
         eps: The precision of products.
         scale: That of a Neumann series.
         room: How many vectors GMRES keeps.
+        inner: The inner products of its vectors.
     """
 
     product: Product
@@ -158,6 +246,7 @@ class Systems(NamedTuple):
     eps: float
     scale: float
     room: int
+    inner: Inner = ALONE
 
 
 @dataclass
@@ -224,7 +313,7 @@ class Block(ABC):
         tolerance: list[float],
         left: list[int],
     ) -> None:
-        self._systems = systems
+        self._systems, self._inner = systems, systems.inner
         self.numbers = numbers
         self.tolerance, self.left = number(tolerance, b), number(left, b)
         self._places, self._steps = [*range(len(numbers))], 0
@@ -304,9 +393,10 @@ class Block(ABC):
 
         Raise where that shows, by more than rounding, that M is not positive definite.
         """
-        forms, eps = dots(r, z), self._systems.eps
+        forms, eps = self._inner.dots(r, z), self._systems.eps
         if any_true(forms <= 0) and any_true(
-            (forms <= -10 * eps * norms(r) * norms(z)) & (norms(r) > 0)
+            (forms <= -10 * eps * self._inner.norms(r) * self._inner.norms(z))
+            & (self._inner.norms(r) > 0)
         ):
             raise InputError(
                 "preconditioner is not positive definite (r'Mr <= 0 for a residual r). Give one "
@@ -328,9 +418,9 @@ class ConjugateGradients(Block):
 
     def _begin(self, b: Tensor) -> None:
         self._r, self._best = b, self.x
-        self._d, square = self._inverse(b), dots(b, b)
+        self._d, square = self._inverse(b), self._inner.dots(b, b)
         self._rz = square if self._d is b else self._form(b, self._d)
-        self._length = square if self._d is b else dots(self._d, self._d)
+        self._length = square if self._d is b else self._inner.dots(self._d, self._d)
         self._largest = 0.0
         self.size = self._least = square**0.5
 
@@ -338,16 +428,16 @@ class ConjugateGradients(Block):
         """Along d, to where the residual is orthogonal to it; who goes down ends with the best."""
         self.direction = d = self._d
         image = self._systems.product(d, self.numbers)
-        curvature, length = dots(d, image), self._length
+        curvature, length = self._inner.dots(d, image), self._length
         # Along a null vector the curvature is what rounding leaves of the largest, and steps
         # towards it are huge.
-        self._largest = maximum(self._largest, (dots(image, image) / length) ** 0.5)
+        self._largest = maximum(self._largest, (self._inner.dots(image, image) / length) ** 0.5)
         down = (curvature > self._systems.eps * self._largest * length) ^ True
         lost = any_true(down)
         step = self._rz / (masked_where(down, math.inf, curvature) if lost else curvature)
         self.x = axpy(self.x, step, d)  # line 4 of algorithm 9.1
         self._r = axpy(self._r, -step, image)  # line 5
-        square = dots(self._r, self._r)
+        square = self._inner.dots(self._r, self._r)
         self.size = square**0.5
         better = self.size < self._least
         self._best = masked_where(better, self.x, self._best)
@@ -359,7 +449,9 @@ class ConjugateGradients(Block):
         self._rz = square if z is self._r else self._form(self._r, z)
         ahead = self._rz / before  # line 7
         self._d = axpy(z, ahead, d)  # line 8
-        self._length = square + ahead**2 * length if z is self._r else dots(self._d, self._d)
+        self._length = (
+            square + ahead**2 * length if z is self._r else self._inner.dots(self._d, self._d)
+        )
         converged = self.size <= self.tolerance
         return {"negative curvature": down, "converged": converged, "stagnation": self._rz <= 0}
 
@@ -384,7 +476,7 @@ class MINRES(Block):
         self._beta_old = self._epsilon = self._dbar = self._sn = self._scale = 0 * self._beta
         self._cs = -1.0
         self._w = self._w_old = self.x
-        self.size = dots(b, b) ** 0.5
+        self.size = self._inner.dots(b, b) ** 0.5
         self._unit = self.size / self._beta
 
     def step(self) -> dict[Status, Number]:
@@ -393,7 +485,7 @@ class MINRES(Block):
         y = self._systems.product(v, self.numbers)
         if self._r1 is not self._r2:
             y = axpy(y, -self._beta / self._beta_old, self._r1)
-        alpha = dots(v, y)
+        alpha = self._inner.dots(v, y)
         y = axpy(y, -alpha / self._beta, self._r2)
         self._r1, self._r2 = self._r2, y
         self._y = self._inverse(y)
@@ -403,7 +495,9 @@ class MINRES(Block):
         left = abs(self._phi)
         self.size = left * self._unit
         rounding = self._systems.eps * self._scale
-        end = (self._beta <= 10 * rounding) | (rounding * dots(self.x, self.x) ** 0.5 > 0.1 * left)
+        end = (self._beta <= 10 * rounding) | (
+            rounding * self._inner.dots(self.x, self.x) ** 0.5 > 0.1 * left
+        )
         return {"converged": self.size <= self.tolerance, "stagnation": end}
 
     def _rotate(self, v: Tensor, alpha: Number) -> None:
@@ -431,13 +525,13 @@ class Neumann(Block):
 
     def _begin(self, b: Tensor) -> None:
         self._r = b
-        self.size = self._first = dots(b, b) ** 0.5
+        self.size = self._first = self._inner.dots(b, b) ** 0.5
         self.x = self._term = self._inverse(b) / self._systems.scale
 
     def step(self) -> dict[Status, Number]:
         """The next term, unless nothing is left of the residual."""
         self._r = self._r - self._systems.product(self._term, self.numbers)
-        self.size = dots(self._r, self._r) ** 0.5
+        self.size = self._inner.dots(self._r, self._r) ** 0.5
         done = self.size <= self.tolerance
         self._term = self._inverse(self._r) / self._systems.scale
         self.x = masked_where(done, self.x, self.x + self._term)
@@ -472,7 +566,7 @@ class GMRES(Block):
 
     def _restart(self, r: Tensor) -> None:
         self._count = 0
-        self.size = self._before = norms(r)
+        self.size = self._before = self._inner.norms(r)
         self._scale = 0 * self.size
         torch.div(r, column(self.size, r), out=self._basis[..., 0, :])
         self._least = [LeastSquares(size, self._systems.eps) for size in listed(self.size)]
@@ -483,7 +577,7 @@ class GMRES(Block):
         """
         eps, before = self._systems.eps, self._before
         self._count += 1
-        parts, w, norm = orthogonalized(
+        parts, w, norm = self._inner.orthogonalized(
             self._systems.product(
                 self._inverse(self._basis[..., self._count - 1, :]), self.numbers
             ),
@@ -612,9 +706,12 @@ class Basis:
         check: Callable[[Tensor], object],
         locked: Tensor,
         scale: float,
+        inner: Inner,
+        most: int,
     ) -> None:
         self._multiply, self._draw, self._check = multiply, draw, check
-        self._locked = locked
+        self._locked, self._inner = locked, inner
+        self._most = most
         self.vectors = empty(
             "eigsh: the basis",
             (max_basis + 1, len(start)),
@@ -655,11 +752,11 @@ class Basis:
     def _orthogonalized(self, w: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
         """`w` without its parts in the basis and the locked vectors."""
         bases = [self.vectors[:count], self._locked][: 1 + bool(len(self._locked))]
-        return orthogonalized(w, bases, self._eps * self.scale)
+        return self._inner.orthogonalized(w, bases, self._eps * self.scale)
 
     def _fresh(self, count: int) -> None:
         """Put a random vector orthogonal to all others at `count`, if there is one left."""
-        if count + len(self._locked) >= self.vectors.shape[1]:
+        if count >= self._most:
             self.exhausted = True
             self.vectors[count].zero_()
             return
@@ -667,7 +764,7 @@ class Basis:
 
     def _put(self, count: int, w: Tensor) -> bool:
         """Put what the others leave of a vector at `count`; False where that is nothing."""
-        _, w, norm = self._orthogonalized(w / w.norm(), count)
+        _, w, norm = self._orthogonalized(w / self._inner.norms(w), count)
         if norm > 0:
             torch.div(w, norm, out=self.vectors[count])
         return norm > 0

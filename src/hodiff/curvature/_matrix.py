@@ -250,7 +250,7 @@ def nystrom(
         Matrix Anal. Appl. 44(2). doi:10.1137/21M1466244.
     """
     operator = check_square(
-        operator, "nystrom", symmetric=True, instead="a preconditioner of your own"
+        operator, "nystrom", symmetric=True, instead="a preconditioner of your own", shards=False
     )
     size = operator.shape[0]
     if check_integer(rank, "rank", least=1) > size:

@@ -175,7 +175,7 @@ class LinearOperator(Unlike):
         """The operator by all rows of M, where these are known and cost less than
         so many products.
         """
-        thin = self._thin()
+        thin = self._thin() if self._domain.layout is None else None
         return None if thin is None else thin.matrix(self.shape[-1], most)
 
     def _raise_on_all_ranks(self) -> AbstractContextManager[None]:
@@ -434,6 +434,8 @@ class LinearOperator(Unlike):
 
         A flat one is itself.
         """
+        if self._domain.layout is not None:
+            self._domain.layout.refuse_flat("A.flatten")
         vectors = self._domain.parse(v)
         if vectors.kind == "columns":
             return v if self._domain.batch else vectors.parts[0]
@@ -680,6 +682,7 @@ def check_sizes(left: Space, right: Space, what: str) -> None:
             "give both the same batch."
         )
     compatible = left.size == right.size and (left.like(right) or left.flat or right.flat)
+    check_places(left, right, what)
     if not compatible:
         raise InputError(
             f"{what}: the sizes {left.size} and {right.size}, or the structures (including the "
@@ -690,6 +693,15 @@ def check_sizes(left: Space, right: Space, what: str) -> None:
         raise InputError(
             f"{what}: got {left.dtype} on {left.device} and {right.dtype} on {right.device}; "
             "make both the same."
+        )
+
+
+def check_places(left: Space, right: Space, what: str) -> None:
+    """Raise where two operators have their entries in different processes."""
+    if getattr(left.layout, "places", None) != getattr(right.layout, "places", None):
+        raise InputError(
+            f"{what}: one of the two is sharded over processes, and the other is not, or is "
+            f"otherwise. Combine operators over the same sharded point."
         )
 
 

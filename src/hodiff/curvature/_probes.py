@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _arguments, _call, _reverse, _settings, _tree, _values, _vectors
+from hodiff.curvature import _krylov
+from hodiff.curvature._krylov import ALONE, Inner
 from hodiff.curvature._operator import WAYS, LinearOperator, say_detached
 from hodiff.curvature._records import Route
 from hodiff.errors import ConvergenceWarning, GraphError, HodiffWarning, InputError
@@ -48,11 +50,14 @@ class RandomVectors:
         _arguments.check_option(probes, _arguments.Probes, "probes")
         _vectors.check_generator(generator)
         self._size, self._like = operator.shape[-1], operator._domain.zeros_flat(0)
-        self._shape = (*operator._domain.batch, self._size)
+        self._shape = (*operator._domain.batch, operator._domain.width)
+        self._inner = _krylov.of(operator)
         self._probes: _arguments.Probes = probes
         self._generator = source(operator, generator)
         self._rows = (
-            None if vectors is None else _distinct(_rows(operator._domain, vectors, live=live))
+            None
+            if vectors is None
+            else _distinct(_rows(operator._domain, vectors, self._inner, live=live), self._inner)
         )
         self.given = self._rows is not None
         self.number = samples if self._rows is None else len(self._rows)
@@ -78,12 +83,15 @@ class RandomVectors:
         start, self._taken = self._taken, self._taken + count
         if self._rows is not None:
             return self._rows[start : self._taken]
-        return _vectors.draw((count, *self._shape), self._like, self._probes, self._generator)
+        shape = (count, *self._shape)
+        return self._inner.draw(shape, self._like, self._probes, self._generator)
 
 
 def source(operator: LinearOperator, generator: torch.Generator | None) -> torch.Generator | None:
     """The generator to draw from: of several processes that share the data all draw the same."""
-    group_sum = operator._group_sum
+    layout, group_sum = operator._domain.layout, operator._group_sum
+    if layout is not None:
+        return layout.generator(generator)
     return (
         generator
         if generator is not None or group_sum is None
@@ -91,31 +99,31 @@ def source(operator: LinearOperator, generator: torch.Generator | None) -> torch
     )
 
 
-def _rows(domain: _vectors.Space, vectors: Any, *, live: bool) -> Tensor:
+def _rows(domain: _vectors.Space, vectors: Any, inner: Inner, *, live: bool) -> Tensor:
     if live and not torch.is_grad_enabled():
         with _settings.recording():
-            return _rows(domain, vectors, live=True)
+            return _rows(domain, vectors, inner, live=True)
     kind, parts, number, _ = domain.parse(vectors, "vectors")
-    if number == 0 or not all(bool(part.isfinite().all()) for part in parts):
+    parts = parts if live else [part.detach() for part in parts]
+    rows = parts[0].T if kind == "columns" else domain.join(parts, number)
+    rows = rows[None] if number is None else rows
+    if number == 0 or not bool(inner.amax(rows.detach()).isfinite().all()):
         raise InputError(
             f"vectors: {'got none' if number == 0 else 'some entries are not finite'}."
         )
-    parts = parts if live else [part.detach() for part in parts]
-    if number is None:
-        return domain.join(parts, None)[None]
-    return parts[0].T if kind == "columns" else domain.join(parts, number)
+    return rows
 
 
-def _distinct(rows: Tensor) -> Tensor:
+def _distinct(rows: Tensor, inner: Inner) -> Tensor:
     """The first row alone where all are the same, up to sign; with a warning where some repeat
     others.
 
     What repeats tells nothing more: several that are one would have a standard error of zero.
     """
     number, size = len(rows), rows[:1].numel()
-    if number > 1 and all(_same(rows[0], row) for row in rows[1:]):
+    if number > 1 and all(_same(rows[0], row, inner) for row in rows[1:]):
         return rows[:1]
-    if number > 1 and size >= REPEATS_BY_CHANCE:
+    if number > 1 and size >= REPEATS_BY_CHANCE and inner is ALONE:
         keys, order = (
             (
                 rows.flatten(1)
@@ -125,7 +133,7 @@ def _distinct(rows: Tensor) -> Tensor:
             .sort()
         )
         near = (keys.diff() <= 1e-2 * keys[1:]).nonzero()[:, 0]
-        repeated = sum(_same(rows[order[i]], rows[order[i + 1]]) for i in near.tolist())
+        repeated = sum(_same(rows[order[i]], rows[order[i + 1]], inner) for i in near.tolist())
         if repeated:
             warnings.warn(
                 f"vectors: {repeated} of {number} repeat others (up to sign), so they are not "
@@ -136,8 +144,8 @@ def _distinct(rows: Tensor) -> Tensor:
     return rows
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or torch.equal(a, -b)
+def _same(a: Tensor, b: Tensor, inner: Inner) -> bool:
+    return inner.amax((a - b).reshape(-1)) == 0 or inner.amax((a + b).reshape(-1)) == 0
 
 
 UNSYMMETRIC = "scipy.sparse.linalg.eigs(A.to_scipy())"
@@ -145,12 +153,14 @@ UNSYMMETRIC = "scipy.sparse.linalg.eigs(A.to_scipy())"
 
 
 def check_square(
-    operator: object, name: str, *, symmetric: bool = False, instead: str = "", stacks: bool = False
-) -> LinearOperator:
+    operator: object, name: str, *, symmetric: bool = False, instead: str = "",
+    stacks: bool = False, shards: bool = True,
+) -> LinearOperator:  # fmt: skip
     """The operator, fixed (see there), checked to be one, square, and symmetric where that matters
     (else `instead`).
 
-    One of a stack of matrices is refused, unless `stacks` are taken.
+    One of a stack of matrices is refused, unless `stacks` are taken; so are `shards`, if they are
+    not.
     """
     if isinstance(operator, torch.Tensor):
         raise InputError(
@@ -161,7 +171,7 @@ def check_square(
             f"{name}: got {_arguments.kind(operator)}, "
             "expected an operator (hodiff.HessianOperator, ...)."
         )
-    if operator._domain.layout is not None:
+    if operator._domain.layout is not None and not shards:
         operator._domain.layout.refuse_flat(name)
     *batch, rows, columns = operator.shape
     if batch and not stacks:
@@ -208,6 +218,10 @@ def is_recorded(name: str, operator: object, create_graph: bool | None, **given:
     unless the caller has.
     """
     recorded = _call.recorded(create_graph)
+    if recorded and isinstance(operator, LinearOperator) and operator._domain.layout is not None:
+        raise InputError(
+            f"create_graph: the point is sharded over processes, where {name} has no derivative."
+        )
     if not recorded:
         check_detached(name, operator, create_graph, **given)
     return recorded
@@ -278,9 +292,9 @@ def kept_vectors(size: int, *, least: int) -> int:
     return max(least, min(_reverse.CHUNK_BYTES // (32 * size), 300))
 
 
-def check_finite(product: Tensor, name: str, why: str = "") -> Tensor:
+def check_finite(product: Tensor, name: str, why: str = "", inner: Inner = ALONE) -> Tensor:
     """A product, checked to hold numbers."""
-    if not math.isfinite(float(product.sum())):
+    if not math.isfinite(float(inner.sums(torch.sum, product))):
         raise GraphError(f"{name}: a product {why or _NOT_FINITE}")
     return product
 
@@ -291,11 +305,12 @@ _NOT_FINITE = (
 )
 
 
-def power_of_two(product: Tensor) -> float:
+def power_of_two(product: Tensor, inner: Inner = ALONE) -> float:
     """One near the largest entry, to measure products in: squares of very large or small ones have
     no place; or 0.
     """
-    largest, room = float(product.abs().max()), 1000 if product.dtype is torch.float64 else 120
+    largest = float(torch.as_tensor(inner.amax(product), dtype=torch.float64).max())
+    room = 1000 if product.dtype is torch.float64 else 120
     return 2.0 ** max(-room, min(room, math.frexp(largest)[1])) if largest else 0.0
 
 
@@ -313,17 +328,22 @@ def exact_diagonal(operator: LinearOperator, most: int) -> tuple[Tensor | None, 
     None where both take more than so many products.
     """
     size, domain = operator.shape[-1], operator._domain
-    rows, thin = operator._crossed(most), operator._thin()
-    entries = rows.norms() if rows is not None else thin and thin.diagonal(most)
-    if entries is not None:
-        return entries, "rows"
+    if domain.layout is None:
+        rows, thin = operator._crossed(most), operator._thin()
+        entries = rows.norms() if rows is not None else thin and thin.diagonal(most)
+        if entries is not None:
+            return entries, "rows"
     if most < size:
         return None, "vectors"
-    entries = domain.zeros_flat(size).expand(*domain.batch, size).contiguous()
+    entries = domain.zeros_flat(domain.width).expand(*domain.batch, domain.width).contiguous()
     for start in range(0, size, 64):
         stop = min(start + 64, size)
-        images = flat_product(operator, domain.units(start, stop))[..., start:stop]
-        entries[..., start:stop] = images.diagonal(dim1=0, dim2=-1)
+        units = (domain.layout or domain).units(start, stop)
+        images = flat_product(operator, units)
+        if domain.layout is None:
+            entries[..., start:stop] = images[..., start:stop].diagonal(dim1=0, dim2=-1)
+        else:
+            entries += (units * images).sum(0)
     return entries, "columns"
 
 

@@ -46,7 +46,10 @@ class ProcessGroupSum:
     Attributes:
         rank: The number of this one.
         world: How many there are.
+        said_by: How messages about them begin.
     """
+
+    said_by = "process_group"
 
     def __init__(self, group: ProcessGroup, where: Where, owner: str, chunk_size: object) -> None:
         self._group = group
@@ -163,14 +166,14 @@ class ProcessGroupSum:
         if _differ(owners):
             raise _told(
                 InputError(
-                    f"process_group: the ranks use operators of different kinds at the same time; "
+                    f"{self.said_by}: the ranks use operators of different kinds at the same time; "
                     f"rank {self.rank} uses a {self._owner}."
                 )
             )
         if _differ(numbers):
             raise _told(
                 InputError(
-                    f"process_group: the ranks use different operators at the same time: numbers "
+                    f"{self.said_by}: the ranks use different operators at the same time: numbers "
                     f"{numbers}, counted in the order in which each rank made those of this group. "
                     f"Make the same operators on every rank and use them in the same order (make "
                     f"one for a single rank without process_group=)."
@@ -184,7 +187,7 @@ class ProcessGroupSum:
             ) + (", ..." if len(self._structure) > 4 else "")
             raise _told(
                 InputError(
-                    f"process_group: the points of the ranks differ in names, shapes or dtypes "
+                    f"{self.said_by}: the points of the ranks differ in names, shapes or dtypes "
                     f"(sizes {sizes}); rank {self.rank} has {names}. "
                     "Build the same model on every rank."
                 )
@@ -226,7 +229,7 @@ class ProcessGroupSum:
             if first != me and first in {thread.ident for thread in threading.enumerate()}:
                 raise _told(
                     GraphError(
-                        f"process_group: this {self._owner} is used in several threads, whose "
+                        f"{self.said_by}: this {self._owner} is used in several threads, whose "
                         f"order may differ between ranks, so sums would mix different products. "
                         f"Use all operators of a group of {self.world} processes in one thread, or "
                         f"give each thread a group of its own: torch.distributed.new_group(), "
@@ -249,11 +252,11 @@ class ProcessGroupSum:
                 raise
             raise _told(
                 GraphError(
-                    f"process_group: rank {self.rank} could not exchange sums with the others: one "
-                    f"of them has ended, or computed no such product within the group's timeout. "
-                    f"Every rank must make the same calls of this operator in the same order "
-                    f"(products, H.value and H.gradient at first use, estimators). The group can "
-                    f"no longer be used. ({str(error).splitlines()[0]})"
+                    f"{self.said_by}: rank {self.rank} could not exchange sums with the others: "
+                    f"one of them has ended, or computed no such product within the group's "
+                    f"timeout. Every rank must make the same calls of this operator in the same "
+                    f"order (products, H.value and H.gradient at first use, estimators). The group "
+                    f"can no longer be used. ({str(error).splitlines()[0]})"
                 )
             ) from error
 
@@ -292,7 +295,7 @@ class ProcessGroupSum:
         if failed:
             raise _told(
                 GraphError(
-                    f"process_group: {_ranks(failed)} failed, so there is no sum over all ranks. "
+                    f"{self.said_by}: {_ranks(failed)} failed, so there is no sum over all ranks. "
                     f"{said[failed[0]].fact}"
                 )
             )
@@ -300,7 +303,7 @@ class ProcessGroupSum:
             steps = ", ".join(f"rank {rank} {status.step}" for rank, status in enumerate(said[:8]))
             raise _told(
                 InputError(
-                    f"process_group: the ranks are at different steps, operators or blocks "
+                    f"{self.said_by}: the ranks are at different steps, operators or blocks "
                     f"({steps}). Call the same methods of the same operators in the same order on "
                     f"every rank, including H.refresh(), with the same generator=."
                 )

@@ -172,7 +172,7 @@ class EigenRecord(Shown):
     Attributes:
         value: The eigenvalues, `(k,)`: the one asked for first comes first.
         vectors: The eigenvectors as orthonormal columns, `(D, k)`; `A.unflatten(vectors)` shapes
-            them.
+            them. At a sharded point they are like it, stacked: DTensors `(k, ...)`.
         residual: |A x - λ x| of each pair, `(k,)`, computed from products (in what a callback is
             given, estimated).
         converged: Whether every residual is within the tolerance; None while it runs.

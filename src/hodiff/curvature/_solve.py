@@ -14,26 +14,28 @@ from torch import Tensor
 from hodiff._core import _arguments, _call, _nodes, _settings, _tree, _versions
 from hodiff._core._tree import Vectors
 from hodiff._core._vectors import near, sum_dtype
+from hodiff.curvature import _krylov
 from hodiff.curvature._krylov import (
+    ALONE,
     GMRES,
     MINRES,
     Block,
     ConjugateGradients,
+    Inner,
     Neumann,
     Product,
     Solutions,
     Systems,
-    amax,
     column,
     listed,
-    norms,
+    masked_where,
     number,
     selected,
     zeros,
 )
 from hodiff.curvature._links import CallSite, Chain, ImplicitSystem
 from hodiff.curvature._matrix import MatrixOperator
-from hodiff.curvature._operator import LinearOperator, as_given, constant, normal
+from hodiff.curvature._operator import LinearOperator, as_given, check_places, constant, normal
 from hodiff.curvature._probes import (
     Callback,
     EstimatorProgress,
@@ -316,12 +318,12 @@ def attempt(
     plain = start is None and preconditioner is None
     most = 4 * DENSE if method == "gmres" and restart is None else DENSE
     small = plain and bool(operator._domain.batch or most > DENSE or not soon)
-    small = small and operator.shape[-1] <= min(most, limit - SOON)
+    small = small and operator.shape[-1] <= min(most, limit - SOON) and sides.inner is ALONE
     whole = small and iterations is None and callback is None
     dense, later, soon = _by_matrix_when(operator, soon, small, whole, restart)
-    product = Measured(product, sides.units) if plain and not dense else product
+    product = Measured(product, sides) if plain and not dense else product
     make, room = _method(method, operator, restart, scale)
-    systems = Systems(product, inverse, torch.finfo(operator.dtype).eps, float(scale), room)
+    systems = Systems(product, inverse, sides.eps, float(scale), room, sides.inner)
 
     with EstimatorProgress("solve", operator, limit, callback, progress) as watch:
 
@@ -368,29 +370,33 @@ class Sides:
         unit: The largest entries of very small or large ones, whose squares have no place.
         units: In which products are then measured, and solutions are.
         lengths: Theirs.
+        inner: Their inner products.
+        eps: The rounding of products.
         sizes: The same; 1 of zeros, whose residuals are zero.
     """
 
     def __init__(self, operator: LinearOperator, b: Any) -> None:
-        self._operator = operator
-        rows, self._given, largest = _parsed(operator, b, "b")
+        self._operator, self.inner = operator, _krylov.of(operator)
+        self.eps = torch.finfo(operator.dtype).eps
+        rows, self._given, largest = _parsed(operator, b, "b", self.inner)
         room = torch.finfo(operator.dtype).max ** 0.125
         self.unit = [size if size and not 1 / room < size < room else 1.0 for size in largest]
         self.count = len(self.unit)
         self.units = [1.0] * self.count
         self.rows = self._measured(rows)
-        self.lengths = listed(norms(self.rows))
+        self.lengths = listed(self.inner.norms(self.rows))
         self.sizes = [size or 1.0 for size in self.lengths]
 
     def beginning(self, start: Any) -> Tensor:
         """The start, in the same units; at zero, where the right-hand side is."""
-        rows, given, _ = _parsed(self._operator, start, "start")
+        rows, given, _ = _parsed(self._operator, start, "start", self.inner)
         if given.number != self._given.number:
             raise InputError(
                 f"start: got {_arguments.plural(given.number or 1, 'vector')}, "
                 f"but b holds {self._given.number or 1}."
             )
-        return torch.where(self.rows.any(-1, keepdim=True), self._measured(rows), 0.0)
+        nonzero = number(self.lengths, rows) != 0
+        return masked_where(nonzero, self._measured(rows), torch.zeros_like(rows))
 
     def _measured(self, rows: Tensor) -> Tensor:
         return rows / column(number(self.unit, rows), rows) if set(self.unit) != {1.0} else rows
@@ -421,7 +427,7 @@ class Sides:
         bounds = torch.finfo(dtype)
         # the step between numbers there, and what may be lost
         least = bounds.tiny * bounds.eps / default_rtol(dtype)
-        each = zip(listed(amax(end.x)), self.unit, self.units, end.status, strict=True)
+        each = zip(listed(self.inner.amax(end.x)), self.unit, self.units, end.status, strict=True)
         for largest, size, unit, status in each:
             about, meant = largest * (size / unit), status in ("converged", "iterations")
             lost = largest > 0 and not least <= about <= bounds.max
@@ -447,7 +453,9 @@ class Sides:
         return line.movedim(0, -1) if self._given.kind == "columns" else line
 
 
-def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vectors, list[float]]:
+def _parsed(
+    operator: LinearOperator, b: Any, name: str, inner: Inner
+) -> tuple[Tensor, Vectors, list[float]]:
     """Vectors as rows, a single one flat, in the precision of sums;
     spelling and largest entries.
     """
@@ -462,7 +470,7 @@ def _parsed(operator: LinearOperator, b: Any, name: str) -> tuple[Tensor, Vector
     rows = rows.to(sum_dtype(rows.dtype))
     if rows.ndim == 2 and len(rows) == 1 and not operator._domain.batch:
         rows = rows[0]
-    largest = listed(amax(rows))
+    largest = listed(inner.amax(rows))
     if not all(map(math.isfinite, largest)):
         raise InputError(f"{name} has entries that are not finite.")
     return rows, given, largest
@@ -483,9 +491,9 @@ def spelled(operator: LinearOperator, rows: Tensor, given: Vectors) -> Any:
     """Flat rows as `given` was spelled."""
     rows, domain = rows.to(operator.dtype), operator._domain
     if given.kind == "rows":
-        return rows.reshape(-1, domain.size)
+        return rows.reshape(-1, domain.width)
     lead = domain.batch if given.number is None else (given.number, *domain.batch)
-    rows = rows.reshape((*lead, domain.size))
+    rows = rows.reshape((*lead, domain.width))
     if given.kind == "columns":
         return rows.movedim(0, -1)
     return rows if given.kind == "flat" else domain.result(domain.split(rows), given.tree)
@@ -518,7 +526,7 @@ def _rounded(operator: LinearOperator, why: str, damping: float = 0.0) -> Produc
 
     `why` it may not be finite.
     """
-    dtype = operator.dtype
+    dtype, inner = operator.dtype, _krylov.of(operator)
 
     def product(v: Tensor, numbers: list[int]) -> Tensor:
         given = v if v.dtype is dtype else v.to(dtype)
@@ -528,7 +536,8 @@ def _rounded(operator: LinearOperator, why: str, damping: float = 0.0) -> Produc
             images = operator._times_some(given, torch.tensor(numbers, device="cpu"))
         else:
             images = operator._times_rows(given)
-        images = check_finite(images if v.dtype is dtype else images.to(v.dtype), "solve", why)
+        images = images if v.dtype is dtype else images.to(v.dtype)
+        check_finite(images, "solve", why, inner)
         return torch.add(images, v, alpha=damping) if damping else images
 
     return product
@@ -540,17 +549,17 @@ class Measured:
     The solutions of the systems are then in these units, too.
     """
 
-    def __init__(self, product: Product, units: list[float]) -> None:
+    def __init__(self, product: Product, sides: Sides) -> None:
         """Measure a product, with the units of systems, all 1, to be changed."""
-        self._product = product
-        self._units = units
+        self._product, self._inner = product, sides.inner
+        self._units = sides.units
         self._known = self._plain = False
 
     def __call__(self, v: Tensor, numbers: list[int]) -> Tensor:
         image = self._product(v, numbers)
         if not self._known:
             self._known, room = True, torch.finfo(image.dtype).max ** 0.25
-            for place, size in zip(numbers, listed(amax(image)), strict=True):
+            for place, size in zip(numbers, listed(self._inner.amax(image)), strict=True):
                 if size and not 1 / room < size < room:
                     self._units[place] = float(
                         near(torch.tensor(size, dtype=image.dtype, device="cpu"))
@@ -574,6 +583,7 @@ def _preconditioning(
         instead="method='gmres'",
         stacks=True,
     )
+    check_places(preconditioner._domain, operator._domain, "preconditioner")
     if preconditioner.shape != operator.shape or preconditioner.dtype != operator.dtype:
         raise InputError(
             f"preconditioner has shape {tuple(preconditioner.shape)} and dtype "
@@ -685,9 +695,9 @@ def _begun(
     """Solutions at x, the residuals of those that are none yet, and which these are."""
     lengths, r, everywhere = sides.lengths, sides.rows, [*range(sides.count)]
     end = Solutions.of(sides.count, zeros(r) if x is None else x)
-    if x is not None and bool(x.any()):
+    if x is not None and any(listed(sides.inner.amax(x))):
         r = r - product(x, everywhere)
-        lengths, end.taken = listed(norms(r)), [1] * sides.count
+        lengths, end.taken = listed(sides.inner.norms(r)), [1] * sides.count
     end.size = [length / size for length, size in zip(lengths, sides.sizes, strict=True)]
     end.status = ["converged"] * sides.count
     at = [place for place in everywhere if end.size[place] > tolerance[place]]
@@ -711,7 +721,8 @@ def stepped(
     ends = run(r, [systems.eps * sides.sizes[place] for place in at], [steps] * len(at), at, end)
     moved, left = selected(end.x, at, sides.count) + ends.x, ends.size
     if method == "minres":  # whose own are measured by the preconditioner
-        left = listed(norms(selected(sides.rows, at, sides.count) - systems.product(moved, at)))
+        rest = selected(sides.rows, at, sides.count) - systems.product(moved, at)
+        left = listed(sides.inner.norms(rest))
     end.put(at, moved)
     for i, (place, residual, status) in enumerate(zip(at, left, ends.status, strict=True)):
         end.size[place], end.direction[place] = residual / sides.sizes[place], ends.direction[i]
@@ -750,7 +761,7 @@ def solved(
         ends = run(r, [0.5 * rtol[place] * sides.sizes[place] for place in at], left, at, end)
         moved = selected(end.x, at, sides.count) + ends.x
         rest = selected(sides.rows, at, sides.count) - systems.product(moved, at)
-        lengths, following = listed(norms(rest)), list[int]()
+        lengths, following = listed(sides.inner.norms(rest)), list[int]()
         sizes = [length / sides.sizes[place] for place, length in zip(at, lengths, strict=True)]
         better = [i for i, place in enumerate(at) if sizes[i] < end.size[place]]
         end.put([at[i] for i in better], selected(moved, better, len(at)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from hodiff._core import _settings
 from hodiff._core._arguments import Probes, check_option
 from hodiff._core._vectors import near, standard_error, sum_dtype
+from hodiff.curvature import _krylov
 from hodiff.curvature._operator import LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
     BLOCK,
@@ -130,8 +133,7 @@ def trace(
     with EstimatorProgress("trace", operator, needed, callback, progress) as watch:
         entries, _ = exact_diagonal(operator, drawn.spare(needed))
         if entries is not None:
-            parts = operator._domain.pieces(entries)
-            terms = torch.stack([part.sum(-1, dtype=torch.float64) for part in parts])[None]
+            terms = _krylov.of(operator).leaf_sums(operator._domain.pieces(entries))[None]
             record = _record(operator, terms, leaves, 0.0, rtol, watch, exact=True)
         else:
             record = _hutchinson(operator, drawn, method == "hutch++", leaves, rtol, watch)
@@ -195,18 +197,20 @@ def _hutchinson(
     """
     first = drawn.number // 2 if sketched else 0
     basis, known = None, 0.0
+    inner = _krylov.of(operator)
     if first:  # Hutch++, algorithm 1: the range of A on random vectors, of which the trace is exact
-        basis = torch.linalg.qr(flat_product(operator, drawn.take(first)).T)[0].T.contiguous()
-        known = float((basis * flat_product(operator, basis)).sum(dtype=torch.float64))
+        basis = inner.orthonormal(flat_product(operator, drawn.take(first)))
+        form = basis * flat_product(operator, basis)
+        known = float(inner.sums(partial(torch.sum, dtype=torch.float64), form))
     estimates: list[Tensor] = []
     number = drawn.number - first
     for start in range(0, number, BLOCK):
         z = drawn.take(min(BLOCK, number - start)).to(sum_dtype(operator.dtype))
         if basis is not None:
             with as_given(z):
-                z = z - (z @ basis.T) @ basis
+                z = z - inner.gram(z, basis).to(z) @ basis
         terms = operator._domain.pieces(z * flat_product(operator, z))
-        estimates.append(torch.stack([part.sum(-1, dtype=torch.float64) for part in terms], 1))
+        estimates.append(inner.leaf_sums(terms).movedim(0, 1))
         so_far = torch.cat(estimates)
         watch(lambda _, so_far=so_far: _record(operator, so_far, leaves, known, None, watch))
         if (
@@ -320,7 +324,8 @@ def diagonal(
     recorded = is_recorded("diagonal", operator, create_graph, vectors=vectors)
     drawn = RandomVectors(operator, samples, probes, vectors, generator, live=recorded)
     check_rtol(rtol, None if method == "exact" else drawn.number)
-    size = operator.shape[-1]
+    size, domain = operator.shape[-1], operator._domain
+    inner = _krylov.of(operator)
     exact = method == "exact" or drawn.exhaust(drawn.number)
     if recorded:
         return _differentiable_diagonal(operator, drawn, rtol, exact=exact)
@@ -329,10 +334,10 @@ def diagonal(
         value: Tensor, stderr: Tensor | None, rtol_asked: float | None, spent: int, route: Route
     ) -> DiagonalRecord:
         shaped = [
-            None if part is None else operator.unflatten(part.to(operator.dtype))
+            None if part is None else domain.result(domain.split(part.to(operator.dtype)))
             for part in (value, stderr)
         ]
-        met = reached(value, stderr, rtol_asked, len(operator._domain.batch))
+        met = reached(inner.measure(value), inner.measure(stderr), rtol_asked, len(domain.batch))
         return DiagonalRecord(shaped[0], shaped[1], met, spent, route)
 
     with EstimatorProgress(
@@ -351,7 +356,7 @@ def diagonal(
         made = record(value, stderr, rtol, watch.spent, route)
         watch.warn_if_not_finite(value)
         if not all_reached(made.converged):
-            error = float("nan") if stderr is None else float(stderr.norm() / value.norm())
+            error = math.nan if stderr is None else inner.norms(stderr) / inner.norms(value)
             warn_not_converged(
                 f"diagonal: after {watch.spent} products the standard error is {error:.2g} of the "
                 f"diagonal, more than rtol={rtol:g}; allow more samples."
@@ -389,7 +394,9 @@ def _estimate(
     """Mean and standard error of z * Az, by running sums of squared deviations (Welford,
     block by block).
     """
-    mean = operator._domain.units(0, 1)[0].to(sum_dtype(operator.dtype)).zero_()
+    domain, inner = operator._domain, _krylov.of(operator)
+    mean = domain.zeros_flat(domain.width).to(sum_dtype(operator.dtype))
+    mean = mean.expand(*domain.batch, -1).contiguous()
     squares = torch.zeros_like(mean)
     done = 0
     unit = mean
@@ -412,7 +419,9 @@ def _estimate(
         if (
             rtol is not None
             and done >= 2 * BLOCK
-            and all_reached(reached(*so_far, rtol, mean.ndim - 1))
+            and all_reached(
+                reached(inner.measure(so_far[0]), inner.measure(so_far[1]), rtol, mean.ndim - 1)
+            )
         ):
             break
     return so_far

@@ -7,22 +7,24 @@ what the caller gets, are DTensors again, placed as the point's.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from hodiff._core import _arguments, _needed, _tree
 from hodiff._core._tree import mark_as_parameter
+from hodiff._core._vectors import generic
 from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.sharded import _groups
 from hodiff.sharded._groups import Groups
+from hodiff.sharded._ranks import PLAIN, ShardRanks
 
 
 class Placement(NamedTuple):
@@ -69,12 +71,29 @@ class Placement(NamedTuple):
             )
         return part_of(value)
 
+    def cut(self, whole: Tensor) -> Tensor:
+        """This process's part of a whole tensor: a view."""
+        # `fully_shard` cuts what tensor parallelism has left of a dimension
+        strided = [hasattr(each, "split_factor") for each in self.placements]
+        for at in sorted(range(len(strided)), key=lambda at: -at if strided[at] else -len(strided)):
+            each = self.placements[at]
+            if not each.is_replicate():
+                size = whole.shape[each.dim]
+                rows = -(-size // self.mesh.size(at))
+                begun = min(size, rows * self.mesh.get_local_rank(at))
+                whole = whole.narrow(each.dim, begun, min(rows, size - begun))
+        return whole
+
     def _behind(self, more: int) -> list[Any]:
         """The placements of a tensor with more dimensions in front."""
-        return [
-            Shard(each.dim + more) if more and isinstance(each, Shard) else each
-            for each in self.placements
-        ]
+        return [_behind(each, more) for each in self.placements]
+
+
+def _behind(placement: Any, more: int) -> Any:
+    if not more or placement.is_replicate():
+        return placement
+    strided = {} if isinstance(placement, Shard) else {"split_factor": placement.split_factor}
+    return type(placement)(placement.dim + more, **strided)
 
 
 def part_of(value: Any) -> Tensor:
@@ -90,6 +109,8 @@ class Layout:
         places: Where the entries of each are; None of one that every process has whole.
         groups: What `fully_shard` gathers, if it does: a model's parameters are whole only there.
         ranks: The processes that share such a model; an operator has its own.
+        mesh: That of all processes that share the entries of vectors.
+        sums: These processes.
     """
 
     def __init__(self, where: Where, groups: Groups | None) -> None:
@@ -103,6 +124,82 @@ class Layout:
         ]
         where.layout = self
         self.ranks = None if groups is None else groups.ranks(where)
+        meshes = [place.mesh for place in self.places if place is not None]
+        self.mesh = max(meshes, key=lambda mesh: mesh.size())
+        names = self.mesh.mesh_dim_names or ()
+        if any(
+            each != self.mesh and not {*(each.mesh_dim_names or "?")} <= {*names} for each in meshes
+        ):
+            raise InputError(f"{where.name}: its tensors are sharded over several meshes; use one.")
+        self.sums = ShardRanks(self.mesh, where, PLAIN, None)
+
+    # --- the entries of all processes
+
+    @property
+    def counts(self) -> list[bool]:
+        """Whether this process counts the entries of each tensor; it is the only one that does."""
+        own = self.mesh.get_coordinate()
+        return [
+            not any(c for at, c in enumerate(own) if at not in self._cut(p)) for p in self.places
+        ]
+
+    def _cut(self, place: Placement | None) -> set[int]:
+        """The dimensions of the mesh over which a tensor is cut."""
+        if place is None:
+            return set()
+        ats = range(self.mesh.ndim)
+        if place.mesh != self.mesh:
+            ats = [self.mesh.mesh_dim_names.index(name) for name in place.mesh.mesh_dim_names]
+        pairs = zip(ats, place.placements, strict=True)
+        return {at for at, each in pairs if not each.is_replicate()}
+
+    def counted(self) -> list[slice]:
+        """The entries of a line of this process's parts that it counts."""
+        ends = [*accumulate(map(torch.numel, self.parts()), initial=0)]
+        if all(self.counts):
+            return [slice(None)]
+        pieces = zip(self.counts, ends, ends[1:], strict=False)
+        return [slice(begin, end) for counts, begin, end in pieces if counts] or [slice(0, 0)]
+
+    def agreed(self, facts: Any) -> Any:
+        """The facts of a first pass (see `RankFacts`), by which all take the same passes."""
+        own = [facts.complete, facts.free_bytes, facts.largest]
+        said = self.sums.gathered(torch.tensor(own, dtype=torch.float64, device="cpu"))
+        complete, free, largest = said.T
+        return facts._replace(
+            complete=bool(complete.all()),
+            free_bytes=int(free.min()),
+            largest=int(largest.max()),
+        )
+
+    def fill(self, line: Tensor, make: Callable[[torch.Size], Tensor]) -> None:
+        """Fill a line of this process's parts with those of whole tensors, one after the other."""
+        pieces = line.split([*map(torch.numel, self.parts())])
+        for piece, x, place in zip(pieces, self.given, self.places, strict=True):
+            whole = make(x.shape)
+            piece.copy_((whole if place is None else place.cut(whole)).reshape(-1))
+
+    def units(self, start: int, stop: int) -> Tensor:
+        """Some of the unit vectors, as rows: of each this process's part."""
+        parts, begun = self.parts(), accumulate((x.numel() for x in self.given), initial=0)
+        device = parts[0].device
+        line = torch.empty(sum(map(torch.numel, parts)), dtype=torch.int64, device=device)
+        first = partial(torch.arange, device=device)
+        self.fill(line, lambda shape: first(shape.numel()).view(shape) + next(begun))
+        return (line == first(start, stop).unsqueeze(1)).to(parts[0].dtype)
+
+    def generator(self, given: torch.Generator | None) -> torch.Generator:
+        """One that draws the same everywhere: from a seed that all have drawn, or the first has."""
+        device = self.given[0].device if given is None else given.device
+        seeds = self.sums.gathered(torch.randint(2**48, (), generator=given, device=device))
+        if given is not None and bool((seeds != seeds[0]).any()):
+            raise InputError(
+                "generator: the processes have given generators in different states; seed them "
+                "alike on all of them, or give none."
+            )
+        return torch.Generator(device).manual_seed(int(seeds[0]))
+
+    # --- its tensors
 
     def parts(self) -> list[Tensor]:
         """This process's parts of the tensors, in whose memory they are."""
@@ -149,14 +246,35 @@ class Layout:
             counts |= {len(leaf) if leaf.ndim > theirs.ndim else None}
         if len(counts) > 1:
             raise InputError(f"{name}: the leaves hold different numbers of vectors.")
+        self._check_copies(parts, name)
         return parts, counts.pop()
+
+    def _check_copies(self, parts: list[Tensor], name: str) -> None:
+        """Raise, in all processes, where some have been given other copies of an entry: by more
+        than what rounding may do to them.
+        """
+        cuts, dims = [*map(self._cut, self.places)], range(self.mesh.ndim)
+        if all(at in cut for cut in cuts for at in dims):
+            return
+        sums = torch.stack([_weighed(part) for part in parts])
+        own = torch.stack([sums[[at not in cut for cut in cuts]].sum(0) for at in dims])
+        said = self.sums.gathered(own)[self.sums.numbers(self.mesh.mesh)]
+        eps = max(torch.finfo(part.dtype).eps for part in parts)
+        for at in dims:
+            total, size = said[..., at, :].unbind(-1)
+            if bool((total.amax(at) - total.amin(at) > 16 * eps * size.amax(at)).any()):
+                raise InputError(
+                    f"{name}: processes that have the same entries were given different ones, in "
+                    f"tensors that are not sharded, or have replicas. Draw them from the same seed "
+                    f"on every process, or broadcast them."
+                )
 
     def refuse_flat(self, name: str = "v") -> NoReturn:
         """Raise for a flat vector, of which no process has all entries."""
         raise InputError(
-            f"{name}: the point is sharded over processes, and flat vectors, matrices and "
-            f"estimators are not served there. Give a vector like the point: for a module a dict "
-            f"of DTensors, placed as its parameters."
+            f"{name}: the point is sharded over processes, and flat vectors and matrices are not "
+            f"served there. Give a vector like the point: for a module a dict of DTensors, placed "
+            f"as its parameters."
         )
 
     def served(self, what: Any, builds_graph: bool, create_graph: bool, batch_ndim: int) -> Any:
@@ -187,20 +305,18 @@ class Layout:
 
     def total(self, sums: Sequence[Tensor]) -> Tensor:
         """The sum over all entries, from that over each part; what several have counts once."""
-        mesh = next(place.mesh for place in self.places if place is not None)
-        terms = []
-        for value, place in zip(sums, self.places, strict=True):
-            cut = [] if place is None else [each.is_replicate() for each in place.placements]
-            sides = zip(mesh.shape, cut or [True] * mesh.ndim, strict=True)
-            terms += [value / math.prod(size for size, whole in sides if whole)]
-        result = torch.stack(terms).sum(0)
-        for dim in range(mesh.ndim):
-            dist.all_reduce(result, group=mesh.get_group(dim))
-        return result
+        own = torch.stack([*sums]).mul(sums[0].new_tensor(self.counts)).sum(0)
+        return self.sums.gathered(own).sum(0)
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of the value over the processes that share the data."""
         return value if self.groups is None else self.groups.mean(value)
+
+
+def _weighed(part: Tensor) -> Tensor:
+    """The sum of the entries, each times a number of its place, and that of their sizes."""
+    terms = part.reshape(-1).double().cpu() * generic(part.numel())
+    return torch.stack([terms.sum(), terms.abs().sum()])
 
 
 def _check_like(leaf: Any, theirs: Tensor, label: str) -> None:

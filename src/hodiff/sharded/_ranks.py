@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hodiff._core._faults import interrupts
 from hodiff._core._tree import Leaves
@@ -32,10 +34,12 @@ class ShardRanks(ProcessGroupSum):
         waits: Whether others may wait in a gather, where they cannot be told of an error.
     """
 
+    said_by = "sharded model"
+
     def __init__(self, mesh: Any, where: Where, owner: str, chunk_size: object) -> None:
-        group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
-        super().__init__(group, where, owner, chunk_size)
-        self._size, self._factor = 0, mesh.size()
+        super().__init__(_group_of(mesh), where, owner, chunk_size)
+        self._size, self._factor = NUMBERS * mesh.size(), mesh.size()
+        self._dtype = torch.float64
         self.muted = self.waits = False
         self._greeted = True  # each status says what greetings would
         self._said = ""
@@ -59,6 +63,21 @@ class ShardRanks(ProcessGroupSum):
         _, facts = super().sum(step, [], who=[*who, self._said], count=count, fact=fact)
         self.waits = False
         return [part.to(sum_dtype(part.dtype)) * self._factor for part in parts], facts
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """The values of each process, in the order of their numbers: in double precision, on the
+        CPU.
+
+        All others add zeros to it, so that it is exact, whatever the order of the sums.
+        """
+        rows = torch.zeros((self.world, values.numel()), dtype=self._dtype, device=self._device)
+        rows[self.rank] = values.reshape(-1)
+        (made,), _ = super().sum("sums", [rows], who=[self._said, str(values.shape)])
+        return made.clone().cpu().reshape(self.world, *values.shape)
+
+    def numbers(self, ranks: Tensor) -> Tensor:
+        """The numbers in this group of processes that have these in the world."""
+        return ranks.cpu().clone().apply_(dist.get_process_group_ranks(self._group).index)
 
     def begin(self, step: Any, *who: str, count: int | None = None) -> None:
         """Let the others know that this process is about to gather."""
@@ -84,6 +103,25 @@ class ShardRanks(ProcessGroupSum):
             "(The other processes wait in a gather of the sharded model, and will raise when their "
             "group's timeout ends.)"
         )
+
+
+NUMBERS = 8
+"""Of so many numbers of each process the sum travels with the status."""
+
+GROUP = "_group_of_hodiff"
+"""The attribute of a mesh of several dimensions that is a part of the world: all its processes."""
+
+
+def _group_of(mesh: Any) -> Any:
+    """The group of all processes of a mesh."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    if GROUP not in vars(mesh):
+        ranks = sorted(mesh.mesh.flatten().tolist())
+        setattr(mesh, GROUP, dist.new_group(ranks, use_local_synchronization=True))
+    return getattr(mesh, GROUP)
 
 
 PLAIN = "call of a sharded model"

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import hodiff
-from hodiff.curvature import _density
+from hodiff.curvature import _krylov
 from hodiff.curvature._density import Overlaps
 from tests.support.operators import D, draw
 from tests.support.properties import agree
@@ -95,13 +96,13 @@ ISOLATED = torch.tensor([1e3, 500.0, -200.0], dtype=D)
 
 
 def test_vectors_are_made_orthogonal_where_that_is_needed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, orthogonalized = [0], _density.orthogonalized
+    made, orthogonalized = [0], _krylov.Inner.orthogonalized
 
-    def counting(*given: Tensor) -> Tensor:
+    def counting(*given: Any) -> Any:
         made[0] += 1
         return orthogonalized(*given)
 
-    monkeypatch.setattr(_density, "orthogonalized", counting)
+    monkeypatch.setattr(_krylov.Inner, "orthogonalized", counting)
     A, V = with_spectrum(SPECTRA["spread"]), draw(N, 4, seed=1)
     for dtype, least, most in ((D, 0, 0), (torch.float32, 0.04, 0.14)):
         made[0] = 0
