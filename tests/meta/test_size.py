@@ -45,10 +45,10 @@ MODULES = 129  # the damped steps of least squares are a noun of their own
 # the place of three mechanisms; the types of plans and compiled steps (14 are overloads), annotations without quotes.
 # 200: estimators on vectors that processes share (inner products that all have alike, random vectors and unit vectors
 # by parts, passes that all agree about), copies of an entry that differ are refused.
-STATEMENTS = 23730
+STATEMENTS = 23523
 # What `grad`, `jacobian`, `hessian`, `hvp` and `laplacian` import.
 MODULES_OF_FIVE_CALLS = 35
-STATEMENTS_OF_FIVE_CALLS = 5184
+STATEMENTS_OF_FIVE_CALLS = 5183
 ROOMS_OF_THEIR_OWN = ("steps", "memory", "curvature", "graph")
 LONGEST_BODY = 45
 # `_near_zero` comes with `_substitutes`, when an operation has to be written out; 2 are of sharded models

@@ -141,9 +141,11 @@ def names(
         if name in homes:
             return import_module(f"{package}.{name}")
         if name not in home:
-            from hodiff._core._records import ELSEWHERE
+            way = ""
+            if name[0] != "_":  # no module of ours, which the import of a package asks for
+                from hodiff._core._records import ELSEWHERE
 
-            way = ELSEWHERE.get(f"{package}.{name}", "")
+                way = ELSEWHERE.get(f"{package}.{name}", "")
             words = f"module {package!r} has no attribute {name!r}{way and f'; {way}'}"
             # Python adds names that are near, which are wrong where there is a better word
             raise AttributeError(words, name=name, obj=None if way else sys.modules[package])
