@@ -810,9 +810,12 @@ def _place_of(g: Tensor, weighed: Tensor, weights: Tensor) -> SamplesAxis | None
 
 
 def _close(result: Tensor, expected: Tensor, size: Tensor) -> bool:
-    """Whether two results agree up to rounding; of three dimensions for each of the middle."""
+    """Whether two results agree up to rounding for each of the middle dimension, the samples.
+
+    Of thousands, some have lost more digits than others: the sum of the rows is proved besides.
+    """
     if not result.numel():
         return True
-    dims = (0, 2) if result.ndim == 3 else (0,)
-    apart, size = (result - expected).abs().amax(dims), size.reshape(result.shape).abs().amax(dims)
-    return bool((apart <= ROUNDING * torch.finfo(result.dtype).eps * size).all())
+    apart = (result - expected).abs().amax((0, 2))
+    unit = ROUNDING * torch.finfo(result.dtype).eps * size.amax((0, 2))
+    return bool((apart <= 30 * unit).all()) and _norm(apart) <= _norm(unit)
