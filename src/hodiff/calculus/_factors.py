@@ -812,10 +812,10 @@ def _place_of(g: Tensor, weighed: Tensor, weights: Tensor) -> SamplesAxis | None
 def _close(result: Tensor, expected: Tensor, size: Tensor) -> bool:
     """Whether two results agree up to rounding for each of the middle dimension, the samples.
 
-    Of thousands, some have lost more digits than others: the sum of the rows is proved besides.
+    Where paths cancel, a sample keeps fewer digits: it is held against one of the usual size.
     """
     if not result.numel():
         return True
-    apart = (result - expected).abs().amax((0, 2))
-    unit = ROUNDING * torch.finfo(result.dtype).eps * size.amax((0, 2))
-    return bool((apart <= 30 * unit).all()) and _norm(apart) <= _norm(unit)
+    apart, size = (result - expected).abs().amax((0, 2)), size.amax((0, 2))
+    unit = ROUNDING * torch.finfo(result.dtype).eps * size.maximum(size.median())
+    return bool((apart <= unit).all())
