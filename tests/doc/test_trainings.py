@@ -35,28 +35,6 @@ def test_the_sharp_front_solves_its_equation():
     torch.testing.assert_close(training.steep(z, training.VISCOSITY), training.burgers_solution(z))
 
 
-def test_the_reference_of_allen_and_cahn():
-    """Beside central differences on 2,001 points."""
-    import numpy as np
-    from scipy.integrate import solve_ivp
-
-    x = np.linspace(-1, 1, 2_001)
-    h = x[1] - x[0]
-
-    def slope(_, v):
-        whole = np.concatenate([[-1.0], v, [-1.0]])
-        return 0.001 * (whole[2:] - 2 * v + whole[:-2]) / h**2 + 5 * (v - v**3)
-
-    found = solve_ivp(
-        slope, (0, 1), (x**2 * np.cos(np.pi * x))[1:-1], "LSODA", [1.0], rtol=1e-8, atol=1e-9, lband=1, uband=1
-    )
-    points, values = training.allen_cahn_reference(300)
-    last = points[:, 1] == 1
-    other = np.interp(points[last, 0].numpy(), x[1:-1], found.y[:, 0])
-    inside = points[last, 0].abs() < 0.999
-    assert float((values[last] - torch.tensor(other))[inside].abs().max()) < 1e-3
-
-
 @pytest.mark.parametrize("method", [training.levenberg_marquardt, training.lbfgs, training.adam])
 def test_a_curve_ends_where_its_time_is_over(method, monkeypatch):
     """By a clock on which each step takes 0.03 seconds: on a busy machine one step may take all of them."""
