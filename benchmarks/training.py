@@ -6,6 +6,7 @@ and stands still while an error is measured.
 """
 
 import argparse
+import functools
 import json
 import math
 import sys
@@ -530,6 +531,159 @@ def noisy(size: int = 64) -> Problem:
     return Problem(net, [errors], draw, error, new_points=True)
 
 
+# --- examples of DeepXDE 1.15 (examples/pinn_forward): its networks, numbers of points by its
+# sequence, hard conditions and weights, all in float64
+
+
+def hammersley(number: int, least: tuple[float, float], most: tuple[float, float]) -> Tensor:
+    """DeepXDE's points of a rectangle: Hammersley's, without the first."""
+    whole = torch.arange(1, number + 1)
+    digits = (whole[:, None] >> torch.arange(24)) & 1
+    inverse = (digits.to(D) * 0.5 ** torch.arange(1, 25, dtype=D)).sum(1)
+    points = torch.stack([whole / (number + 1), inverse], 1)
+    return torch.tensor(least, dtype=D) + points * (
+        torch.tensor(most, dtype=D) - torch.tensor(least, dtype=D)
+    )
+
+
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+def fnn(*widths: int, sine: bool = False) -> nn.Sequential:
+    """DeepXDE's `FNN`, by Glorot's rule, from a normal or, with sines, a uniform distribution."""
+    net = network(*widths)
+    for place, layer in enumerate(net):
+        if isinstance(layer, nn.Linear):
+            (nn.init.xavier_uniform_ if sine else nn.init.xavier_normal_)(layer.weight)
+            nn.init.zeros_(layer.bias)
+        elif sine:
+            net[place] = Sine()
+    return net
+
+
+def steep(z: Tensor, viscosity: float, nodes: int = 1_601) -> Tensor:
+    """Cole's and Hopf's solution by the trapezoidal rule, also where the viscosity is small."""
+    s = torch.linspace(-12, 12, nodes, dtype=D)
+    y = z[:, :1] - (4 * viscosity * z[:, 1:]).sqrt() * s
+    phi = torch.softmax(-torch.cos(PI * y) / (2 * PI * viscosity) - s.square(), 1)
+    return -(torch.sin(PI * y) * phi).sum(1)
+
+
+def on_grid(
+    net: Callable[[Tensor], Tensor], points: Tensor, truth: Tensor
+) -> Callable[[], tuple[float]]:
+    def error() -> tuple[float]:
+        with torch.no_grad():
+            return (relative(net(points), truth),)
+
+    return error
+
+
+def deepxde_burgers() -> Problem:
+    """Burgers.py: the viscosity 0.01 / pi makes a front at x = 0."""
+    net, viscosity = fnn(2, 20, 20, 20, 1), 0.01 / PI
+    u, only_x = (lambda z: net(z).squeeze(-1)), torch.tensor([1.0, 0.0], dtype=D)
+    inside = hammersley(2_540, (-1, 0), (1, 0.99))
+    edge, start = hammersley(80, (-1, 0), (1, 0.99)), hammersley(160, (-1, 0), (1, 0))
+    edge[:, 0] = edge[:, 0].sign()
+    everywhere = torch.cat([inside, edge, start])
+
+    def equation(net: nn.Module, z: Tensor) -> Tensor:
+        value, gradient, u_xx = hodiff.value_grad_and_laplacian(u, z, weight=only_x)
+        return (gradient[:, 1] + value * gradient[:, 0] - viscosity * u_xx) / len(z) ** 0.5
+
+    def boundary(net: nn.Module, z: Tensor) -> Tensor:
+        return u(z) / len(z) ** 0.5
+
+    def initial(net: nn.Module, z: Tensor) -> Tensor:
+        return (u(z) + torch.sin(PI * z[:, 0])) / len(z) ** 0.5
+
+    grid = torch.cartesian_prod(
+        torch.linspace(-1, 1, 256, dtype=D), torch.linspace(0, 0.99, 100, dtype=D)
+    )[::5]
+    error = on_grid(u, grid, steep(grid, viscosity))
+    batches = everywhere, edge, start
+    return Problem(net, [equation, boundary, initial], lambda: batches, error)
+
+
+def allen_cahn_reference(degree: int = 600) -> tuple[Tensor, Tensor]:
+    """Points and values, by Chebyshev's collocation in x and Radau's method of order 5 in t."""
+    import numpy as np
+    from scipy.integrate import solve_ivp
+    from scipy.interpolate import BarycentricInterpolator
+
+    k = np.arange(degree + 1)
+    x = np.cos(PI * k / degree)
+    scale = np.where((k == 0) | (k == degree), 2.0, 1.0) * (-1.0) ** k
+    with np.errstate(divide="ignore"):
+        first = np.outer(scale, 1 / scale) / (x[:, None] - x[None, :] + np.eye(degree + 1))
+    first -= np.diag(first.sum(1))
+    second = 0.001 * (first @ first)[1:-1]
+    whole = lambda v: np.concatenate([[-1.0], v, [-1.0]])  # noqa: E731
+
+    times, at = np.linspace(0, 1, 101), np.linspace(-1, 1, 201)
+    found = solve_ivp(
+        lambda t, v: second @ whole(v) + 5 * (v - v**3),
+        (0, 1),
+        (x**2 * np.cos(PI * x))[1:-1],
+        method="Radau",
+        t_eval=times,
+        jac=lambda t, v: second[:, 1:-1] + np.diag(5 - 15 * v**2),
+        rtol=1e-9,
+        atol=1e-11,
+    )
+    values = [BarycentricInterpolator(x, whole(v))(at) for v in found.y.T]
+    grid = torch.cartesian_prod(torch.tensor(times), torch.tensor(at)).flip(1)
+    return grid, torch.tensor(np.concatenate(values))
+
+
+def allen_cahn() -> Problem:
+    """Allen_Cahn.py: start and edges are met by construction."""
+    net, only_x = fnn(2, 20, 20, 20, 1), torch.tensor([1.0, 0.0], dtype=D)
+    inside = hammersley(8_000, (-1, 0), (1, 1))
+    edge, start = hammersley(400, (-1, 0), (1, 1)), hammersley(800, (-1, 0), (1, 0))
+    edge[:, 0] = edge[:, 0].sign()
+    everywhere = torch.cat([inside, edge, start])
+
+    def u(z: Tensor) -> Tensor:
+        x, t = z.unbind(-1)
+        return x**2 * torch.cos(PI * x) + t * (1 - x**2) * net(z).squeeze(-1)
+
+    def equation(net: nn.Module, z: Tensor) -> Tensor:
+        value, gradient, u_xx = hodiff.value_grad_and_laplacian(u, z, weight=only_x)
+        return (gradient[:, 1] - 0.001 * u_xx - 5 * (value - value**3)) / len(z) ** 0.5
+
+    return Problem(net, [equation], lambda: (everywhere,), on_grid(u, *allen_cahn_truth()))
+
+
+allen_cahn_truth = functools.cache(allen_cahn_reference)
+
+
+def helmholtz() -> Problem:
+    """Helmholtz_Dirichlet_2d.py: two waves in each direction, zero edges by construction."""
+    net, wave = fnn(2, 150, 150, 150, 1, sine=True), 4 * PI
+    line, zero = torch.arange(1, 21, dtype=D) / 21, torch.zeros(20, dtype=D)
+    sides = [(line, zero), (line, zero + 1), (zero, line), (zero + 1, line)]
+    edge = torch.cat([torch.stack(side, 1) for side in sides])
+    everywhere = torch.cat([hammersley(400, (0, 0), (1, 1)), edge])
+
+    def exact(z: Tensor) -> Tensor:
+        return torch.sin(wave * z).prod(-1)
+
+    def u(z: Tensor) -> Tensor:
+        return (z * (1 - z)).prod(-1) * net(z).squeeze(-1)
+
+    def equation(net: nn.Module, z: Tensor) -> Tensor:
+        value, _, laplacian = hodiff.value_grad_and_laplacian(u, z)
+        return (laplacian + wave**2 * (value + exact(z))) / len(z) ** 0.5
+
+    axis = torch.linspace(0, 1, 61, dtype=D)
+    grid = torch.cartesian_prod(axis, axis)
+    return Problem(net, [equation], lambda: (everywhere,), on_grid(u, grid, exact(grid)))
+
+
 @dataclass
 class Race:
     """A problem, how long each has, which seeds each gets, and in which variants it is run."""
@@ -588,6 +742,9 @@ RACES = {
         lambda: five_dimensions(64, inside=250, edge=100, new_points=False), 6, 3, 0
     ),
     "few points, new": Race(lambda: five_dimensions(64, inside=250, edge=100), 6, 3, 0),
+    "DeepXDE, Burgers": Race(deepxde_burgers, 30, 1, 1, (1e-3,)),
+    "DeepXDE, Allen-Cahn": Race(allen_cahn, 30, 1, 1, (1e-3,)),
+    "DeepXDE, Helmholtz": Race(helmholtz, 30, 1, 1, (1e-3,)),
     "noisy": Race(noisy, 6, 3, 3, variants=DAMPED),
     "noisy, 1,000": Race(lambda: noisy(1_000), 8, 2, 2),
 }

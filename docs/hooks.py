@@ -38,8 +38,8 @@ def on_config(config: Any) -> None:
 
 
 def on_files(files: Any, *, config: Any) -> None:
-    """Notebooks beside the pages that they are made of, and a page for each function of the reference."""
-    from docs import notebooks, reference
+    """A page for each function of the reference."""
+    from docs import reference
 
     for group in [
         each for each in files.documentation_pages() if each.src_uri.startswith("api/")
@@ -48,11 +48,6 @@ def on_files(files: Any, *, config: Any) -> None:
             1
         ].items():
             files.append(File.generated(config, name, content=text))
-    for page in (
-        each for each in notebooks.PAGES if files.get_file_from_path(f"{each}.md")
-    ):
-        name = f"notebooks/{Path(page).name}.ipynb"
-        files.append(File.generated(config, name, content=notebooks.notebook(page)))
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:

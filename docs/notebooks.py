@@ -1,20 +1,29 @@
 """Pages as Jupyter notebooks: prose becomes cells of Markdown, each fence one of code, pictures show themselves.
 
-The site offers those of `PAGES` beside the pages; `python -m docs.notebooks FOLDER` writes them.
+Those of `PAGES` are stored with their outputs in `docs/notebooks`, and the site offers them beside
+the pages. `python -m docs.notebooks [PAGE ...]` runs them anew.
 """
 
+import argparse
 import json
-import posixpath
 import re
-import sys
 from pathlib import Path
 
-PAGES = (
-    "recipes/wgan-gp",
-    "recipes/burgers",
-    "recipes/spectrum-dataloader",
-    "recipes/which-buffers",
-)  # one per pillar
+PAGES = tuple(
+    f"recipes/{name}"
+    for name in (
+        *(
+            "wgan-gp",
+            "burgers",
+            "heat",
+            "frequencies",
+            "hydrogen",
+            "spectrum-dataloader",
+        ),
+        *("influence", "fisher-diagonal", "per-sample", "gaussian-process", "maml"),
+        *("hyperparameters", "mean-flows", "second-order", "which-buffers"),
+    )
+)
 _DOCS = Path(__file__).parent
 _FENCE = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FIGURES = re.compile(r"^from docs\.figures import (.*)$", re.MULTILINE)
@@ -74,14 +83,46 @@ def _prose(text: str) -> dict:
     return {"cell_type": "markdown", "metadata": {}, "source": text.strip()}
 
 
+def stored(page: str) -> Path:
+    """Where it lies with its outputs."""
+    return _DOCS / "notebooks" / f"{Path(page).name}.ipynb"
+
+
+def run(page: str) -> str:
+    """The notebook with its outputs: text, and pictures as the smaller of their two forms."""
+    import nbclient
+    import nbformat
+
+    whole = nbformat.reads(notebook(page), as_version=4)
+    small = "%config InlineBackend.print_figure_kwargs = {'dpi': 60}"
+    whole.cells.insert(0, nbformat.v4.new_code_cell(small))
+    nbclient.NotebookClient(whole, timeout=600, kernel_name="python3").execute()
+    del whole.cells[0]
+    for number, cell in enumerate(whole.cells, 1):
+        cell.metadata.pop("execution", None)  # times
+        if cell.cell_type == "code":
+            cell.execution_count = number
+            cell.outputs = [
+                each for each in cell.outputs if each.get("name") != "stderr"
+            ]
+            for each in cell.outputs:
+                if "execution_count" in each:
+                    each.execution_count = number
+    return json.dumps(whole, indent=1) + "\n"
+
+
 def main() -> None:
-    """Writes all of them."""
-    folder = Path(sys.argv[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    for page in PAGES:
-        (folder / f"{posixpath.basename(page)}.ipynb").write_text(
-            notebook(page), encoding="utf-8"
-        )
+    """Runs all of them, or those that are named."""
+    parser = argparse.ArgumentParser(
+        prog="python -m docs.notebooks", description=__doc__
+    )
+    parser.add_argument(
+        "pages", nargs="*", metavar="PAGE", help="such as recipes/burgers"
+    )
+    for page in parser.parse_args().pages or PAGES:
+        stored(page).parent.mkdir(exist_ok=True)
+        stored(page).write_text(run(page), encoding="utf-8")
+        print(page, flush=True)
 
 
 if __name__ == "__main__":

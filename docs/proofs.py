@@ -1,6 +1,7 @@
 """What pages show of `docs/proofs.json`, which `python -m benchmarks.proofs` writes."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,89 @@ def energies() -> str:
             f"| {name} | {errors} | {min(seconds):.1f} to {max(seconds):.1f} |"
         )
     return "\n".join(lines)
+
+
+def dimensions() -> str:
+    """Time of a step through a sampled Laplacian, in plain gradients, over the dimension."""
+    runs = stored("million")["runs"]
+    figure, axes = subplots(figsize=(4.6, 2.3))
+    at = [int(dimension) for dimension in runs]
+    ratios = [run["step"] / run["plain"] for run in runs.values()]
+    axes.semilogx(at, ratios, "o-", color=_COLORS[0])
+    axes.set(
+        xlabel="dimension", ylabel="time of a step,\nin plain gradients", ylim=(0, None)
+    )
+    return svg(figure, says="A step costs a few gradients, less in higher dimensions")
+
+
+def of_dimensions() -> str:
+    """The same in seconds, and how far the estimates are off: a table."""
+    lines = [
+        "| dimension | a plain gradient | a step | their ratio "
+        "| relative error | within two standard errors |",
+        "|---|---|---|---|---|---|",
+    ]
+    for dimension, run in stored("million")["runs"].items():
+        ratio = run["step"] / run["plain"]
+        lines.append(
+            f"| {int(dimension):,} | {1e3 * run['plain']:.3g} ms | {1e3 * run['step']:.3g} ms "
+            f"| {ratio:.1f} | {run['relative error']:.0%} | {run['in two errors']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def left_out() -> str:
+    """Agreement of predicted and found losses over the share that is left out."""
+    runs = stored("metagradients")["runs"]["agreement"]
+    figure, axes = subplots(figsize=(4.6, 2.5))
+    shares = [100 * float(share) for share in runs]
+    for color, (name, means) in zip(_COLORS, _of_ways().items(), strict=True):
+        axes.plot(shares, means, "o-", color=color, label=name)
+    axes.set(xlabel="% of the images left out", ylabel="rank correlation", ylim=(0, 1))
+    axes.set_xscale("log")
+    axes.set_xticks(shares, [f"{share:g}" for share in shares])
+    axes.minorticks_off()
+    axes.legend()
+    return svg(
+        figure, says="Metagradients predict losses better than influence functions"
+    )
+
+
+def _of_ways() -> dict[str, list[float]]:
+    """Means over images for each share; of influence functions those of the best damping."""
+    runs = stored("metagradients")["runs"]["agreement"]
+    means = {
+        way: [statistics.mean(each[way]) for each in runs.values()]
+        for way in next(iter(runs.values()))
+    }
+    best = max(
+        (way for way in means if way.startswith("influence")),
+        key=lambda way: sum(means[way]),
+    )
+    return {way: means[way] for way in ("metagradients", best, "gradients")}
+
+
+def of_trainings() -> str:
+    """The same as a table, and what a metagradient costs."""
+    of = stored("metagradients")["runs"]
+    shares, seconds = list(of["agreement"]), of["seconds"]
+    lines = [
+        "| rank correlation, mean of ten images | "
+        + " | ".join(f"without {float(share):.0%}" for share in shares)
+        + " |",
+        "|---" * (len(shares) + 1) + "|",
+    ]
+    for way, means in _of_ways().items():
+        lines.append(f"| {way} | " + " | ".join(f"{each:.2f}" for each in means) + " |")
+    whole, parts = (
+        seconds[name] / seconds["training"]
+        for name in ("metagradient", "metagradient, segments")
+    )
+    return (
+        "\n".join(lines)
+        + f"\n\nA metagradient takes the time of {whole:.1f} trainings, "
+        + f"{parts:.1f} in segments."
+    )
 
 
 def source(proof: str) -> str:

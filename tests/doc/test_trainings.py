@@ -24,6 +24,17 @@ def test_each_problem_can_be_trained_and_is_stored(name):
     assert {*race.variants} <= {*trainings.runs(name)}
 
 
+def test_the_sharp_front_solves_its_equation():
+    """Cole's and Hopf's integral, at DeepXDE's small viscosity and beside the other quadrature at a large one."""
+    nu = 0.01 / math.pi
+    z = torch.rand(50, 2, dtype=training.D) * torch.tensor([2.0, 0.9]) - torch.tensor([1.0, -0.05])
+    u, slope, u_xx = training.hodiff.value_grad_and_laplacian(
+        lambda z: training.steep(z, nu), z, weight=torch.tensor([1.0, 0.0], dtype=training.D)
+    )
+    assert float((slope[:, 1] + u * slope[:, 0] - nu * u_xx).abs().max()) < 1e-9
+    torch.testing.assert_close(training.steep(z, training.VISCOSITY), training.burgers_solution(z))
+
+
 @pytest.mark.parametrize("method", [training.levenberg_marquardt, training.lbfgs, training.adam])
 def test_a_curve_ends_where_its_time_is_over(method, monkeypatch):
     """By a clock on which each step takes 0.03 seconds: on a busy machine one step may take all of them."""

@@ -114,15 +114,21 @@ def _given(vectors: Any, x: Tensor) -> Tensor:
 def _coordinates(
     x: Any, batch_ndim: int, weight: Any, samples: int, generator: torch.Generator | None
 ) -> tuple[Directions, float]:
-    """Some coordinates, drawn without replacement, the same for every sample."""
-    axes = _pushforward.units(x, batch_ndim)
-    if samples > len(axes):
-        raise InputError(f"samples: got {samples}, but there are only {len(axes)} coordinates.")
+    """Some coordinates, drawn without replacement, the same for every sample; of millions, none
+    but those is written out.
+    """
+    x, count = _jet.value_of(x), x.shape[batch_ndim:].numel()
+    if samples > count:
+        raise InputError(f"samples: got {samples}, but there are only {count} coordinates.")
     chosen = torch.randperm(
-        len(axes), generator=generator, device=generator.device if generator else None
-    )[:samples].to(axes.device)
-    weights = axes.new_ones(len(axes)) if weight is None else weight
-    return Directions(axes[chosen], weights[chosen] * len(axes), samples), 1 - samples / len(axes)
+        count, generator=generator, device=generator.device if generator else None
+    )[:samples].to(x.device)
+    axes = x.new_zeros(samples, count).scatter_(1, chosen.unsqueeze(1), 1.0)
+    return Directions(
+        _shaped(axes, x, batch_ndim),
+        (axes.new_ones(samples) if weight is None else weight[chosen]) * count,
+        samples,
+    ), 1 - samples / count
 
 
 # --- blocks of directions and samples -------------------------------------------------------------

@@ -502,3 +502,16 @@ def test_by_pairs_and_by_columns(name: str, pairs: bool, monkeypatch: pytest.Mon
     agree(gram_of(factors), expected)
     for number, of in factors.of.items():
         compare(of, rows[number])
+
+
+def test_a_sample_whose_paths_cancel_may_lose_digits_and_none_may_know_of_another():
+    """A residual of an equation met it, and took a pass for each sample ever after."""
+    size = torch.rand(2, 3_000, 4, dtype=torch.float64) + 0.5
+    unit = torch.finfo(torch.float64).eps
+    off = size * unit * torch.randn_like(size)
+    size[:, 7] *= 1e-9  # and its error is that of its summands
+    assert _factors._close(size + off, size, size)
+    off[:, 7, 0] = 1e4 * unit
+    assert not _factors._close(size + off, size, size)
+    off[:, 7, 0], off[:, 8, 0] = 0.0, 200 * unit * size[:, 8].amax()
+    assert not _factors._close(size + off, size, size)

@@ -423,6 +423,20 @@ def test_some_coordinates_stand_for_all():
     assert abs(float(torch.stack(few).mean()) - 42) < 1.5
 
 
+def test_a_million_coordinates_are_not_written_out():
+    """A matrix of them would be terabytes; the Laplacian of the network has a closed form."""
+    size, weight = 10**6, torch.randn(10**6).abs()
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(size, 4)
+    x = torch.randn(3, size)
+    found = hodiff.laplacian(lambda x: layer(x).sin().sum(-1), x, weight=weight, samples=16, probes="coordinates")
+    with torch.no_grad():
+        exact = -layer(x).sin() @ (weight * layer.weight.square()).sum(1)
+    assert bool(((found.value - exact).abs() < 5 * found.stderr).all())
+    found.value.sum().backward()
+    assert float(layer.weight.grad.abs().max()) > 0
+
+
 @ROUTES
 def test_positive_factors_of_random_directions(method):
     """Signs times the roots of the weights: exact for a diagonal Hessian."""
