@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _compiled_callers, _tree
-from hodiff._core._compiled_callers import uncompiled
-from hodiff._core._versions import is_wrapped
+from hodiff._core._versions import is_wrapped, uncompiled
 from hodiff.errors import InputError
 
 __all__ = ["SGD", "Adam", "AdamW", "Rule"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hodiff
-from hodiff._core import _compiled_callers
+from hodiff._core import _versions
 from tests.support.callers import CALLERS, PLAIN, Caller, D, tensors
 from tests.support.releases import since
 
@@ -24,7 +24,7 @@ RUNS: dict[str, Run] = {
     **{caller.name: lambda x, c=caller: c.run(c.shaped(wave), x, ()) for caller in CALLERS},
     **PLAIN,
 }
-WORDS = _compiled_callers.REASON[:50]
+WORDS = _versions.REASON[:50]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of penalties that are constant, and of Dynamo about what it skips
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hodiff
-from hodiff._core._records import ELSEWHERE
+from hodiff._core._elsewhere import ELSEWHERE
 from tests.support.releases import STEPS
 
 DOORS = {

@@ -28,7 +28,8 @@ from tests.meta.source import (
 )
 
 # 135 before modules joined those that they were a part of; 5 are models that processes share
-MODULES = 129  # the damped steps of least squares are a noun of their own
+# the damped steps of least squares are a noun of their own; 1 is the table of other libraries' names
+MODULES = 130
 # Of strings that stand alone none is counted: a docstring costs nothing.
 # Rows in factors came with 523 more, and least squares took the place of what they did by groups and products.
 # The thin side came with 164: exact determinants, direct solutions and eigenpairs, of sums and several batches too.
@@ -45,10 +46,10 @@ MODULES = 129  # the damped steps of least squares are a noun of their own
 # the place of three mechanisms; the types of plans and compiled steps (14 are overloads), annotations without quotes.
 # 200: estimators on vectors that processes share (inner products that all have alike, random vectors and unit vectors
 # by parts, passes that all agree about), copies of an entry that differ are refused.
-STATEMENTS = 23523
+STATEMENTS = 23531
 # What `grad`, `jacobian`, `hessian`, `hvp` and `laplacian` import.
 MODULES_OF_FIVE_CALLS = 35
-STATEMENTS_OF_FIVE_CALLS = 5183
+STATEMENTS_OF_FIVE_CALLS = 5186
 ROOMS_OF_THEIR_OWN = ("steps", "memory", "curvature", "graph")
 LONGEST_BODY = 45
 # `_near_zero` comes with `_substitutes`, when an operation has to be written out; 2 are of sharded models

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +102,33 @@ def is_set(value: Any, name: str) -> bool:
         if interrupts(error):
             raise
     raise InputError(f"{name}: got {shown(value)}, expected True or False.")
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def taught(public: F, package: str) -> F:
+    """A public function that says what to write where its signature is not met; a class, whose
+    `__init__` does.
+    """
+    if inspect.isclass(public) and "__init__" in vars(public):
+        public.__init__ = taught(public.__init__, public.__module__)
+    if inspect.isclass(public) or hasattr(public, "__wrapped__"):
+        return public  # pyright: ignore[reportReturnType]
+
+    @functools.wraps(public)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return public(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # of what it ran
+            from hodiff._core._elsewhere import Misfit, unmet
+
+            raise Misfit(unmet(public, kwargs, str(error))) from None
+
+    call.__module__ = package  # where `pickle` finds it
+    return call  # pyright: ignore[reportReturnType]
 
 
 # --- checks, made before anything is computed -----------------------------------------------------

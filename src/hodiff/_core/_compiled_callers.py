@@ -2,60 +2,26 @@
 and which run as they are, between two graphs.
 
 hodiff reads graphs, lends modules, switches settings and warns; none of that can be held by a
-traced region. So what
-needs it is marked when it is imported, at no cost for any call: the tracer (Dynamo) ends its graph
-before a marked function, calls it as plain Python together with everything below it, and begins a
-new graph behind it. Where no break is allowed (`fullgraph=True`) it raises, and says `REASON`. That
-is what `torch.compiler.disable` does, but that imports Dynamo (seconds), and puts a wrapper around
-each function.
+traced region. So what needs it is marked when it is imported, at no cost for any call: the tracer
+(Dynamo) ends its graph before a marked function, calls it as plain Python together with everything
+below it, and begins a new graph behind it. Where no break is allowed (`fullgraph=True`) it raises,
+and says `REASON`. That is what `torch.compiler.disable` does, but that imports Dynamo (seconds),
+and puts a wrapper around each function.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
-from hodiff._core import _needed, _versions
+from hodiff._core import _needed
+from hodiff._core._arguments import taught
+from hodiff._core._versions import uncompiled
 
-__all__ = ["REASON", "mark", "names", "publish", "uncompiled"]
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-REASON = (
-    "hodiff: this call needs PyTorch's own graphs, which a traced region does not have. "
-    "Leave out fullgraph=True: the graph then breaks around the call, which runs uncompiled; "
-    "or call it outside of the compiled function. A training step is compiled as a whole by "
-    "hodiff.compile_step"
-)
-
-
-class Spelled(str):
-    """An annotation that `help` shows without quotes."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
-def uncompiled(function: F, reason: str = REASON) -> F:
-    """`function` itself, marked: the tracer breaks its graph there and leaves
-    everything below alone.
-    """
-    marked: Any = function
-    marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = reason
-    _versions.skip(marked.__code__)
-    marked.__annotations__.update(  # what is around a function shares its own
-        {
-            name: Spelled(note)
-            for name, note in marked.__annotations__.items()
-            if isinstance(note, str)
-        }
-    )
-    return function
+__all__ = ["mark", "names", "publish"]
 
 
 def mark(function: Any) -> None:
@@ -91,30 +57,6 @@ def _methods(cls: type) -> list[Any]:
 # --- packages whose modules are loaded when their names are asked for, not with `import hodiff` ---
 
 
-def taught(public: F, package: str) -> F:
-    """A public function that says what to write where its signature is not met; a class, whose
-    `__init__` does.
-    """
-    if inspect.isclass(public) and "__init__" in vars(public):
-        public.__init__ = taught(public.__init__, public.__module__)
-    if inspect.isclass(public) or hasattr(public, "__wrapped__"):
-        return public  # pyright: ignore[reportReturnType]
-
-    @functools.wraps(public)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return public(*args, **kwargs)
-        except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                raise  # of what it ran
-            from hodiff._core._records import Misfit, unmet
-
-            raise Misfit(unmet(public, kwargs, str(error))) from None
-
-    call.__module__ = package  # where `pickle` finds it
-    return call  # pyright: ignore[reportReturnType]
-
-
 def publish(namespace: dict[str, Any], names: Iterable[str] = ()) -> None:
     """Make names public, by default what is loaded of `__all__`: the tracer ends its graph there,
     and wrong arguments are told in words.
@@ -143,7 +85,7 @@ def names(
         if name not in home:
             way = ""
             if name[0] != "_":  # no module of ours, which the import of a package asks for
-                from hodiff._core._records import ELSEWHERE
+                from hodiff._core._elsewhere import ELSEWHERE
 
                 way = ELSEWHERE.get(f"{package}.{name}", "")
             words = f"module {package!r} has no attribute {name!r}{way and f'; {way}'}"

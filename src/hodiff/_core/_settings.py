@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _locks, _needed, _versions
-from hodiff._core._compiled_callers import uncompiled
+from hodiff._core._versions import uncompiled
 from hodiff.errors import HodiffWarning
 
 __all__ = [

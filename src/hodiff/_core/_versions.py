@@ -22,7 +22,7 @@ from functools import cache
 from itertools import repeat, starmap
 from operator import attrgetter
 from types import CellType, CodeType, FrameType, FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,7 @@ __all__ = [
     "schema_of",
     "set_grad_enabled",
     "transforms",
+    "uncompiled",
     "unwrapped",
 ]
 
@@ -425,6 +426,41 @@ def skip(code: CodeType) -> None:
     strategy = _dynamo.eval_frame._FrameExecStrategy
     action = _dynamo.eval_frame._FrameAction.SKIP
     _dynamo.eval_frame.set_code_exec_strategy(code, strategy(action, action))
+
+
+Given = TypeVar("Given", bound=Callable[..., Any])
+
+REASON = (
+    "hodiff: this call needs PyTorch's own graphs, which a traced region does not have. "
+    "Leave out fullgraph=True: the graph then breaks around the call, which runs uncompiled; "
+    "or call it outside of the compiled function. A training step is compiled as a whole by "
+    "hodiff.compile_step"
+)
+
+
+class Spelled(str):
+    """An annotation that `help` shows without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def uncompiled(function: Given, reason: str = REASON) -> Given:
+    """`function` itself, marked: the tracer breaks its graph there and leaves
+    everything below alone.
+    """
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = reason
+    skip(marked.__code__)
+    marked.__annotations__.update(  # what is around a function shares its own
+        {
+            name: Spelled(note)
+            for name, note in marked.__annotations__.items()
+            if isinstance(note, str)
+        }
+    )
+    return function
 
 
 # --- what nodes tell under private names ----------------------------------------------------------

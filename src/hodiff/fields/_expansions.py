@@ -31,7 +31,7 @@ from hodiff.fields._field import (
     push,
     released,
 )
-from hodiff.jets import _jet, _pushforward
+from hodiff.jets import _jet
 from hodiff.jets._series import CoefficientTooLarge, entry
 
 
@@ -125,10 +125,15 @@ def _coordinates(
     )[:samples].to(x.device)
     axes = x.new_zeros(samples, count).scatter_(1, chosen.unsqueeze(1), 1.0)
     return Directions(
-        _shaped(axes, x, batch_ndim),
+        shaped(axes, x, batch_ndim),
         (axes.new_ones(samples) if weight is None else weight[chosen]) * count,
         samples,
     ), 1 - samples / count
+
+
+def shaped(rows: Any, x: Any, batch_ndim: int) -> Any:
+    """`(R, D)` as directions that are the same for every sample."""
+    return rows.reshape(rows.shape[0], *[1] * batch_ndim, *x.shape[batch_ndim:])
 
 
 # --- blocks of directions and samples -------------------------------------------------------------

@@ -14,11 +14,11 @@ from torch import Tensor
 from hodiff._core import (
     _arguments,
     _call,
-    _compiled_callers,
     _messages,
     _nodes,
     _settings,
     _tree,
+    _versions,
 )
 from hodiff._core._arguments import ChunkSize, check_option, is_set
 from hodiff._core._call import call, cut, is_hidden
@@ -251,7 +251,7 @@ def _warn_if_not_finite(
         warn_of_non_finite(kinds)
 
 
-@_compiled_callers.uncompiled
+@_versions.uncompiled
 def _by_reverse(route: Callable[..., Any], *given: Any) -> Any:
     """Nested reverse mode reads graphs, so a compiled caller leaves it alone."""
     return route(*given)

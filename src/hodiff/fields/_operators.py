@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _call, _reverse
 from hodiff.errors import InputError
-from hodiff.fields._expansions import Estimate, mean_over, sampled
+from hodiff.fields._expansions import Estimate, mean_over, sampled, shaped
 from hodiff.fields._field import (
     Directions,
     FieldCall,
@@ -658,7 +658,7 @@ def _of_matrix(x: Any, batch_ndim: int, weight: Any) -> Directions:
     if weight.ndim == 1:
         return diagonal(axes, weight, units=False)
     if weight.ndim == 2 and weight.shape[1] != weight.shape[0]:
-        return Directions(_shaped(weight.mT, x, batch_ndim))
+        return Directions(shaped(weight.mT, x, batch_ndim))
     if weight.ndim > 2 and weight.shape[-1] != weight.shape[-2]:
         return Directions(_per_sample(weight, x, batch_ndim))
     if is_differentiable(weight):
@@ -690,11 +690,6 @@ def _matrix(C: Any, x: Any, batch_ndim: int, size: int) -> Tensor:
     return like_point(C, x, "C")
 
 
-def _shaped(rows: Any, x: Any, batch_ndim: int) -> Any:
-    """`(R, D)` as directions that are the same for every sample."""
-    return rows.reshape(rows.shape[0], *[1] * batch_ndim, *x.shape[batch_ndim:])
-
-
 def _per_sample(factor: Any, x: Any, batch_ndim: int) -> Any:
     """`(*batch, D, R)` as directions."""
     return factor.movedim(-1, 0).reshape(factor.shape[-1], *x.shape)
@@ -712,7 +707,7 @@ def _eigenvectors(weight: Tensor, x: Any, batch_ndim: int) -> Directions:
         )
         if holds((~negligible).any()):
             values, vectors = values[~negligible], vectors[:, ~negligible]
-        rows = _shaped((vectors * values.abs().sqrt()).mT, x, batch_ndim)
+        rows = shaped((vectors * values.abs().sqrt()).mT, x, batch_ndim)
         return Directions(rows) if holds((values > 0).all()) else Directions(rows, values.sign())
     # Signs differ from sample to sample: one block of directions for each, empty entries being
     # zero.
@@ -741,7 +736,7 @@ def _pairs(weight: Any, x: Any, batch_ndim: int) -> Directions:
     vectors = torch.cat([axes, axes[rows] + axes[columns]])
     weights = torch.cat([own, symmetric[..., rows, columns]], -1)
     if weight.ndim == 2:
-        return Directions(_shaped(vectors, x, batch_ndim), weights)
+        return Directions(shaped(vectors, x, batch_ndim), weights)
     plus, minus = (1 + weights) * 0.5, (1 - weights) * 0.5
     each = torch.cat([plus.unsqueeze(-2) * vectors.mT, minus.unsqueeze(-2) * vectors.mT], -1)
     return Directions(

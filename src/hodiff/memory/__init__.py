@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hodiff._core import _hooks, _messages, _settings
-from hodiff._core._compiled_callers import uncompiled
+from hodiff._core._versions import uncompiled
 from hodiff.errors import GraphError
 
 __all__ = ["twice_differentiable"]

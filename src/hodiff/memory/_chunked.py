@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hodiff._core import _call, _settings, _versions
-from hodiff._core._compiled_callers import uncompiled
+from hodiff._core._versions import uncompiled
 
 # --- what kernels and blocks ask of PyTorch by private names --------------------------------------
 

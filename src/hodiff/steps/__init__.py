@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from hodiff._core import _needed, _settings, _tree, _versions
 from hodiff._core._arguments import kind, outside
 from hodiff._core._call import tangents
-from hodiff._core._compiled_callers import uncompiled
 from hodiff._core._faults import interrupt_behind, interrupts
 from hodiff._core._graph import split
 from hodiff._core._hooks import met
@@ -29,6 +28,7 @@ from hodiff._core._lending import signature_error
 from hodiff._core._modules import Selection
 from hodiff._core._records import Unlike
 from hodiff._core._settings import Scope, Undo
+from hodiff._core._versions import uncompiled
 from hodiff._core._where import Where
 from hodiff.errors import GraphError, HodiffError, HodiffWarning, InputError
 from hodiff.steps._alarm import Before, EagerCheck, has_graph

@@ -29,10 +29,10 @@ from torch._dynamo import eval_frame, exc
 
 import hodiff
 from hodiff._core import _hooks, _settings
-from hodiff._core._compiled_callers import REASON
 from hodiff._core._faults import interrupts
 from hodiff._core._modules import Selection
 from hodiff._core._settings import Scope, Undo, assign
+from hodiff._core._versions import uncompiled
 from hodiff.errors import InputError
 from hodiff.fields._expansions import Estimate
 from hodiff.steps._backends import NotCompiled, trees
@@ -380,7 +380,7 @@ def _note(order: int, nested: int) -> bool:
     return inside.nested > max(nested, 0)
 
 
-@torch.compiler.disable(reason=REASON)
+@uncompiled
 def _left() -> None:
     """A break of the graph."""
 
