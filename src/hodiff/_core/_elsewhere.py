@@ -11,7 +11,6 @@ from typing import Any
 
 from hodiff.errors import InputError
 
-__all__: list[str] = []
 
 _WAYS = (
     # names of the package

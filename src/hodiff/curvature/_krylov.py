@@ -63,8 +63,8 @@ class Inner:
 
     def dots(self, a: Tensor, b: Tensor) -> Number:
         """The inner products of vectors."""
-        if a.ndim == 1:
-            return float(self.sums(torch.dot, a, b))
+        if a.ndim == 1:  # nearly always of one process, in each step of each method
+            return float(torch.dot(a, b) if self._layout is None else self.sums(torch.dot, a, b))
         return self.sums(_dots, a, b).to("cpu", torch.float64)
 
     def norms(self, rows: Tensor) -> Number:

@@ -294,7 +294,8 @@ def kept_vectors(size: int, *, least: int) -> int:
 
 def check_finite(product: Tensor, name: str, why: str = "", inner: Inner = ALONE) -> Tensor:
     """A product, checked to hold numbers."""
-    if not math.isfinite(float(inner.sums(torch.sum, product))):
+    total = product.sum() if inner is ALONE else inner.sums(torch.sum, product)
+    if not math.isfinite(float(total)):
         raise GraphError(f"{name}: a product {why or _NOT_FINITE}")
     return product
 
