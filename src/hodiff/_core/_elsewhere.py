@@ -11,7 +11,6 @@ from typing import Any
 
 from hodiff.errors import InputError
 
-
 _WAYS = (
     # names of the package
     ("hodiff.", "argmin root fixed_point", "write hodiff.implicit.{}."),

@@ -690,3 +690,16 @@ def test_a_callbacks_exception_is_the_users() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         hodiff.solve(hodiff.MatrixOperator(torch.eye(2) * 2), torch.ones(2), callback=seen)
+
+
+@pytest.mark.parametrize("number", [2, 8, 32])
+def test_the_error_of_a_differentiable_diagonal_is_that_of_its_mean(number: int) -> None:
+    """Rows of single vectors, and their spread over the root of how many there are."""
+    A = hodiff.MatrixOperator(draw(40, 40, seed=3) @ draw(40, 40, seed=3).T)
+    vectors = torch.sign(draw(40, number, seed=4))
+    plain = hodiff.diagonal(A, vectors=vectors)
+    recorded = hodiff.diagonal(A, vectors=vectors, create_graph=True)
+    terms = vectors * (A @ vectors)
+    agree(recorded.stderr, terms.std(1) / number**0.5, 1e-12)
+    agree(recorded.stderr, plain.stderr, 1e-12)
+    agree(recorded.value, terms.mean(1), 1e-12)

@@ -97,6 +97,19 @@ def test_cross_entropy(labels: str, weights: str, smoothing: float, reduction: s
         alike(f, given(6, 5))
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("what", ["weights", "probabilities"])
+def test_what_is_learned_beside_the_logits(what: str, reduction: str, smoothing: float) -> None:
+    def f(z: Tensor, learned: Tensor) -> Tensor:
+        options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+        if what == "weights":
+            return F.cross_entropy(z, LABELS["ignored"], learned.exp(), **options)
+        return F.cross_entropy(z, learned.softmax(-1), **options)
+
+    alike(f, given(6, 5), given(5, seed=2) if what == "weights" else given(6, 5, seed=2))
+
+
 MASKS = {
     "no mask": lambda l, s: None,
     "a bool mask": lambda l, s: given(l, s, seed=4) > -0.5,
@@ -202,3 +215,19 @@ def test_what_hangs_on_a_block_stays(hung: str, name: Any, fails: bool) -> None:
         assert vars(module).keys() == attributes.keys()
         assert all(vars(module)[key] is value for key, value in attributes.items())
         assert [(key, {**vars(module)[key]}) for key, _ in dicts] == dicts
+
+
+def test_a_context_that_closes_leaves_no_hook_for_all_modules() -> None:
+    """Where PyTorch's sharding is loaded, models that are met are known while it is open."""
+    pytest.importorskip("torch.distributed.fsdp")
+    from torch.nn.modules import module
+
+    hooks = [value for name, value in vars(module).items() if name.startswith("_global_") and isinstance(value, dict)]
+    before = [{**value} for value in hooks]
+    for _ in range(2):
+        with hodiff.twice_differentiable():
+            loss(Blocks(nn.ModuleList)).backward()
+        with pytest.raises(KeyError, match="of the user's"), hodiff.twice_differentiable():
+            raise KeyError("of the user's")
+    assert len(hooks) > 3
+    assert [{**value} for value in hooks] == before

@@ -209,3 +209,18 @@ def test_where_it_shall_raise_each_call_raises(way: str, call: str) -> None:
         with pytest.raises(hodiff.GraphError, match="runs uncompiled"), around():
             taken(call, step, net, torch.randn(5, 3), True)
     assert len(step.report.reasons) == 1
+
+
+def test_parameters_that_are_tied_after_a_call_are_one() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    step = hodiff.compile_step(lambda net, x: net(x).square().mean(), net, backend="replay")
+    x = torch.randn(5, 3)
+    step.value_and_grad(x)
+    net[2].weight = net[0].weight
+    with pytest.warns(hodiff.HodiffWarning, match="two of its tensors have become one"):
+        step.value_and_grad(x)
+    for _ in range(2):
+        _, found = step.value_and_grad(x)
+        _, expected = hodiff.value_and_grad(lambda net, x=x: net(x).square().mean(), net)
+        torch.testing.assert_close(found, expected)
