@@ -22,7 +22,7 @@ from hodiff.curvature import _memory
 from hodiff.curvature._process_group import Digest
 from tests.support.limits import in_threads
 from tests.support.operators import LABELS, D, X, draw, network, predict, squares, sum_of_cross_entropy
-from tests.support.processes import TIMEOUT, Ranks
+from tests.support.processes import TIMEOUT, Ranks, group_of_one
 
 CUTS = (4, 5, 1)  # ragged batches of the ten samples
 SHARES = {1: [[0, 1, 2]], 2: [[0, 1, 2], []], 3: [[1], [0, 2], []]}
@@ -821,6 +821,16 @@ def test_what_cannot_be_shared_is_refused(three: Ranks) -> None:
         assert bare.startswith("f returned one value, but there are several batches (or processes)")
         assert nothing.startswith("the weights of all batches add up to 0.0")
         assert abs(weighed - float(whole.value)) < 1e-13
+
+
+def test_a_group_of_one_process_is_none() -> None:
+    """A script that runs without torchrun: what a group refuses is there, and no rank is named."""
+    with group_of_one() as group:
+        H = hodiff.HessianOperator(sum_of_cross_entropy, network(), data=batches(LABELS), process_group=group)
+        v = draw(39, seed=1).requires_grad_()
+        value = hodiff.trace(H, vectors=v, create_graph=True).value  # v'H v
+        (found,) = torch.autograd.grad(value, v)
+        torch.testing.assert_close(found, 2 * (H @ v.detach()), rtol=1e-10, atol=1e-12)
 
 
 # --- the checksum -----------------------------------------------------------------------------------------------------
