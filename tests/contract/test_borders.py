@@ -248,7 +248,7 @@ MEANS: dict[tuple[str, str], list[tuple[float, Any]]] = {
     ],
     ("check_derivatives", "directions"): [(1, times(1 / 3)), *COUNT],
     ("check_derivatives", "order"): [(1, times(1 / 2)), *COUNT],
-    ("curvature_penalty", "h"): [(0.0, times(0.0)), refused(-1)],
+    ("curvature_penalty", "h"): [refused(0.0, "expected a positive number"), refused(-1)],
     ("curvature_penalty", "weight"): [(0.0, times(0.0)), (3.0, times(3 / 4)), refused(-1)],
     ("dragan_penalty", "std"): [(0.0, value(lambda: _noise_of(0.0))), refused(-1)],
     ("hessian_penalty", "epsilon"): [refused(0.0, "expected a positive step"), refused(-1)],

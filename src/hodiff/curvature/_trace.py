@@ -356,7 +356,10 @@ def diagonal(
         made = record(value, stderr, rtol, watch.spent, route)
         watch.warn_if_not_finite(value)
         if not all_reached(made.converged):
-            error = math.nan if stderr is None else inner.norms(stderr) / inner.norms(value)
+            error = math.nan
+            if stderr is not None and (largest := inner.amax(value.reshape(-1))):
+                error = inner.norms(stderr.reshape(-1) / largest)
+                error /= inner.norms(value.reshape(-1) / largest)
             warn_not_converged(
                 f"diagonal: after {watch.spent} products the standard error is {error:.2g} of the "
                 f"diagonal, more than rtol={rtol:g}; allow more samples."

@@ -716,7 +716,9 @@ def curvature_penalty(
         versa. arXiv:1811.09716. Other code: the authors' takes the norm without its square.
     """
     _arguments.check_number(weight, "weight", least=0)
-    _arguments.check_number(h, "h", least=1e-300)
+    _arguments.check_number(h, "h", least=0)
+    if not h:
+        raise InputError("h: got 0, expected a positive number, the step between two gradients.")
     check_option(reduction, Reduction, "reduction")
     return_outputs = is_set(return_outputs, "return_outputs")
     _critic.check_function(f)
