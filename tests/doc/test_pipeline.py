@@ -81,7 +81,8 @@ def test_strict_build(tmp_path, fault):
         (docs / "extra.md").write_text(seeded["extra"], encoding="utf-8")
     (tmp_path / "src" / "pkg").mkdir(parents=True)
     (tmp_path / "src" / "pkg" / "__init__.py").write_text(seeded.get("package", PACKAGE).lstrip(), encoding="utf-8")
-    shutil.copytree(ROOT / "docs" / "assets", docs / "assets")
+    for folder in ("assets", "templates"):
+        shutil.copytree(ROOT / "docs" / folder, docs / folder)
     for module in (ROOT / "docs").glob("*.py"):  # hooks, and what they import
         shutil.copy(module, docs)
 

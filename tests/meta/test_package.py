@@ -68,7 +68,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
 
 
 def test_the_tour_runs_where_only_the_wheel_is(built, tmp_path):
-    unpacked, _ = built
     run(sys.executable, "-m", "venv", "--without-pip", "clean", cwd=tmp_path)
     python = tmp_path / "clean" / "bin" / "python"
     (packages,) = (tmp_path / "clean").glob("lib/python*/site-packages")
@@ -81,8 +80,4 @@ def test_the_tour_runs_where_only_the_wheel_is(built, tmp_path):
     assert Path(where[1]).is_relative_to(tmp_path)
     tour = run(tmp_path / "clean" / "bin" / "hodiff", "tour", cwd=tmp_path)
     assert "http" not in tour
-    before, _, more = tour.partition("in these files of the repository")
-    assert not re.findall(r"\b(?:docs|tests)/", before)
-    pages = re.findall(r"\bdocs/\S+", more)
-    assert pages
-    assert all((unpacked / page).is_file() for page in pages)
+    assert not re.findall(r"\b(?:docs|tests)/", tour)

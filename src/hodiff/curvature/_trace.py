@@ -356,15 +356,19 @@ def diagonal(
         made = record(value, stderr, rtol, watch.spent, route)
         watch.warn_if_not_finite(value)
         if not all_reached(made.converged):
-            error = math.nan
-            if stderr is not None and (largest := inner.amax(value.reshape(-1))):
-                error = inner.norms(stderr.reshape(-1) / largest)
-                error /= inner.norms(value.reshape(-1) / largest)
+            error = math.nan if stderr is None else _part_of(stderr, value, inner)
             warn_not_converged(
                 f"diagonal: after {watch.spent} products the standard error is {error:.2g} of the "
                 f"diagonal, more than rtol={rtol:g}; allow more samples."
             )
         return made
+
+
+def _part_of(error: Tensor, value: Tensor, inner: _krylov.Inner) -> float:
+    """The size of an error beside that of its value, whose squares may have no place."""
+    error, value = error.reshape(-1), value.reshape(-1)
+    largest = inner.amax(value) or math.nan
+    return float(inner.norms(error / largest) / inner.norms(value / largest))
 
 
 def _differentiable_diagonal(
