@@ -703,3 +703,13 @@ def test_the_error_of_a_differentiable_diagonal_is_that_of_its_mean(number: int)
     agree(recorded.stderr, terms.std(1) / number**0.5, 1e-12)
     agree(recorded.stderr, plain.stderr, 1e-12)
     agree(recorded.value, terms.mean(1), 1e-12)
+
+
+def test_blocks_of_an_exact_trace_are_exact() -> None:
+    model = nn.Sequential(nn.Linear(3, 2, dtype=D), nn.Tanh(), nn.Linear(2, 1, dtype=D))
+    H = hodiff.HessianOperator(lambda model: model(X[:, :3]).square().sum(), model)
+    found = hodiff.trace(H, blocks=["0.*", "2.weight"], samples=1000, rtol=0.1)
+    for name, part in found.blocks.items():
+        assert part.stderr == 0 and part.converged
+        agree(part.value, H.block(name).dense().trace(), 1e-12)
+    assert found.stderr == 0 and found.converged

@@ -371,3 +371,11 @@ def test_entries_that_are_no_numbers_are_named() -> None:
 def test_no_log_determinant_of_what_is_positive_by_rounding() -> None:
     with pytest.raises(hodiff.InputError, match=r"about 1e-18, which with shift=0 is not positive \(up to rounding\)"):
         hodiff.logdet(hodiff.MatrixOperator(torch.tensor([1.0, 1e-18], dtype=D)))
+
+
+def test_a_process_that_ends_early_says_nothing_of_zero() -> None:
+    """Two values far from zero: rules of two nodes in rooms for more, whose grid reaches no further than they do."""
+    values = torch.cat([torch.full((N // 2,), 100.0, dtype=D), torch.full((N - N // 2,), 101.0, dtype=D)])
+    found = hodiff.spectral_density(with_spectrum(values), samples=4, steps=20, generator=seeded(0))
+    assert 90 < float(found.grid.min()) < 100 and 101 < float(found.grid.max()) < 111
+    assert float(found.width) < 1
