@@ -79,7 +79,7 @@ SAID = {
     "no solution": (lambda: hodiff.implicit.argmin(loss), "Solve first"),
     "a rule": (lambda: hodiff.rules.SGD(momentun=0.9), r"hodiff\.rules\.SGD\(lr, .*'momentun'\. Its keywords: "),
     "a root without a name": (lambda: hodiff.graph.monitor(X), r"monitor\(\*\*roots\): .*monitor\(loss=loss\)"),
-    "a step of no length": (lambda: hodiff.curvature_penalty(NET, X, h=0.0), "h: got 0.0, expected a number"),
+    "a step of no length": (lambda: hodiff.curvature_penalty(NET, X, h=0.0), "h: got 0, expected a positive number"),
     "a context": (lambda: hodiff.twice_differentiable(loss), "It is a context"),
     "a watch": (lambda: hodiff.graph.watch(loss), "It is a context"),
     "a plan with its function": (
