@@ -310,7 +310,7 @@ def power_of_two(product: Tensor, inner: Inner = ALONE) -> float:
     """One near the largest entry, to measure products in: squares of very large or small ones have
     no place; or 0.
     """
-    largest = float(torch.as_tensor(inner.amax(product), dtype=torch.float64, device="cpu").max())
+    largest: Any = inner.amax(product.reshape(-1))
     room = 1000 if product.dtype is torch.float64 else 120
     return 2.0 ** max(-room, min(room, math.frexp(largest)[1])) if largest else 0.0
 

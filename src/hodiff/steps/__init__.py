@@ -458,14 +458,14 @@ class CompiledStep(Unlike, Generic[R]):
         self._tell(reason, "This step")
 
     def _tell(self, reason: str, what: str) -> None:
-        text = f"compile_step: {reason}. {what} runs uncompiled."
         known = reason in self.report.reasons
+        if known and self._fallback == "warn":  # as in each later call
+            return
         if not known:
             self.report.reasons.append(reason)
+        text = f"compile_step: {reason}. {what} runs uncompiled."
         if self._fallback == "raise":
             raise GraphError(text)
-        if known:
-            return
         warnings.warn(text, HodiffWarning, stacklevel=outside())
 
 
