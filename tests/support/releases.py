@@ -23,6 +23,7 @@ def marked(names: Iterable[str], mark: pytest.MarkDecorator, which: Collection[s
 
 CHECKPOINTS = since((2, 13), "checkpoint= is refused")
 STEPS = since((2, 13), "compile_step is refused")
+SHARDS = since((2, 13), "sharded models are refused")
 SEVERAL = since((2, 12), "a Function's saved tensors are not told one by one")
 CHANGES = since((2, 12), "it is not told which tensor was changed in place, and by which line")
 GRID_SAMPLE = since((2, 12), "grid_sample has no second derivative")

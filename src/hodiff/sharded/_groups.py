@@ -270,8 +270,14 @@ class Groups:
         return Averaged.apply(value, (self.mesh, True))
 
 
-def of(where: Where) -> Groups | None:
-    """The groups of a point's modules; None where there is no module under `fully_shard`."""
+def any_in(where: Where) -> bool:
+    """Whether a module of the point is under `fully_shard`, or has one in it that is."""
+    roots = [as_called(each.module) for each in where.module_slices]
+    return next(_outermost(roots), None) is not None
+
+
+def of(where: Where) -> Groups:
+    """The groups of a point's modules."""
     groups: list[Group] = []
     for each in where.module_slices:
         root = as_called(each.module)
@@ -282,8 +288,6 @@ def of(where: Where) -> Groups | None:
             rest = [part for part in outer.modules() if part not in below]
             groups += [Group(paths[outer], outer, rest, repeats=not inner)]
             groups += [Group(paths[m], m, [*m.modules()], repeats=True) for m in inner]
-    if not groups:
-        return None
     meshes = [mesh for group in groups for mesh in group.meshes]
     if any(mesh != meshes[0] for mesh in meshes):
         raise InputError(f"{where.name}: its modules are sharded over several meshes; use one.")

@@ -331,14 +331,15 @@ def _check_like(leaf: Any, theirs: Tensor, label: str) -> None:
 
 def of(where: Where) -> Layout | None:
     """The layout of a point; None where every process has all of it."""
-    groups = _groups.of(where)
-    if groups is None and not any(isinstance(x, DTensor) for x in where.tensors):
+    grouped = _groups.any_in(where)
+    if not grouped and not any(isinstance(x, DTensor) for x in where.tensors):
         return None
     if _needed.RELEASE < (2, 13):  # DTensors lose second derivatives, and blocks their graphs
         raise InputError(
             f"{where.name} is sharded over processes, which needs PyTorch 2.13 or newer; this is "
             f"{torch.__version__}. Or gather a plain copy: p.full_tensor() for each parameter p."
         )
+    groups = _groups.of(where) if grouped else None
     if groups is not None:
         groups.check(where)
     return Layout(where, groups)

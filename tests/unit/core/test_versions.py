@@ -22,6 +22,7 @@ from hodiff.jets.rules import linear
 from tests.meta.source import ROOT
 from tests.support import releases
 from tests.support.differences import first_difference, relative_error
+from tests.support.processes import group_of_one
 
 X = torch.tensor([[0.3, -0.7], [1.1, 0.4], [-0.9, 0.2]], dtype=torch.float64)
 V = torch.tensor([[0.5, 0.1], [-0.3, 0.8], [0.2, -0.6]], dtype=torch.float64)
@@ -356,3 +357,14 @@ def test_checkpoint_is_refused_before_213(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(_needed, "RELEASE", (2, 12))
     with pytest.raises(hodiff.InputError, match=r"checkpoint= needs PyTorch 2\.13 or newer"):
         hodiff.hvp(lambda x: x.sin().sum(), X, V, checkpoint="layers.*")
+
+
+def test_sharded_models_are_refused_before_213(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    monkeypatch.setattr(_needed, "RELEASE", (2, 12))
+    monkeypatch.setattr(_versions, "fsdp_groups", None)  # older ones have groups of another name
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1))
+    with group_of_one(), pytest.raises(hodiff.InputError, match=r"is sharded over processes, .* 2\.13 or newer"):
+        fully_shard(model)
+        hodiff.grad(lambda model: model(torch.ones(2, 3)).square().sum(), model)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import hodiff
 from tests.support.processes import Ranks
+from tests.support.releases import SHARDS
 from tests.unit.sharded.test_sharded_models import (
     MODELS,
     ONE,
@@ -26,6 +27,8 @@ from tests.unit.sharded.test_sharded_models import (
     share_of,
     values,
 )
+
+pytestmark = SHARDS
 
 COUNT = 3
 """So many vectors are given to those that take random ones."""

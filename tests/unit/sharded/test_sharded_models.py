@@ -14,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import hodiff
 from hodiff.curvature._memory import LiveBytes
 from tests.support.processes import Ranks
+from tests.support.releases import SHARDS
+
+pytestmark = SHARDS
 
 D = torch.float64
 TOLERANCE = 1e-10
