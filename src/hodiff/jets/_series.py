@@ -74,8 +74,8 @@ def surroundings() -> tuple[Any, ...]:
     """The transform of `torch.func` and the tracer that operations run in now:
     a jet knows those it was made in.
     """
-    # another thread may be loading it
-    tracer = getattr(sys.modules.get(TRACERS), "get_proxy_mode", type(None))()
+    module = sys.modules.get(TRACERS) if _versions.modes_below() else None
+    tracer = getattr(module, "get_proxy_mode", type(None))()  # another thread may be loading it
     return len(_versions.transforms() or ()), tracer, torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
