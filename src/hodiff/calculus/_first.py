@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, over
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 
 from hodiff._core import _arguments, _reverse, _settings, _tree
 from hodiff._core._arguments import Allowed, Checkpoint, ChunkSize, is_set
@@ -710,7 +711,7 @@ def agree(result: Tensor, expected: Tensor, size: float, leaves: Sequence[Tensor
 
 def largest(values: Tensor) -> float:
     """The largest size of values, at least one of them; NaN where one is."""
-    least, most = torch.aminmax(values)
+    least, most = torch.aminmax(unpack_dual(values).primal)  # 2.8 has no tangents of it
     return max(-float(least), float(most))
 
 

@@ -152,6 +152,7 @@ ELSEWHERE = {
     r"torch\._inductor\..*": "tried where a step is compiled, whose report says what failed",
     r"torch\.(_tensor|distributed\._composable\.replicate)": "what PyTorch says of itself; unknown, it is as any other",
     r"torch\.utils\._python_dispatch\.__dict__\.update": "a dict's",
+    r"torch\._functorch\.predispatch": "read from 2.13 on, by its name among the modules",
 }
 """Private names that are not in the table, and why."""
 

@@ -12,6 +12,7 @@ import hodiff
 from tests.support.operators import D
 from tests.support.passes import Count
 from tests.support.properties import agree
+from tests.support.releases import CHECKPOINTS
 
 N = 6
 X = torch.linspace(-1, 1, 4 * N, dtype=D).reshape(N, 4).mul(9).sin()
@@ -206,6 +207,7 @@ def test_one_batch_of_two_by_rows() -> None:
         agree(G.flatten(found.value), G.dense().diagonal(), 1e-11)
 
 
+@CHECKPOINTS
 @pytest.mark.parametrize("budget", [0.5, 0])
 @pytest.mark.parametrize("checkpoint", ["0", "*"])
 def test_checkpointed_blocks(checkpoint: str, budget: float) -> None:

@@ -12,6 +12,7 @@ from hodiff.curvature import _gauss_newton, _thin
 from tests.support.operators import D, draw
 from tests.support.passes import Count
 from tests.support.properties import agree
+from tests.support.releases import CHECKPOINTS
 
 N = 6
 X = draw(N, 4, seed=3)
@@ -157,7 +158,7 @@ def test_a_sum_of_matrices_with_other_numbers_of_rows() -> None:
     assert (A.products - before[0], G.products - before[1], E.products - before[2]) == (2, 2, 1)
 
 
-@pytest.mark.parametrize("checkpoint", [False, "0"])
+@pytest.mark.parametrize("checkpoint", [False, pytest.param("0", marks=CHECKPOINTS)])
 @pytest.mark.parametrize("budget", [0.5, 0])
 def test_graphs_that_are_not_kept(budget: float, checkpoint: Any) -> None:
     case = CASES["classes"]

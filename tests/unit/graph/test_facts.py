@@ -13,7 +13,7 @@ from hodiff.graph import _names, _record, _saved, explain, watch
 from hodiff.graph._names import TensorNames
 from tests.programs import OF_AUTOGRAD
 from tests.support.limits import in_threads
-from tests.support.releases import CHANGES
+from tests.support.releases import CHANGES, since
 
 ANY = f"{OF_AUTOGRAD}|NoneType|leaf|mine|shape|tensor|library"
 START = "import torch\nfrom torch import nn\n\ntorch.manual_seed(0)\n"
@@ -406,6 +406,7 @@ for step in range(2):
 """
 
 
+@CHANGES
 def test_what_a_loop_of_this_step_made_is_no_state_of_an_earlier_one(told):
     assert told(ROLLED_OUT.format(first="loss.backward()")).cause == "shared part"
     found = told(ROLLED_OUT.format(first="loss.backward(retain_graph=True); opt.step()"))
@@ -591,6 +592,7 @@ def test_an_explanation_of_an_operation_that_is_refused(told):
     assert (found.cause, found.variable, lines(found, "refused")) == ("refused in place", "w", ["w += 1"])
 
 
+@CHANGES
 def test_an_item_that_is_assigned_changes_all_of_the_tensor(told):
     found = told("""
 class Head(nn.Linear):
@@ -786,6 +788,7 @@ def test_an_error_of_the_user_s_own_is_left_alone(told):
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
+@since((2, 13), "the error has no message")
 def test_what_is_no_tensor_among_the_outputs(told):
     found = told("""
 net, extra = nn.Linear(3, 1), nn.Linear(3, 1)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import hodiff
 from hodiff.memory import _attention, _chunked, _cross_entropy
+from tests.support.releases import CHECKPOINTS
 
 D = torch.float64
 
@@ -158,6 +159,7 @@ X = given(4, 3, seed=5)
 loss = lambda model: model(X).square().sum()
 
 
+@CHECKPOINTS
 @pytest.mark.parametrize("name", ["blocks", "blocks.*", "*", "b*s", "blocks.?1", "blocks.?"])
 @pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
 def test_containers_by_name(kind: type[nn.Module], name: str) -> None:
@@ -187,6 +189,7 @@ HUNG: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@CHECKPOINTS
 @pytest.mark.parametrize("name", ["blocks.*", "blocks", "*", True])
 @pytest.mark.parametrize("hung", HUNG)
 @pytest.mark.parametrize("fails", [False, True])
