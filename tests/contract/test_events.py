@@ -50,7 +50,7 @@ from tests.support.everything import ALONE, WITH_MODULES, of_module, with_a_modu
 from tests.support.interrupts import Interrupter, Kind, Seen, Stack
 from tests.support.modules import Cube
 from tests.support.processes import group_of_one
-from tests.support.releases import CHECKPOINTS, SHARDS, STEPS
+from tests.support.releases import CHECKPOINTS, LOOKS, SHARDS, STEPS
 from tests.support.scene import Model, X
 
 pytestmark = pytest.mark.filterwarnings("ignore::hodiff.HodiffWarning")
@@ -564,7 +564,13 @@ ENTERED: dict[str, Call] = {
 }  # fmt: skip
 """Each context of the library, by a call that enters it."""
 
-NEW = {_in_blocks: CHECKPOINTS, _OF_STEPS: STEPS, _frozen: STEPS, _fully_sharded: SHARDS}
+NEW = {
+    _in_blocks: CHECKPOINTS,
+    _OF_STEPS: STEPS,
+    _frozen: STEPS,
+    _fully_sharded: SHARDS,
+    CALLS["GaussNewtonOperator, module in f"]: LOOKS,
+}
 NAMES = [pytest.param(name, marks=NEW.get(call, ())) for name, call in ENTERED.items()]
 
 
