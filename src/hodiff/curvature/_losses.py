@@ -167,13 +167,14 @@ def roots(curvature: Curvature, outputs: Leaves, most: int) -> Leaves | None:
     """Vectors `(R, N, *output)`: the matrix is the sum of s s', of each sample's part s of each.
 
     None where there are none, as samples meet in the loss, or it is not convex; or more than so
-    many.
+    many. Nor in halves, where what is told from rounding would be most of the matrix.
     """
     if isinstance(curvature, OuterProducts):
         return curvature.roots()
     sizes, like = [output[0].numel() for output in outputs], outputs[0]
-    numbers = sum(sizes)
-    if numbers > most or numbers**2 * len(like) * like.element_size() > _reverse.CHUNK_BYTES:
+    numbers, unit = sum(sizes), ROUNDING * torch.finfo(like.dtype).eps
+    size = numbers**2 * len(like) * like.element_size()
+    if unit > 1e-3 or numbers > most or size > _reverse.CHUNK_BYTES:
         return None
     matrices = _lines(curvature.times(units(outputs), numbers), 2).movedim(0, 1)
     some = [generic(output.numel()).to(output).reshape(output.shape) for output in outputs]
@@ -182,7 +183,7 @@ def roots(curvature: Curvature, outputs: Leaves, most: int) -> Leaves | None:
     if not bool(matrices.isfinite().all()):
         return None
     values, vectors = torch.linalg.eigh(matrices)
-    noise = ROUNDING * torch.finfo(like.dtype).eps * values.abs().amax(1, keepdim=True)
+    noise = unit * values.abs().amax(1, keepdim=True)
     # Where a sample is sure of its class, all of its entries are differences of larger numbers.
     largest = noise.max()
     if not bool((apart.abs() <= largest * numbers).all() and (values >= -largest).all()):

@@ -700,13 +700,13 @@ def _eigenvectors(weight: Tensor, x: Any, batch_ndim: int) -> Directions:
     weight = weight.detach()
     # there is no eigh of halves
     wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
-    values, vectors = (part.to(weight.dtype) for part in torch.linalg.eigh((wide + wide.mT) / 2))
-    if weight.ndim == 2:
-        negligible = (
-            values.abs() <= values.abs().amax() * weight.shape[0] * torch.finfo(weight.dtype).eps
-        )
+    values, vectors = torch.linalg.eigh((wide + wide.mT) / 2)
+    if weight.ndim == 2:  # before they are rounded to halves, of which a large part would be noise
+        negligible = values.abs() <= values.abs().amax() * len(wide) * torch.finfo(wide.dtype).eps
         if holds((~negligible).any()):
             values, vectors = values[~negligible], vectors[:, ~negligible]
+    values, vectors = values.to(weight.dtype), vectors.to(weight.dtype)
+    if weight.ndim == 2:
         rows = shaped((vectors * values.abs().sqrt()).mT, x, batch_ndim)
         return Directions(rows) if holds((values > 0).all()) else Directions(rows, values.sign())
     # Signs differ from sample to sample: one block of directions for each, empty entries being
