@@ -459,7 +459,8 @@ class GaussNewtonOperator(PullbackOperator):
         and one that proves that samples are apart, in place of a product for each column. For
         parameters of layers that are not known (as those of `hodiff.gram`), and where samples mix,
         it takes C passes for each sample. The estimates of `hodiff.trace` and `hodiff.diagonal` are
-        exact if they allow as many products.
+        exact if they allow as many products. Outputs in half precision, as under autocast, have no
+        such rows.
 
         If the rows are few, `hodiff.logdet` is exact in these passes, `hodiff.solve` with damping
         takes them and one product, and `hodiff.eigsh` takes them and one product for each of the
