@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import CodeType, ModuleType, TracebackType
 
-import torch
 from torch.overrides import handle_torch_function
 
 from hodiff.graph import _growth, _watch
@@ -73,10 +72,7 @@ def run(options: argparse.Namespace) -> int:
         clean(error)
         flush()
         sys.excepthook(type(error), error, error.__traceback__)
-        # Growth ends where memory does.
-        ended = isinstance(
-            error, (MemoryError, torch.OutOfMemoryError)
-        ) or "allocate memory" in str(error)
+        ended = False
         if isinstance(error, KeyboardInterrupt):
             # it was printed; but the process ends as by the signal
             sys.excepthook = lambda *_: None
