@@ -53,8 +53,8 @@ MODULES_OF_FIVE_CALLS = 35
 STATEMENTS_OF_FIVE_CALLS = 5186
 ROOMS_OF_THEIR_OWN = ("steps", "memory", "curvature", "graph")
 LONGEST_BODY = 45
-# `_near_zero` comes with `_substitutes`, when an operation has to be written out; 2 are of sharded models
-IMPORTED_ONCE = 8
+# 2 are of sharded models
+IMPORTED_ONCE = 7
 PRIVATE_NAMES = {
     "_core._versions": 56,
     "graph._saved": 5,
