@@ -102,14 +102,15 @@ if typing.TYPE_CHECKING:
     from hodiff.fields._partial import derivatives_of, jet, partial, partials
     from hodiff.implicit._unroll import unroll
     from hodiff.memory import twice_differentiable
-    from hodiff.penalties._critic import interpolate, sample_norm
     from hodiff.penalties._gradient import (
         dragan_penalty,
         eikonal_penalty,
         gradient_norm_penalty,
         gradient_penalty,
+        interpolate,
         r1_penalty,
         r2_penalty,
+        sample_norm,
         wgan_gp_penalty,
     )
     from hodiff.penalties._jacobian import (
@@ -281,14 +282,15 @@ __getattr__, __dir__ = _compiled_callers.names(
         "implicit._unroll": ("unroll",),
         "jets": (),
         "memory": ("twice_differentiable",),
-        "penalties._critic": ("interpolate", "sample_norm"),
         "penalties._gradient": (
             "dragan_penalty",
             "eikonal_penalty",
             "gradient_norm_penalty",
             "gradient_penalty",
+            "interpolate",
             "r1_penalty",
             "r2_penalty",
+            "sample_norm",
             "wgan_gp_penalty",
         ),
         "penalties._jacobian": (
