@@ -132,8 +132,7 @@ class Growth(Listener):
             kind = "again" if line.again else kind
             kind = "gradient" if variable.endswith(".grad") else kind
             size = _inspect.saved_bytes(_nodes.walk([tensor.grad_fn for tensor in tensors]))
-            place = _line(names, record, variable, tensors)
-            said = Grown(kind, variable, count, size, place, call)
+            said = Grown(kind, variable, count, size, _line(names, record, variable, tensors), call)
             self._grown.setdefault(call.path, []).append(said)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:

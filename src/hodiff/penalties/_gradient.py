@@ -82,9 +82,7 @@ class Critic(NamedTuple):
     def check(self) -> None:
         """Raise for an option that is not known, and for a wrapper that loses gradients."""
         check_option(self.patch_reduction, PatchReduction, "patch_reduction")
-        _arguments.check_number(self.grad_scale, "grad_scale", least=0)
-        if not self.grad_scale:
-            raise InputError("grad_scale: got 0, expected a positive number.")
+        _arguments.check_number(self.grad_scale, "grad_scale", positive=True)
         if isinstance(self.f, Tensor):
             check_real_tensor(self.f, "f")
         check_critic(self.f)

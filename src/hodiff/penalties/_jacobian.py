@@ -559,10 +559,8 @@ def hessian_penalty(
         Peebles, W. et al. (2020). The Hessian penalty. arXiv:2008.10599.
     """
     _arguments.check_number(weight, "weight", least=0)
-    _arguments.check_number(epsilon, "epsilon", least=0)
+    _arguments.check_number(epsilon, "epsilon", positive=True)
     check_option(method, SecondMethod, "method")
-    if method == "differences" and not epsilon:
-        raise InputError("epsilon: got 0, expected a positive step for the differences.")
     _arguments.check_integer(samples, "samples", least=2)
     check_option(reduction, ExtremeReduction, "reduction")
     return_outputs = is_set(return_outputs, "return_outputs")
@@ -715,9 +713,8 @@ def curvature_penalty(
         versa. arXiv:1811.09716. Other code: the authors' takes the norm without its square.
     """
     _arguments.check_number(weight, "weight", least=0)
-    _arguments.check_number(h, "h", least=0)
-    if not h:
-        raise InputError("h: got 0, expected a positive number, the step between two gradients.")
+    more = ", the step between two gradients"
+    _arguments.check_number(h, "h", positive=True, more=more)
     check_option(reduction, Reduction, "reduction")
     return_outputs = is_set(return_outputs, "return_outputs")
     _gradient.check_function(f)
