@@ -20,7 +20,7 @@ STANDING = {
     ("_core._lending", "signature_error", "(TypeError, ValueError)"): SIGNATURE,
     ("_core._lending", "signature_error", "TypeError"): SIGNATURE,
     ("cli", "main", "OSError"): "a stream that takes no more: the reader of a pipe has read enough, or a full disk",
-    ("cli._explain", "flush", "suppress(OSError)"): "the same of the program's, which Python says at its end",
+    ("cli", "flush", "suppress(OSError)"): "the same of the program's, which Python says at its end",
     ("memory._blocks", "Tangents.along", "RuntimeError"): "raised again, unless forward mode is what is missing",
     ("memory._blocks", "_leave_level", "suppress(RuntimeError)"): "none was entered: an interrupt came first",
     ("memory._blocks", "_captured", "suppress(ValueError)"): "a cell that is empty yet, as Python has it",
@@ -35,7 +35,7 @@ STANDING = {
     ("_core._versions", "_read", "(_Packed, RuntimeError)"): "kept, and raised by `unpack`",
     ("_core._versions", "received", "(RuntimeError, NotImplementedError)"): GETTER,
     ("_core._reverse", "_memories", "(RuntimeError, NotImplementedError)"): GETTER,
-    ("cli._explain", "run", "BaseException"): "the exception of the script that is run: it is the command's subject",
+    ("cli", "explain", "BaseException"): "the exception of the script that is run: it is the command's subject",
     (
         "curvature._graph_cache",
         "GraphCache._shape",
