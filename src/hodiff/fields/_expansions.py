@@ -405,9 +405,6 @@ def by_entries(
     """Derivatives where a sample has few outputs and many lines: for each output its gradient, then
     the lines in batches.
 
-    Second derivatives along R lines, `(R, *output)`; first ones, likewise; and along the drift,
-    `(*output)`.
-
     Args:
         graph: An evaluation of two passes, of a single tensor.
         output: Its output, with the batch in front.
@@ -415,6 +412,10 @@ def by_entries(
         first: Whether first derivatives are wanted; they cost no pass.
         drift: A vector b, shaped like the leaf, for b·∇f.
         chunk_size: How many lines one pass takes; None bounds its memory.
+
+    Returns:
+        The second derivatives along the R lines, `(R, *output)`, the first ones, likewise, and the
+        derivative along the drift, `(*output)`.
     """
     vectors = vectors.clone() if vectors.is_inference() else vectors
     columns = entries(output, graph.call.batch_ndim)
