@@ -40,7 +40,7 @@ from hodiff._core import _needed
 try:
     from hodiff._core import _call, _compiled_callers, _kernels, _messages, _settings, _where
 
-    with _settings.uncollected():
+    with _settings.Scope(_settings.without_collections):
         from hodiff.calculus._first import grad, jacobian, jvp, value_and_grad, vjp
         from hodiff.calculus._second import (
             cross_hessian,
@@ -102,14 +102,15 @@ if typing.TYPE_CHECKING:
     from hodiff.fields._partial import derivatives_of, jet, partial, partials
     from hodiff.implicit._unroll import unroll
     from hodiff.memory import twice_differentiable
-    from hodiff.penalties._critic import interpolate, sample_norm
     from hodiff.penalties._gradient import (
         dragan_penalty,
         eikonal_penalty,
         gradient_norm_penalty,
         gradient_penalty,
+        interpolate,
         r1_penalty,
         r2_penalty,
+        sample_norm,
         wgan_gp_penalty,
     )
     from hodiff.penalties._jacobian import (
@@ -214,35 +215,22 @@ def _explain(failure: _messages.Failure) -> str:
     return _failure.words(failure)
 
 
-def _attend(*args: typing.Any, **kwargs: typing.Any) -> typing.Any:
-    from hodiff.memory import _attention
+def _later(place: str) -> typing.Any:
+    """A function of a room that the foundation asks where it must, loaded when it is asked."""
 
-    return _attention.attention(*args, **kwargs)
+    def call(*args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+        return _needed.resolved(place)(*args, **kwargs)
 
-
-def _score(*args: typing.Any, **kwargs: typing.Any) -> typing.Any:
-    from hodiff.memory import _cross_entropy
-
-    return _cross_entropy.cross_entropy(*args, **kwargs)
+    return call
 
 
-def _lay_out(where: _where.Where) -> typing.Any:
-    from hodiff.sharded import _layout
-
-    return _layout.of(where)
-
-
-def _check_samples(settled: _call.Call) -> None:
-    from hodiff._core import _independence
-
-    _independence.check(settled)
-
-
-# The rooms that the foundation asks where it must, each loaded when it is asked.
 _messages.explainer = _explain
-_where.lay_out = _lay_out
-_call.check_samples = _check_samples
-_kernels.OURS.update(scaled_dot_product_attention=_attend, cross_entropy_loss=_score)
+_where.lay_out = _later("hodiff.sharded._layout:of")
+_call.check_samples = _later("hodiff._core._independence:check")
+_kernels.OURS.update(
+    scaled_dot_product_attention=_later("hodiff.memory._attention:attention"),
+    cross_entropy_loss=_later("hodiff.memory._cross_entropy:cross_entropy"),
+)
 
 # What most programs need none of, or a little.
 __getattr__, __dir__ = _compiled_callers.names(
@@ -281,14 +269,15 @@ __getattr__, __dir__ = _compiled_callers.names(
         "implicit._unroll": ("unroll",),
         "jets": (),
         "memory": ("twice_differentiable",),
-        "penalties._critic": ("interpolate", "sample_norm"),
         "penalties._gradient": (
             "dragan_penalty",
             "eikonal_penalty",
             "gradient_norm_penalty",
             "gradient_penalty",
+            "interpolate",
             "r1_penalty",
             "r2_penalty",
+            "sample_norm",
             "wgan_gp_penalty",
         ),
         "penalties._jacobian": (

@@ -251,7 +251,7 @@ MEANS: dict[tuple[str, str], list[tuple[float, Any]]] = {
     ("curvature_penalty", "h"): [refused(0.0, "expected a positive number"), refused(-1)],
     ("curvature_penalty", "weight"): [(0.0, times(0.0)), (3.0, times(3 / 4)), refused(-1)],
     ("dragan_penalty", "std"): [(0.0, value(lambda: _noise_of(0.0))), refused(-1)],
-    ("hessian_penalty", "epsilon"): [refused(0.0, "expected a positive step"), refused(-1)],
+    ("hessian_penalty", "epsilon"): [refused(0.0, "expected a positive number"), refused(-1)],
     ("logdet", "shift"): [(0.0, like()), (1.0, value(lambda: torch.logdet(A + torch.eye(40, dtype=D)))), refused(-1)],
     ("second_order_operator", "c"): [(0.0, like()), (0, like()), (2.0, lambda call: [call() + 2 * rows(X)])],
     ("rules.SGD", "dampening"): [(0.0, like())],

@@ -515,8 +515,10 @@ ENTERED: dict[str, Call] = {
     "_core/_kernels.py: Counted(_plain_attention)": _entered(lambda: _settings.Scope(_kernels.plain_attention.enter)),
     "_core/_hooks.py: Counted(_watch_checkpoints)": _entered(hodiff.twice_differentiable),
     "_core/_kernels.py: Scope(include)": _repeated,
-    "_core/_settings.py: Scope(_without_collections)": _entered(_settings.uncollected),
-    "memory/_attention.py: Scope(_by_products)": _plain,
+    "__init__.py: Scope(_settings.without_collections)": _entered(
+        lambda: _settings.Scope(_settings.without_collections)
+    ),
+    "memory/_attention.py: Scope(_kernels.plain_attention.enter)": _plain,
     "_core/_settings.py: Offered": _entered(hodiff.twice_differentiable),
     "_core/_python_functions.py: Scope(_comparing)": _compared,
     "_core/_hooks.py: Scope(enter)": _checkpointed,

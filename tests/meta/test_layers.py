@@ -132,7 +132,7 @@ ONLY_IN = {
     "torch.func.hessian": (),
     "torch.func.vjp": ("memory._chunked",),
     "torch.func.grad": ("cli._tour",),
-    "torch.func.grad_and_value": ("penalties._critic",),
+    "torch.func.grad_and_value": ("penalties._gradient",),
     "torch.autograd.functional": (),
     # _hooks keeps what a call saves inside of a checkpoint
     "torch.autograd.graph": ("_core._hooks", "_core._nodes", "_core._versions", "graph"),

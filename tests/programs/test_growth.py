@@ -50,12 +50,6 @@ GROWING = {  # what is said, the line that grows, the line of the pass, and word
         "e_batch.backward()",
         r"helps: store only the value in .*`\.item",
     ),
-    "validation": (
-        r"`predictions` holds the graphs of \d+ iterations and more, and [\d,]+ B",
-        "predictions.append(out)",
-        "",
-        r"helps: if none is to, (?s:.*)no_grad",
-    ),
 }
 FINE = ["clean_loop", "consumed_list", "bounded"]
 
@@ -88,12 +82,6 @@ def test_named(name, process, capsys):
         found = re.findall(rf"^    {label} +{name}\.py:\d+   (.*)$", part, re.MULTILINE)
         assert found == ([text] if text else [])
     assert re.search(advice, part)
-
-
-def test_a_sum_and_a_list_that_no_pass_uses_are_both_named(process, capsys):
-    said = explained(HERE / "validation.py", capsys)
-    assert re.findall(r"^  `(\w+)` holds", said, re.MULTILINE) == ["total", "predictions"]
-    assert "total += nn.functional.cross_entropy(out, y)" in said
 
 
 def test_without_stderr_the_output_is_the_programs(process, capsys, monkeypatch):
@@ -136,15 +124,6 @@ def test_the_status_is_the_programs(process, capsys, tmp_path):
 def test_after_a_traceback(process, capsys, tmp_path):
     assert main(["explain", summed(tmp_path, "1 / 0")]) == 1
     assert re.search(r"^ZeroDivisionError: .*\n\nhodiff: graphs that grow", capsys.readouterr().err, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("end", "said"),
-    [("", True), ("1 / 0", False), ("raise MemoryError", True), ("total.backward()", False), ("del total", True)],
-)
-def test_what_no_pass_used_is_told_of_a_program_that_ended(end, said, process, capsys, tmp_path):
-    main(["explain", summed(tmp_path, end, 400, "pass")])
-    assert ("no backward pass has gone through them" in capsys.readouterr().err) == said
 
 
 def test_too_few_iterations_are_no_growth(process, capsys, tmp_path):
@@ -250,10 +229,9 @@ for epoch in range(2):
 """
 
 
-@pytest.mark.parametrize("passes", ["out.mean().backward(retain_graph=True)", "pass"])
-def test_of_outputs_and_a_state_the_state_is_named(passes, process, capsys, tmp_path):
+def test_of_outputs_and_a_state_the_state_is_named(process, capsys, tmp_path):
     script = tmp_path / "state.py"
-    script.write_text(STATE.format(passes=passes), "utf-8")
+    script.write_text(STATE, "utf-8")
     assert main(["explain", str(script)]) == 0
     said = capsys.readouterr().err
     assert re.findall(r"^  `(\w+)` holds", said, re.MULTILINE) == ["hidden"]
@@ -268,7 +246,7 @@ class Net(torch.nn.RNN):
 rnn, hidden = Net(3, 4), torch.zeros(1, 2, 4)
 for _ in range(300):
     out, hidden = rnn(torch.randn(1, 2, 3), hidden)
-    {passes}
+    out.mean().backward(retain_graph=True)
 """
 
 

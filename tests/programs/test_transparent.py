@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hodiff import cli
 from hodiff.__main__ import main
-from hodiff.cli import _explain
 from tests.programs.expected import FAILING
 from tests.programs.test_programs import path
 
@@ -233,7 +233,7 @@ def test_an_interrupted_module(tmp_path):
 
 def codes(*names: str) -> list[types.CodeType]:
     """Stand-ins for frames: `w` is the watch's, `h` PyTorch's that hands on, others by their letter."""
-    found = {"w": _explain._watch.WatchMode.__torch_function__.__code__, "h": _explain._HANDED_ON}
+    found = {"w": cli._watch.WatchMode.__torch_function__.__code__, "h": cli._HANDED_ON}
     return [found.setdefault(name, compile("0", name, "eval")) for name in names]
 
 
@@ -254,5 +254,5 @@ def codes(*names: str) -> list[types.CodeType]:
     ],
 )
 def test_frames(stack, right):
-    kept = _explain.seen(codes(*stack))
+    kept = cli.seen(codes(*stack))
     assert "".join(stack[index] for index in kept) == right

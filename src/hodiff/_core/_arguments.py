@@ -262,16 +262,26 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def check_number(
-    value: Any, name: str, *, least: float = -math.inf, below: float = math.inf
+    value: Any,
+    name: str,
+    *,
+    least: float = -math.inf,
+    below: float = math.inf,
+    positive: bool = False,
+    more: str = "",
 ) -> None:
-    """Raise unless `value` is a finite number of at least `least`, and below `below`."""
+    """Raise unless `value` is a finite number of at least `least`, or `positive`, and below
+    `below`; `more` is said of what is expected.
+    """
+    least = math.ulp(0.0) if positive else least
     # As nearly always.
     if value.__class__ in (float, int) and least <= value <= LARGEST and value < below:
         return
     if not is_number(value) or not least <= value < below:
-        bound = "" if least == -math.inf else f" of at least {least}"
+        bound = "" if least == -math.inf or positive else f" of at least {least}"
         bound += "" if below == math.inf else f", below {below:g}"
-        raise InputError(f"{name}: got {shown(value)}, expected a number{bound}.")
+        number = "positive number" if positive else "number"
+        raise InputError(f"{name}: got {shown(value)}, expected a {number}{bound}{more}.")
 
 
 def check_chunk_size(value: int | str) -> int | None:

@@ -16,8 +16,6 @@ from hodiff._core._call import Call
 from hodiff._core._graph import OutputGraph
 from hodiff.errors import BatchMixingWarning, InputError
 
-__all__ = ["check"]
-
 
 def check(settled: Call) -> None:
     """Warn, and say by how much, where the outputs of one sample depend on the points of another.

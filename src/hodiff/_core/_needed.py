@@ -17,7 +17,7 @@ import torch
 
 from hodiff.errors import HodiffError, HodiffWarning
 
-__all__ = ["RELEASE", "check", "in_words", "lacks", "newer"]
+__all__ = ["RELEASE", "check", "in_words", "lacks", "newer", "resolved"]
 
 OLDEST, NEWEST = (2, 8), (2, 15)
 """The releases that the tests have run on, those between them included."""
@@ -129,7 +129,8 @@ All calls need the first.
 """
 
 
-_owner = cache(pkgutil.resolve_name)
+resolved = cache(pkgutil.resolve_name)
+"""What a dotted name stands for, or a function of a module: `package.module:function`."""
 
 
 @cache
@@ -146,7 +147,7 @@ def lacks(part: str) -> str:
 
 def _is_there(home: str, name: str) -> bool:
     try:
-        owner = _owner(home)
+        owner = resolved(home)
         if name not in getattr(owner, "__annotations__", ()):  # of what instances of a class have
             attrgetter(name)(owner)
     except (AttributeError, ImportError):

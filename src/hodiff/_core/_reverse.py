@@ -434,8 +434,7 @@ def vjp_between(
 ) -> Sequence[Tensor | None]:
     """One bare pass, between tensors or edges of a graph, for whoever knows what to keep."""
     options: Any = {"keep": keep, "build": build, "recorded": recorded}
-    device = cotangents[0].device.type
-    return _engine_pass(outputs, cotangents, inputs, device=device, **options)
+    return _engine_pass(outputs, cotangents, inputs, device=cotangents[0].device.type, **options)
 
 
 def _vjps_batched(

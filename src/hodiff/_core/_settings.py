@@ -51,8 +51,8 @@ __all__ = [
     "take_off",
     "those_on",
     "tracing",
-    "uncollected",
     "undo_all",
+    "without_collections",
 ]
 
 T = TypeVar("T")
@@ -222,14 +222,10 @@ def _say_unused(name: str) -> None:
     )
 
 
-def uncollected() -> Scope:
+def without_collections(undo: Undo) -> None:
     """No collection meanwhile: modules make objects that stay,
     and a full one goes through all of PyTorch's.
     """
-    return Scope(_without_collections)
-
-
-def _without_collections(undo: Undo) -> None:
     if gc.isenabled():
         undo += [gc.enable]
         gc.disable()

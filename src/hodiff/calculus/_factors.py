@@ -326,8 +326,7 @@ def _products(one: Tensor, other: Tensor) -> Tensor:
     """Inner products of `(N, K, width)` with `(M, L, width)` at another position:
     `(N, K, M, L)`.
     """
-    flat = one.flatten(0, 1) @ other.flatten(0, 1).T
-    return flat.view(*one.shape[:2], *other.shape[:2])
+    return (one.flatten(0, 1) @ other.flatten(0, 1).T).view(*one.shape[:2], *other.shape[:2])
 
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:
@@ -731,8 +730,7 @@ class _Reading:
             g = self._derivatives[use.node]
             if (g.dtype, g.device) != (self._seeds[0].dtype, self._seeds[0].device):
                 raise Unread
-            at = self._places[use.node]
-            given = Derivative(use, turned, end.shape, g, at, self._summands)
+            given = Derivative(use, turned, end.shape, g, self._places[use.node], self._summands)
             parts += [READERS[use.kind](given)]
         return reduce(Outer.join, parts)
 

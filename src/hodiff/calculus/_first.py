@@ -548,8 +548,7 @@ def jvp(
     where = Where(x)
     given = where.parse(v)
     with OutputGraph(call(f, where, 2, create_graph, strict, allow, args, kwargs)) as graph:
-        outputs = graph.tensors()
-        pushed = _reverse.jvp(graph, outputs, given.parts, given.number, chunk_size=chunk)
+        pushed = _reverse.jvp(graph, graph.tensors(), given.parts, given.number, chunk_size=chunk)
         _, _, tree = _tree.flatten(graph.outputs)
         return given.arranged(pushed, tree)
 

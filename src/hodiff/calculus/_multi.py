@@ -384,15 +384,6 @@ def _together(
         return _whole(graph, named, options)
 
 
-class _Head(NamedTuple):
-    """The results of one loss's own part: by the leaves that it uses itself,
-    and by each output of the trunk.
-    """
-
-    by_leaves: Sequence[Tensor | None]
-    by_trunk: Sequence[Tensor | None]
-
-
 def _with_shared(
     functions: dict[Any, Any], point: Where, shared: Callable[[Any], Any], options: _Options
 ) -> list[Row]:
@@ -414,8 +405,9 @@ def _with_shared(
             del loss  # and its graph, before the next one is made
         rows = []
         for name, head in zip(functions, heads, strict=True):
-            below = _through(graph, trunk, head.by_trunk, keep=head is not heads[-1])
-            row = _chunked.plus(head.by_leaves, below)
+            by_leaves, by_trunk = head
+            below = _through(graph, trunk, by_trunk, keep=head is not heads[-1])
+            row = _chunked.plus(by_leaves, below)
             options.note_missing(
                 [n for n, part in zip(point.names, row, strict=True) if part is None],
                 name,
@@ -425,7 +417,12 @@ def _with_shared(
         return rows
 
 
-def _head(graph: OutputGraph, loss: Tensor, cut: list[Tensor]) -> _Head:
+def _head(
+    graph: OutputGraph, loss: Tensor, cut: list[Tensor]
+) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+    """The gradients of one loss's own part: by the leaves that it uses itself, and by each output
+    of the trunk.
+    """
     count = len(graph.leaves)
     gradients = _bare(
         graph,
@@ -435,9 +432,7 @@ def _head(graph: OutputGraph, loss: Tensor, cut: list[Tensor]) -> _Head:
         keep=False,
     )
     by_live = iter(gradients[count:])
-    return _Head(
-        gradients[:count], [next(by_live) if tensor.requires_grad else None for tensor in cut]
-    )
+    return gradients[:count], [next(by_live) if tensor.requires_grad else None for tensor in cut]
 
 
 def _through(

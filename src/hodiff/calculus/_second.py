@@ -242,8 +242,7 @@ def hessian_diagonal(
             check_independence=check_independence,
         )
     ) as graph:
-        gradient = _reverse.gradient(graph, differentiated=True)
-        pairs = list(zip(gradient, graph.leaves, strict=True))
+        pairs = list(zip(_reverse.gradient(graph, differentiated=True), graph.leaves, strict=True))
         diagonals = [
             _diagonal(graph, part, leaf, chunk, more=index < len(pairs) - 1)
             for index, (part, leaf) in enumerate(pairs)

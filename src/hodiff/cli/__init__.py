@@ -6,14 +6,20 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from types import CodeType, ModuleType, TracebackType
 
 import torch
+from torch.overrides import handle_torch_function
 
 import hodiff
 from hodiff._core import _needed
-from hodiff.cli import _explain, _tour
+from hodiff.cli import _tour
+from hodiff.graph import _growth, _watch
+from hodiff.graph._explain import steps_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name: subparsers.add_parser(name, help=words, description=words)
         for name, (words, _) in COMMANDS.items()
     }
-    _explain.configure(commands["explain"])
+    configure(commands["explain"])
     options = parser.parse_args(argv)
     _, run = COMMANDS[options.command]
     if options.command == "explain":  # streams are the program's
@@ -105,8 +111,188 @@ def version(name: str) -> str:
         return "missing"
 
 
+# --- hodiff explain SCRIPT: run a program, say why a backward pass failed, if one does ------------
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """`[-m] SCRIPT [ARGS...]`; what follows SCRIPT is the script's."""
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
+    )
+    parser.add_argument(
+        "script", metavar="SCRIPT", help="the program, as it would be given to python"
+    )
+    parser.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its own arguments"
+    )
+
+
+def explain(options: argparse.Namespace) -> int:
+    """Run the program under a watch.
+
+    Returns:
+        0; 1 after an exception, which was printed with its explanation; 2 if there is no such file.
+        `sys.exit` and an interrupt in the program end this process as they would have ended the
+        program's.
+    """
+    if not options.is_module and not os.path.exists(options.script):
+        more = (
+            "; leave python out: hodiff explain SCRIPT"
+            if options.script.startswith("python")
+            else ""
+        )
+        print(
+            f"hodiff explain: can't open file {os.path.abspath(options.script)!r}{more}",
+            file=sys.stderr,
+        )
+        return 2
+    if not options.is_module and options.script.endswith(".ipynb"):
+        print(
+            "hodiff explain: a notebook is no script; make one of it: "
+            "jupyter nbconvert --to script",
+            file=sys.stderr,
+        )
+        return 2
+    growth, ended = _growth.Growth(), True
+    try:
+        with _watch.Watch(growth):
+            run_program(options.script, options.arguments, is_module=options.is_module)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # the traceback as the program alone would have had it, with the note that the watch added
+        clean(error)
+        flush()
+        sys.excepthook(type(error), error, error.__traceback__)
+        ended = False
+        if isinstance(error, KeyboardInterrupt):
+            # it was printed; but the process ends as by the signal
+            sys.excepthook = lambda *_: None
+            raise
+        return 1
+    finally:
+        _tell(growth, ended=ended)
+    return 0
+
+
+def flush() -> None:
+    """Write the program's output first, unless it closed its output, or has none,
+    or nobody takes it.
+    """
+    if sys.stdout is not None and not sys.stdout.closed:
+        with suppress(OSError):  # Python says so at the end, and stderr has the explanation
+            sys.stdout.flush()
+
+
+def _tell(growth: _growth.Growth, *, ended: bool) -> None:
+    """Say at the end, on stderr: which graphs grew, their holders;
+    parameters that were never trained.
+    """
+    said = _growth.report(growth, ended=ended)
+    if said and sys.stderr is not None:  # without it print would write to stdout, the program's
+        flush()
+        print(f"\n{said}", end="", file=sys.stderr)
+
+
+# --- run a program as `python` runs it: its arguments, import path, `__main__` --------------------
+
+
+_as_main = runpy._run_module_as_main  # type: ignore[attr-defined]  # what `python -m` calls, by this name
+
+
+def run_program(name: str, arguments: Sequence[str], *, is_module: bool) -> None:
+    """Run a program as `python NAME ARGUMENTS` does, or `python -m NAME ARGUMENTS`."""
+    sys.argv[:] = [name, *arguments]
+    if is_module:
+        sys.path[0] = os.getcwd()
+        sys.modules["__main__"] = ModuleType("__main__")
+        _as_main(name)
+    else:
+        sys.path[0] = os.path.dirname(os.path.realpath(name))
+        runpy.run_path(os.path.abspath(name), run_name="__main__")
+
+
+# --- tracebacks without the frames of a watch: PyTorch hands each call to it, and it calls PyTorch,
+# so the stack has frames that it would not have,
+#
+# the user's line, functional.mse_loss, overrides.handle_torch_function, _watch.Watch...,
+# functional.mse_loss, ...
+#
+# of which all between the user's line and the second `mse_loss` are left out.
+
+
+_HANDED_ON = handle_torch_function.__code__
+
+
+def seen(codes: Sequence[CodeType]) -> list[int]:
+    """The frames of a stack, given outermost first, that are there without a watch."""
+    kept: list[int] = []
+    index = 0
+    while index < len(codes):
+        end = index
+        while end < len(codes) and (
+            codes[end] is _HANDED_ON or codes[end].co_filename == _watch.__file__
+        ):
+            end += 1
+        if any(codes[each] is not _HANDED_ON for each in range(index, end)):
+            again = (
+                codes[index] is _HANDED_ON
+                and end < len(codes)
+                and kept
+                and codes[kept[-1]] is codes[end]
+            )
+            # PyTorch's function, which handed its call to the watch, and was called by it
+            if again:
+                kept.pop()
+            index = end
+        else:
+            kept.append(index)
+            index += 1
+    return kept
+
+
+def clean(error: BaseException) -> None:
+    """Give an exception, and all that it carries, the traceback that it has without a watch."""
+    stack, seen = [error], {id(error)}
+    error.__traceback__ = _without_command(error.__traceback__)
+    while stack:
+        each = stack.pop()
+        each.__traceback__ = _without_watch(each.__traceback__)
+        more = [
+            each.__cause__,
+            each.__context__,
+            *(each.exceptions if isinstance(each, BaseExceptionGroup) else ()),
+        ]
+        for other in more:
+            if other is not None and id(other) not in seen:
+                seen.add(id(other))
+                stack.append(other)
+
+
+def _without_command(traceback: TracebackType | None) -> TracebackType | None:
+    """Drop the frames that lead to the program."""
+    while traceback is not None and traceback.tb_frame.f_globals.get("__name__", "").startswith(
+        ("hodiff.cli", "runpy")
+    ):
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _without_watch(traceback: TracebackType | None) -> TracebackType | None:
+    steps = steps_of(traceback)
+    kept = seen([step.tb_frame.f_code for step in steps])
+    rest: TracebackType | None = None
+    for step in [steps[index] for index in reversed(kept)]:
+        rest = TracebackType(rest, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return rest
+
+
 COMMANDS = {
-    "explain": (_explain.HELP, _explain.run),
+    "explain": (
+        "run a script; "
+        "if a backward pass fails, say which variable, which lines, why, and what to do",
+        explain,
+    ),
     "info": ("print versions, devices and settings, for a report", info),
     "tour": (_tour.HELP, _tour.run),
 }

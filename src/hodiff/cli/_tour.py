@@ -32,7 +32,7 @@ Loss = Callable[[nn.Module], Tensor]
 def run(options: argparse.Namespace) -> int:
     """Take the tour; the exit status says whether all numbers were right."""
     screen = Screen()
-    screen.title(f"hodiff {hodiff.__version__} with torch {torch.__version__}", "got", "must be")
+    screen.line(f"hodiff {hodiff.__version__} with torch {torch.__version__}", "got", "must be")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         second_order(screen)
@@ -103,9 +103,7 @@ def data() -> tuple[str, Tensor, Tensor]:
 def parameters(screen: Screen, source: str, model: nn.Module, loss: Loss) -> None:
     """Second and third derivatives in the parameters, and two of PyTorch's own routes to each."""
     screen.heading(f"2  A classifier of {source}")
-    screen.say(
-        "relative errors, against central differences of what loss.backward() gives, in float64"
-    )
+    print("   relative errors, against central differences of loss.backward(), in float64")
     vector = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
     length = distance(vector)
     vector = {name: part / length for name, part in vector.items()}
@@ -267,18 +265,10 @@ class Screen:
     def __init__(self) -> None:
         self.passed = self.failed = 0
 
-    def title(self, text: str, *columns: str) -> None:
-        """The first line, with the names of the columns."""
-        self._line(text, *columns)
-
     def heading(self, text: str) -> None:
         """A line of text after an empty one."""
         print()
         print(text)
-
-    def say(self, text: str) -> None:
-        """A line of text below a heading."""
-        print(f"   {text}")
 
     def check(
         self, label: str, got: float, expected: float, tolerance: float, remark: str = ""
@@ -287,9 +277,7 @@ class Screen:
         right = agree(got, expected, tolerance)
         self.passed += right
         self.failed += not right
-        self._line(
-            f"   {label}", number(got), number(expected), "ok" if right else "FAILED", remark
-        )
+        self.line(f"   {label}", number(got), number(expected), "ok" if right else "FAILED", remark)
 
     def compare(
         self, label: str, got: float, expected: float, tolerance: float, remark: str = ""
@@ -298,7 +286,7 @@ class Screen:
         but neither a check nor a failure of this program.
         """
         verdict = ("right", remark) if agree(got, expected, tolerance) else ("wrong", "silently")
-        self._line(f"   {label}", number(got), number(expected), *verdict)
+        self.line(f"   {label}", number(got), number(expected), *verdict)
 
     def end(self) -> int:
         """The verdict, and the exit status."""
@@ -311,7 +299,8 @@ class Screen:
         return 1 if self.failed else 0
 
     @staticmethod
-    def _line(label: str, got: str, expected: str, state: str = "", remark: str = "") -> None:
+    def line(label: str, got: str, expected: str, state: str = "", remark: str = "") -> None:
+        """A label, and what stands in the columns beside it."""
         print(f"{label:<51}{got:>9}{expected:>10}  {state:<7}{remark}".rstrip())
 
 

@@ -465,8 +465,7 @@ class GainRatio(StepRule):
             if -math.inf < trial.gain < GOOD * step.decrease and self.number < self.tries:
                 bend = system.bend(trial.r - system.r - step.moved)
                 if system.norm(bend) <= BENT * step.norm:
-                    bent = self.at(step.change + bend)
-                    trial = max(trial, bent, key=lambda trial: trial.gain)
+                    trial = max(trial, self.at(step.change + bend), key=lambda trial: trial.gain)
             ratio = trial.gain / step.decrease if step.decrease > 0 else -math.inf
             state.setdefault("radius", step.norm)
             if ratio < POOR:

@@ -6,12 +6,12 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Self
+from typing import Any, Generic, Self
 
 import torch
 
 from hodiff._core import _arguments, _messages
-from hodiff._core._arguments import Checkpoint
+from hodiff._core._arguments import Checkpoint, ChunkSize
 from hodiff._core._call import refuse_stand_ins
 from hodiff._core._tree import Leaves
 from hodiff._core._where import Where
@@ -70,9 +70,6 @@ class Cost(_messages.Reported):
 
 
 # --- what operators over data have in common: by-products, lifetime, cost; and sums over batches --
-
-
-ChunkSize = int | Literal["auto"]
 
 
 class CurrentGraphs(Generic[G]):
@@ -360,9 +357,8 @@ class SummedOperator(SymmetricOperator, DataOperator[G]):
     ) -> Leaves:
         """The mean over the batches of all processes, from the sum over those of this one."""
         own = total or [torch.zeros_like(part) for part in parts]
-        digest = group_sum.digest(parts, count)
         products, _ = group_sum.sum(
-            "multiplies", own, who=self._names(), count=count, digest=digest
+            "multiplies", own, who=self._names(), count=count, digest=group_sum.digest(parts, count)
         )
         return [
             (part * factor).to(given.dtype) for part, given in zip(products, parts, strict=True)

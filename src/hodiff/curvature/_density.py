@@ -14,7 +14,7 @@ from torch import Tensor
 from hodiff._core import _arguments, _settings
 from hodiff._core._arguments import Probes
 from hodiff._core._vectors import empty, near, standard_error, sum_dtype
-from hodiff.curvature import _krylov, _probes
+from hodiff.curvature import _krylov
 from hodiff.curvature._krylov import FEW, Inner, axpy, column
 from hodiff.curvature._links import told
 from hodiff.curvature._operator import LinearOperator, as_given, constant, normal
@@ -125,7 +125,7 @@ def spectral_density(
     _arguments.check_integer(steps, "steps", least=1)
     _arguments.check_integer(points, "points", least=2)
     if width is not None:
-        _probes.check_positive(width, "width", ", or None")
+        _arguments.check_number(width, "width", positive=True, more=", or None")
 
     def record(quadrature: GaussRules, spent: int) -> DensityRecord:
         seen = quadrature.nodes[quadrature.weights > 1e-14]
@@ -264,8 +264,7 @@ def logdet(
     if not recorded:
         return made
     rows = drawn.kept()[: len(quadrature.nodes)] if rows is None else rows
-    start = quadrature.solutions
-    value = _differentiable_logdet(operator, rows, shift, made.value, columns, start)
+    value = _differentiable_logdet(operator, rows, shift, made.value, columns, quadrature.solutions)
     return replace(made, value=value)
 
 

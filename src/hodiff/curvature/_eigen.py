@@ -332,8 +332,7 @@ class Search:
             if rtol >= 100 * self._eps or operator.device.type == "mps"
             else torch.float64
         )
-        width = operator._domain.width
-        self._locked = torch.empty((0, width), dtype=dtype, device=operator.device)
+        self._locked = torch.empty((0, operator._domain.width), dtype=dtype, device=operator.device)
         self._values = torch.empty(0, dtype=torch.float64, device="cpu")
 
     def run(self) -> None:
@@ -370,8 +369,7 @@ class Search:
         return True
 
     def _draw(self) -> Tensor:
-        shape = self._locked.shape[1:]
-        return self._inner.draw(shape, self._locked, "gaussian", self._generator)
+        return self._inner.draw(self._locked.shape[1:], self._locked, "gaussian", self._generator)
 
     def _images(self, rows: Tensor) -> Tensor:
         """A times a flat vector, which its norm will check, or each row; in a unit by the first."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _nodes, _reverse
-from hodiff._core._arguments import Allowed, Checkpoint
+from hodiff._core._arguments import Allowed, Checkpoint, ChunkSize
 from hodiff._core._call import call, refuse_tangent
 from hodiff._core._graph import OutputGraph
 from hodiff._core._tree import Leaves
@@ -29,7 +29,7 @@ from hodiff.curvature._data import (
     Weighted,
     check_predict,
 )
-from hodiff.curvature._data_operator import ChunkSize, DataOperator, SummedOperator
+from hodiff.curvature._data_operator import DataOperator, SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._losses import (
     LIKELIHOODS,

@@ -10,13 +10,13 @@ from typing import Any, final
 from torch import Tensor
 
 from hodiff._core import _arguments, _nodes, _reverse
-from hodiff._core._arguments import Allowed, Checkpoint
+from hodiff._core._arguments import Allowed, Checkpoint, ChunkSize
 from hodiff._core._call import call, cut, in_place_of
 from hodiff._core._graph import OutputGraph
 from hodiff._core._tree import Leaves
 from hodiff._core._where import Where
 from hodiff.curvature._data import NONE, BatchWeight, DataReduction, Weighted, check_signature
-from hodiff.curvature._data_operator import ChunkSize, SummedOperator
+from hodiff.curvature._data_operator import SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._process_group import ProcessGroup
 from hodiff.errors import InputError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _nodes, _reverse, _tree
-from hodiff._core._arguments import Allowed
+from hodiff._core._arguments import Allowed, ChunkSize
 from hodiff._core._call import cut
 from hodiff._core._graph import OutputGraph
 from hodiff._core._tree import Leaves
@@ -18,7 +18,6 @@ from hodiff._core._vectors import Space, sum_dtype
 from hodiff._core._where import Where
 from hodiff.calculus._factors import units
 from hodiff.curvature._data import check_predict
-from hodiff.curvature._data_operator import ChunkSize
 from hodiff.curvature._gauss_newton import Linearized, RowsOperator, linearize, predicted
 from hodiff.curvature._graph_cache import Builder, GraphCache, accumulate
 from hodiff.curvature._operator import LinearOperator, TransposedOperator, TwoSpaces, say_detached

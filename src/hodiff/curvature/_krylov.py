@@ -471,8 +471,7 @@ class MINRES(Block):
     def _begin(self, b: Tensor) -> None:
         self._r1 = self._r2 = b
         self._y = self._inverse(b)
-        square = self._form(b, self._y)
-        self._beta = self._phi = square**0.5
+        self._beta = self._phi = self._form(b, self._y) ** 0.5
         self._beta_old = self._epsilon = self._dbar = self._sn = self._scale = 0 * self._beta
         self._cs = -1.0
         self._w = self._w_old = self.x

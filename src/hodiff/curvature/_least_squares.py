@@ -20,7 +20,7 @@ from hodiff._core._where import Where
 from hodiff.calculus._factors import Outer
 from hodiff.calculus._first import tall_jacobian
 from hodiff.calculus._per_sample import Samples, check_not_crossed, in_factors, in_rows
-from hodiff.curvature import _data, _memory, _probes
+from hodiff.curvature import _data, _memory
 from hodiff.curvature._damped_steps import (
     FIRST,
     DampedSystem,
@@ -179,7 +179,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             raise InputError(
                 "residuals: expected a function of where and a batch, or a list of such functions."
             )
-        _probes.check_positive(FIRST if damping is None else damping, "damping")
+        given = FIRST if damping is None else damping
+        _arguments.check_number(given, "damping", positive=True)
         _arguments.check_number(0 if min_damping is None else min_damping, "min_damping", least=0)
         _arguments.check_number(momentum, "momentum", least=0, below=1.0)
         self._damping, self._momentum = damping, float(momentum)

@@ -146,8 +146,7 @@ class OuterProducts:
         for scores in self._scores:
             rest, dims = scores.shape[2:], self._dims(scores[0])
             if not dims or -len(rest) - 1 not in dims:
-                own = range(-len(rest), 0)
-                shape = [1 if dim in dims else rest[dim] for dim in own]
+                shape = [1 if dim in dims else rest[dim] for dim in range(-len(rest), 0)]
                 places = torch.arange(math.prod(shape), device=scores.device)
                 at = places.reshape(-1, 1, *[1] * len(rest)) == places.reshape(shape)
                 if len(places) * scores.numel() * scores.element_size() <= _reverse.CHUNK_BYTES:
@@ -453,9 +452,8 @@ def binary_cross_entropy(
 
     def drawn(samples: int, generator: torch.Generator | None) -> Leaves:
         device = z.device if generator is None else generator.device
-        dtype = sum_dtype(z.dtype)
         uniform = torch.rand(
-            (samples, *z.shape), generator=generator, device=device, dtype=dtype
+            (samples, *z.shape), generator=generator, device=device, dtype=sum_dtype(z.dtype)
         ).to(z.device)
         return [p - (uniform < p).to(z.dtype)]
 

@@ -16,7 +16,6 @@ from hodiff._core._tree import Leaves
 from hodiff._core._vectors import Space, sum_dtype
 from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_given
 from hodiff.curvature._probes import (
-    check_positive,
     check_square,
     flat_product,
     power_of_two,
@@ -257,7 +256,8 @@ def nystrom(
         raise InputError(
             f"rank: got {rank}, but the operator has {_arguments.plural(size, 'column')}."
         )
-    check_positive(shift, "shift", ": the damping of the system")
+    more = ": the damping of the system"
+    _arguments.check_number(shift, "shift", positive=True, more=more)
     _vectors.check_generator(generator)
     like = operator._domain.zeros_flat(0).to(sum_dtype(operator.dtype))
     rows = _vectors.draw((rank, size), like, "gaussian", source(operator, generator))

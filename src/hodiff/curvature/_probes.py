@@ -83,8 +83,7 @@ class RandomVectors:
         start, self._taken = self._taken, self._taken + count
         if self._rows is not None:
             return self._rows[start : self._taken]
-        shape = (count, *self._shape)
-        return self._inner.draw(shape, self._like, self._probes, self._generator)
+        return self._inner.draw((count, *self._shape), self._like, self._probes, self._generator)
 
 
 def source(operator: LinearOperator, generator: torch.Generator | None) -> torch.Generator | None:
@@ -252,7 +251,7 @@ def check_rtol(rtol: object, number: int | None = None) -> None:
     """
     if rtol is None:
         return
-    check_positive(rtol, "rtol", ", or None")
+    _arguments.check_number(rtol, "rtol", positive=True, more=", or None")
     if number == 1:
         raise InputError(
             "rtol: the error of one random vector is unknown; give several, or no rtol."
@@ -453,11 +452,3 @@ class EstimatorProgress:
         if self._bar is not None:
             self._bar.close()
         self._raise_on_all_ranks.__exit__(kind, error, at)
-
-
-def check_positive(value: Any, name: str, more: str = "") -> None:
-    """Raise unless `value` is a finite number above 0."""
-    if not _arguments.is_number(value) or value <= 0:
-        raise InputError(
-            f"{name}: got {_arguments.shown(value)}, expected a positive number{more}."
-        )

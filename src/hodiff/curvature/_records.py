@@ -402,8 +402,7 @@ class LeastSquaresRecord(Shown):
                 "one that another makes up for (requires_grad_(False)), or give it a residual."
             )
         unit = torch.eye(len(R), dtype=R.dtype, device=R.device)
-        inverse = torch.linalg.solve_triangular(R, unit, upper=True)
-        return Q, inverse / norms.unsqueeze(1)
+        return Q, torch.linalg.solve_triangular(R, unit, upper=True) / norms.unsqueeze(1)
 
     def _facts(self) -> dict[str, str]:
         refused = "converged" if self.converged else "undone"

@@ -373,37 +373,19 @@ def by_reverse(call: FieldCall, directions: Directions, drift: Any, first: bool)
     with call.evaluation(passes=2) as graph:
         output = _arguments.check_output(graph.outputs)
         _arguments.check_rows(output, call.batch)
-        lines = by_entries(
-            graph,
-            output,
-            vectors,
-            first=first,
-            drift=drift,
-            chunk_size=_arguments.check_chunk_size(call.chunk_size),
-        )
-        value, second = graph.value(), lines.second
+        chunk = _arguments.check_chunk_size(call.chunk_size)
+        lines = by_entries(graph, output, vectors, first=first, drift=drift, chunk_size=chunk)
+        value, (second, slope, drifted) = graph.value(), lines
         graph.warn_of_zeros([second], [vectors])
         call.note(graph)
     if weights is not None:
         second = second * weights.reshape(-1, *[1] * output.ndim)
     if groups != second.shape[0]:
         second = second.reshape(groups, len(second) // groups, *output.shape).sum(1)
-    if lines.drift is not None:
-        second = second + lines.drift
-    value, second, *firsts = released(
-        graph, [value, second, *([] if lines.first is None else [lines.first])]
-    )
+    if drifted is not None:
+        second = second + drifted
+    value, second, *firsts = released(graph, [value, second, *([] if slope is None else [slope])])
     return Curves(value, firsts[0] if firsts else None, second)
-
-
-class Lines(NamedTuple):
-    """Second derivatives along R lines, `(R, *output)`; first ones, likewise; and along the drift,
-    `(*output)`.
-    """
-
-    second: Tensor
-    first: Tensor | None
-    drift: Tensor | None
 
 
 def entries(output: Tensor, batch_ndim: int) -> tuple[Tensor, ...]:
@@ -416,10 +398,10 @@ def by_entries(
     output: Tensor,
     vectors: Tensor,
     *,
-    first: bool = True,
-    drift: Tensor | None = None,
-    chunk_size: int | None = None,
-) -> Lines:
+    first: bool,
+    drift: Tensor | None,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Derivatives where a sample has few outputs and many lines: for each output its gradient, then
     the lines in batches.
 
@@ -430,6 +412,10 @@ def by_entries(
         first: Whether first derivatives are wanted; they cost no pass.
         drift: A vector b, shaped like the leaf, for b·∇f.
         chunk_size: How many lines one pass takes; None bounds its memory.
+
+    Returns:
+        The second derivatives along the R lines, `(R, *output)`, the first ones, likewise, and the
+        derivative along the drift, `(*output)`.
     """
     vectors = vectors.clone() if vectors.is_inference() else vectors
     columns = entries(output, graph.call.batch_ndim)
@@ -444,9 +430,8 @@ def by_entries(
         if drift is not None:
             drifts.append(_inner(gradient, drift.unsqueeze(0), graph.call.batch_ndim))
     shaped = lambda parts: torch.stack(parts, -1).reshape(len(parts[0]), *output.shape)  # noqa: E731
-    return Lines(
-        shaped(seconds), shaped(firsts) if firsts else None, shaped(drifts)[0] if drifts else None
-    )
+    along = shaped(firsts) if firsts else None
+    return shaped(seconds), along, shaped(drifts)[0] if drifts else None
 
 
 def _seconds(

@@ -308,8 +308,7 @@ def _pure(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
     axes = sorted({each[0] for each in wanted if each}) or [0]
     order = max(1, *(len(each) for each in wanted)) if len(wanted) > 1 else max(1, len(wanted[0]))
     factor = _pushforward.factorials(order, call.x.dtype)
-    seeds = _pushforward.units(call.x, call.batch_ndim)[axes]
-    series, _ = push(call, [seeds], order)
+    series, _ = push(call, [_pushforward.units(call.x, call.batch_ndim)[axes]], order)
     derivatives: dict[Index, Any] = {(): series[0]}
     for k in range(1, order + 1):
         rows = entry(series, k, len(axes)) * factor[k]

@@ -5,9 +5,6 @@ builds a graph on the gradients that it left in `.grad`. A token lives as long a
 so many tokens alive are so many iterations whose graphs something still holds. Where their number
 keeps rising, the variables in sight are asked which of them leads to most of them.
 
-Graphs that no pass runs leave no token: each time that twice as many nodes were made, the variables
-are asked which of them lead to more such graphs than before.
-
 Where no variable holds what grows, nothing is said.
 """
 
@@ -23,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,18 +30,14 @@ from hodiff._core._nodes import Node
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.graph import _inspect, _saved, _source
 from hodiff.graph._case import body, labeled, listed
-from hodiff.graph._names import USERS, TensorNames, path_of, root, user_frames
+from hodiff.graph._names import USERS, TensorNames, root, user_frames
 from hodiff.graph._record import Listener, Pass, Record
 from hodiff.graph._source import Line, Path, line_of, lines_of
 
 RISES = 10
 """Iterations whose graphs must be alive before anything is looked for."""
-NODES = 250
-"""Nodes made before graphs that no pass runs are looked for; then twice as many, and so on."""
 ITEMS = 20
-"""Graphs that no pass ran which a variable must hold before they are told."""
-GROWS = 1.5
-"""How much more a variable must hold than when half as many nodes were made."""
+"""Items from which a container is asked as a whole, and not one by one."""
 
 _serial = itertools.count()
 
@@ -54,12 +46,7 @@ _serial = itertools.count()
 
 
 class _Token:
-    """A mark that a pass or a look leaves on nodes: it lives as long as one of them."""
-
-    __slots__ = ("__weakref__", "used")
-
-    def __init__(self) -> None:
-        self.used = False
+    """A mark that a pass leaves on nodes: it lives as long as one of them."""
 
 
 _RAN = _Token()
@@ -92,19 +79,14 @@ class _Line:
 
 
 class Growth(Listener):
-    """Listens to the passes, operations and steps under a watch; `growing()` is what grows."""
+    """Listens to the passes and steps under a watch; `growing()` is what grows."""
 
     def __init__(self) -> None:
         self._key = f"hodiff growth {next(_serial)}"
-        self._unused_key = f"{self._key} unused"
         self._lines: dict[Any, _Line] = {}
         self._grown: dict[Any, list[Grown]] = {}
-        self._unused: dict[str, tuple[_Token, Grown]] = {}
-        self._before: list[dict[str, int]] = [{}, {}]
         self._token: _Token | None = None
         self._leaves: list[Tensor] = []
-        self._start = _saved.counter()
-        self._look_at = self._start + NODES
         self.untrained = Untrained()
 
     def before(self, call: Pass, nodes: Sequence[Node]) -> None:
@@ -115,8 +97,6 @@ class Growth(Listener):
             if node.__class__ is _nodes.ACCUMULATE:
                 continue
             tags, place = _saved.tags(node), _saved.sequence(node)
-            if self._unused_key in tags:
-                tags[self._unused_key].used = True
             is_new = place >= line.last.place or line.first is call
             if not is_new and self._key in tags and place >= line.first.place:
                 line.again = True
@@ -147,79 +127,23 @@ class Growth(Listener):
         alive = set(line.alive)
         most = holder(names, lambda node: _saved.tags(node).get(self._key), alive, call.path)
         if most is not None and 2 * most[1] > len(alive):  # else several hold parts of it
+            variable, count, tensors = most
             kind = "kept" if call.retained else "spent"
             kind = "again" if line.again else kind
-            kind = "gradient" if most[0].endswith(".grad") else kind
-            said = grown(kind, record, names, *most, call)
+            kind = "gradient" if variable.endswith(".grad") else kind
+            size = _inspect.saved_bytes(_nodes.walk([tensor.grad_fn for tensor in tensors]))
+            said = Grown(kind, variable, count, size, _line(names, record, variable, tensors), call)
             self._grown.setdefault(call.path, []).append(said)
-
-    def called(self, func: Any, arguments: Any, result: Any, frame: FrameType) -> None:
-        """Were twice as many nodes made as at the last look?
-
-        Then graphs that no pass runs may pile up.
-        """
-        made = _saved.counter()
-        if made < self._look_at:
-            return
-        self._look_at = 2 * made - self._start
-        from hodiff.graph import _watch
-
-        record = _watch.recording()
-        if record is None:
-            return
-        with _saved.without_modes():
-            self._look_beside(record, TensorNames(user_frames(frame)), path_of(frame))
-
-    def _look_beside(self, record: Record, names: TensorNames, at: Path) -> None:
-        """Find what leads to more graphs that no pass has run than at each of the
-        last two looks.
-        """
-        groups = _groups(names)
-        now: dict[str, int] = {}
-        rising: dict[str, list[Node]] = {}
-        for path, tensors in groups.items():
-            nodes, now[path] = self._beside(record, [tensor.grad_fn for tensor in tensors])
-            counts = [before.get(path, 0) for before in (*self._before, now)]
-            rises = counts[-1] >= ITEMS and all(0 < GROWS * a <= b for a, b in pairwise(counts))
-            if rises and not _is_bounded(names, path):
-                rising[path] = nodes
-        self._before = [self._before[1], now]
-        handed = [path for path in rising if _is_handed_on(path, at)]
-        for path, nodes in rising.items():
-            output = handed and path not in handed and len(groups[path]) == 1  # beside its state
-            if output or path.rpartition("[")[0] in self._unused:
-                continue
-            said = grown("unused", record, names, path, now[path], groups[path])
-            if said.bytes:
-                token = _Token()
-                self._unused[path] = token, said
-                for node in nodes:
-                    _saved.tags(node)[self._unused_key] = token
-
-    def _beside(self, record: Record, nodes: list[Node]) -> tuple[list[Node], int]:
-        """The nodes of a container, or of a state, that no pass has run; and their iterations."""
-        many = len(nodes) >= ITEMS
-        reached = nodes if many else _nodes.walk(nodes[:1])
-        fresh = [node for node in reached if self._key not in _saved.tags(node)]
-        if many:
-            return fresh, len(fresh)
-        # The line that made a state makes some kinds of nodes once in each iteration.
-        made = record.path(nodes[0])
-        kinds = Counter(type(node) for node in fresh if record.path(node) == made)
-        return fresh[:1], min(kinds.values(), default=0)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
         with _saved.without_modes():
             self.untrained.step(optimizer)
 
-    def growing(self, *, ended: bool = True) -> list[Grown]:
-        """The holders that grew, each once; `ended`: the program came to its end,
-        and would have used them.
-        """
+    def growing(self) -> list[Grown]:
+        """The holders that grew, each once."""
         rising = [path for path in self._grown if self._lines[path].idle <= RISES]
         grew = [_lasting(self._grown[path], self._lines[path].peak) for path in rising]
-        grew += [each for token, each in self._unused.values() if ended and not token.used]
         return list({(each.variable, each.line): each for each in reversed(grew)}.values())[::-1]
 
 
@@ -560,20 +484,20 @@ class Grown:
         count: The graphs of how many iterations it holds.
         bytes: What they have saved.
         line: The line that puts them there.
-        call: The pass concerned; None if there was none.
+        call: The pass concerned.
     """
 
     kind: str
     variable: str
     count: int
-    bytes: int = 0
-    line: Line | None = None
-    call: Pass | None = None
+    bytes: int
+    line: Line | None
+    call: Pass
 
     def __str__(self) -> str:
         facts = {"variable": self.variable, "count": self.count, "bytes": f"{self.bytes:,}"}
         what, reason, helps = [text.format(**facts) for text in KINDS[self.kind]]
-        last = self.call.stack[0] if self.call is not None and self.call.path else None
+        last = self.call.stack[0] if self.call.path else None
         places = [labeled("grows at", self.line), labeled("pass", last)]
         return body(
             [what, *(f"  {place}" for place in places if place)], reason, [("helps", helps)]
@@ -589,20 +513,6 @@ def _lasting(looks: list[Grown], peak: int) -> Grown:
     said = looks[last]
     count = looks[last + 1].count if last + 1 < len(looks) else peak
     return replace(said, count=count, bytes=said.bytes * count // said.count)
-
-
-def grown(
-    kind: str,
-    record: Record,
-    names: TensorNames,
-    variable: str,
-    count: int,
-    tensors: list[Tensor],
-    call: Pass | None = None,
-) -> Grown:
-    """The sentences about a variable that holds the graphs of `count` iterations."""
-    size = _inspect.saved_bytes(_nodes.walk([tensor.grad_fn for tensor in tensors]))
-    return Grown(kind, variable, count, size, _line(names, record, variable, tensors), call)
 
 
 HELD = "`{variable}` holds the graphs of {count} iterations, and some {bytes} B that they saved"
@@ -634,12 +544,6 @@ KINDS = {
         "if gradients are not to reach back through all iterations, write `{variable} = "
         "{variable}.detach()` at the start of each; `retain_graph=True` is then no longer needed.",
     ),
-    "unused": (
-        "`{variable}` holds the graphs of {count} iterations and more, "
-        "and {bytes} B that they saved",
-        "no backward pass has gone through them.",
-        f"if none is to, compute them under torch.no_grad(), or {VALUE}",
-    ),
 }
 
 
@@ -647,7 +551,7 @@ def report(growth: Growth, *, ended: bool = True) -> str:
     """The holders that grew, and the parameters that were never trained;
     empty if there is neither.
     """
-    grown = growth.growing(ended=ended)
+    grown = growth.growing()
     parts = ["\n\n".join([TITLE, *map(str, grown)])] if grown else []
     parts += filter(None, [str(growth.untrained) if ended else ""])
     return "\n\n".join(parts) + "\n" if parts else ""

@@ -27,10 +27,8 @@ from hodiff.errors import GraphError
 
 
 def is_function(node: Node) -> bool:
-    """Whether the node is a Python `autograd.Function`,
-    of which only its backward knows what it needs.
-    """
-    return _LAYOUTS[type(node)].function
+    """Whether the node belongs to a Python `autograd.Function`."""
+    return issubclass(type(node), BackwardCFunction)
 
 
 function_of: Callable[[type], type] = attrgetter("_forward_cls")
@@ -44,7 +42,7 @@ def is_raising(node: Node) -> bool:
 
 def slots(node: Node) -> list[SavedTensor]:
     """The saved tensors of a node with their states. Runs no hook."""
-    names, _, opaque, _ = _LAYOUTS[node.__class__]
+    names, opaque, _ = _LAYOUTS[node.__class__]
     if opaque or not works():
         return [SavedTensor("?", UNKNOWN, None)]
     return read(node, names)
@@ -54,7 +52,7 @@ def is_whole(node: Node) -> bool:
     """Whether all that a node saved is there as it was saved, as is so of most:
     told without a record of each.
     """
-    names, _, opaque, raising = _LAYOUTS[node.__class__]
+    names, opaque, raising = _LAYOUTS[node.__class__]
     if not names:
         return not (opaque or raising)
     if not works():
@@ -179,7 +177,6 @@ class NodeLayout(NamedTuple):
     """The way to read the nodes of one class."""
 
     names: tuple[tuple[str, str, str], ...] = ()  # (x, _raw_saved_x, _saved_x)
-    function: bool = False
     opaque: bool = False
     raising: bool = False
 
@@ -189,7 +186,7 @@ class _Layouts(dict[type, NodeLayout]):
 
     def __missing__(self, kind: type) -> NodeLayout:
         if issubclass(kind, BackwardCFunction):
-            return NodeLayout((("tensors", f"{_RAW}tensors", "saved_tensors"),), function=True)
+            return NodeLayout((("tensors", f"{_RAW}tensors", "saved_tensors"),))
         names = tuple(
             (name.removeprefix(_RAW), name, name.removeprefix("_raw"))
             for name in dir(kind)

@@ -597,5 +597,4 @@ def _which(arguments: Any, cause: str) -> Tensor | None:
 
 def _name(case: FailedPass, tensor: Tensor | None) -> str:
     """The variable of a tensor, by the name that its owner gives it."""
-    paths = case.names.paths.get(id(tensor), ())
-    return max(paths, key=lambda path: path.count("."), default="")
+    return max(case.names.paths.get(id(tensor), ()), key=lambda path: path.count("."), default="")

@@ -450,10 +450,6 @@ class AttentionTangent(Chunked):
 # --- the kernel -----------------------------------------------------------------------------------
 
 
-def _by_products(undo: _settings.Undo) -> None:
-    _kernels.plain_attention.enter(undo)
-
-
 def _plainly(
     q: Tensor,
     k: Tensor,
@@ -471,7 +467,7 @@ def _plainly(
         hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
         dead = hidden.all(-1, keepdim=True)
         mask = mask.masked_fill(dead, mask.dtype == torch.bool)
-    with _settings.Scope(_by_products):
+    with _settings.Scope(_kernels.plain_attention.enter):
         out = F.scaled_dot_product_attention(q, k, v, mask, *args, **kwargs)
     return out if dead is None else out.masked_fill(dead, 0)
 

@@ -104,8 +104,7 @@ class Pullback:
         """The gradient in its graph: linear functions give zeros, for cotangents vary too."""
         variables, results = self.form.record(tensors[: self.count])
         cotangents = [x.detach().requires_grad_() for x in tensors[self.count :]]
-        gradients = self._pass(variables, results, cotangents, build=True)
-        return [*variables, *cotangents], gradients
+        return [*variables, *cotangents], self._pass(variables, results, cotangents, build=True)
 
     def values(self, tensors: Tensors) -> Values:
         """The gradient, without its graph."""

@@ -385,8 +385,7 @@ def cross_entropy(
         if not _chunked.varies(logits) or not _is_ours(logits, target, weight, ignore_index):
             return torch.ops.aten.cross_entropy_loss(logits, target, *rest)
         z, t = _three(logits, target)
-        form = CrossEntropyForm(label_smoothing, ignore_index)
-        loss = CrossEntropy.apply(z, t, weight, form)[0]
+        loss = CrossEntropy.apply(z, t, weight, CrossEntropyForm(label_smoothing, ignore_index))[0]
         return _reduced(loss, reduction, _rows_of(logits), t, weight, ignore_index)
 
 

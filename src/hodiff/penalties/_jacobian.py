@@ -14,12 +14,11 @@ from hodiff._core._arguments import Allowed, Probes, check_option, is_set
 from hodiff._core._graph import OutputGraph
 from hodiff._core._where import Where
 from hodiff.errors import InputError
-from hodiff.penalties import _critic
-from hodiff.penalties._critic import ExtremeReduction, Reduction, SecondMethod
-from hodiff.penalties._gradient import Function, What, outputs_and_gradient
+from hodiff.penalties import _gradient
+from hodiff.penalties._gradient import ExtremeReduction, Function, Reduction, SecondMethod, What
 
 
-class JacobianPenaltyOptions(_critic.VectorOptions, total=False):
+class JacobianPenaltyOptions(_gradient.VectorOptions, total=False):
     """The options of `jacobian_penalty`; for overloads alone."""
 
     weight: float
@@ -118,11 +117,11 @@ def jacobian_penalty(
     return_outputs = is_set(return_outputs, "return_outputs")
     if samples is not None:
         _arguments.check_integer(samples, "samples", least=1)
-    record = _critic.recorded(
+    record = _gradient.recorded(
         f, x, batch_ndim=batch_ndim, create_graph=create_graph,
         check_independence=check_independence, args=args, kwargs=kwargs,
     )  # fmt: skip
-    with _critic.evaluation(
+    with _gradient.evaluation(
         f, x, passes=1, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
     ) as graph:
         output = _arguments.check_output(graph.outputs)
@@ -135,22 +134,22 @@ def jacobian_penalty(
         if exact:
             [parts] = _reverse.blocks(graph, [output], chunk_size=None)
         else:
-            drawn = _critic.vectors_like(
+            drawn = _gradient.vectors_like(
                 Where(output.detach(), "f(x)"), vectors, samples or 1, probes, generator
             )
-            parts = _critic.pulled(graph, [output], drawn)
-    with _critic.recording(record):
-        values = _critic.inner(parts, parts, batch_ndim if exact else batch_ndim + 1)
+            parts = _gradient.pulled(graph, [output], drawn)
+    with _gradient.recording(record):
+        values = _gradient.inner(parts, parts, batch_ndim if exact else batch_ndim + 1)
         values = values if exact else values.mean(0)
-        loss = _critic.reduce(values, reduction, weight / 2)
-        loss = _critic.finished(loss, f, output, parts, record)
+        loss = _gradient.reduce(values, reduction, weight / 2)
+        loss = _gradient.finished(loss, f, output, parts, record)
     return (loss, graph.value()) if return_outputs else loss
 
 
 # --- score matching: the trace of a Jacobian without the Jacobian ---------------------------------
 
 
-class ScoreMatchingOptions(_critic.VectorOptions, total=False):
+class ScoreMatchingOptions(_gradient.VectorOptions, total=False):
     """The options of `sliced_score_matching_loss`; for overloads alone."""
 
     log_density: bool
@@ -258,12 +257,12 @@ def sliced_score_matching_loss(
     )
     _arguments.check_integer(samples, "samples", least=1)
     where = Where(x)
-    drawn = _critic.vectors_like(where, vectors, samples, probes, generator)
-    record = _critic.recorded(
+    drawn = _gradient.vectors_like(where, vectors, samples, probes, generator)
+    record = _gradient.recorded(
         f, x, batch_ndim=batch_ndim, create_graph=create_graph,
         check_independence=check_independence, args=args, kwargs=kwargs,
     )  # fmt: skip
-    with _critic.evaluation(
+    with _gradient.evaluation(
         f,
         where,
         passes=1 + log_density,
@@ -276,21 +275,21 @@ def sliced_score_matching_loss(
         score = (
             _reverse.gradient(graph, differentiated=True) if log_density else _score(graph, where)
         )
-        products = _critic.pulled(graph, score, drawn)
+        products = _gradient.pulled(graph, score, drawn)
         first = graph.tensors()[0]
-    with _critic.recording(record):
+    with _gradient.recording(record):
         score = score if record else [_call.cut(part) for part in score]
-        trace = _critic.inner(drawn, products, batch_ndim + 1).mean(0)
+        trace = _gradient.inner(drawn, products, batch_ndim + 1).mean(0)
         if variance_reduced:
-            size = _critic.inner(score, score, batch_ndim)
+            size = _gradient.inner(score, score, batch_ndim)
         else:
             size = (
-                _critic.inner(drawn, [part.unsqueeze(0) for part in score], batch_ndim + 1)
+                _gradient.inner(drawn, [part.unsqueeze(0) for part in score], batch_ndim + 1)
                 .square()
                 .mean(0)
             )
-        loss = _critic.reduce(trace + size / 2, reduction, 1.0)
-        loss = _critic.finished(loss, f, first, score, record)
+        loss = _gradient.reduce(trace + size / 2, reduction, 1.0)
+        loss = _gradient.finished(loss, f, first, score, record)
     _nodes.mark_results([loss])  # which stands on what f returned, not on passes alone
     return (loss, graph.value()) if return_outputs else loss
 
@@ -411,9 +410,9 @@ class PathLengthPenalty(nn.Module):
         _arguments.check_real_tensor(w, "w")
         if w.ndim not in (2, 3) or not w.shape[0]:
             raise InputError(f"w has shape {tuple(w.shape)}, expected latents (N, D) or (N, L, D).")
-        _critic.check_function(f)
+        _gradient.check_function(f)
         record = _call.loss_recorded(create_graph)
-        with _critic.evaluation(
+        with _gradient.evaluation(
             f, w, passes=1, batch_ndim=1, record=record, allow=allow, args=args, kwargs=kwargs
         ) as graph:
             images = _arguments.check_output(graph.outputs)
@@ -423,7 +422,7 @@ class PathLengthPenalty(nn.Module):
                     "...)."
                 )
             with _settings.grad_mode(False):
-                [noise] = _critic.vectors_like(
+                [noise] = _gradient.vectors_like(
                     Where(images.detach(), "f(w)"), vectors, 1, "gaussian", generator
                 )
                 if noise.shape[0] != 1:
@@ -433,9 +432,9 @@ class PathLengthPenalty(nn.Module):
                 noise = noise[0] / images.shape[2:].numel() ** 0.5
             outputs = graph.value()
             gradient = _reverse.vjp(graph, [images], [noise])
-        with _critic.recording(record):
+        with _gradient.recording(record):
             layers = w.shape[1] if w.ndim == 3 else 1
-            lengths = _critic.norm(gradient, 1) / layers**0.5
+            lengths = _gradient.norm(gradient, 1) / layers**0.5
             self.lengths = lengths.detach()
             with _locks.lock:  # of several threads each moves what another has left
                 mean = self.mean_length.to(lengths)
@@ -445,8 +444,8 @@ class PathLengthPenalty(nn.Module):
                         # or it would stay nan
                         self.mean_length.copy_(torch.where(moved.isfinite(), moved, mean))
                     mean = moved
-            loss = _critic.reduce((lengths - mean).square(), reduction, self.weight)
-            loss = _critic.finished(loss, f, images, gradient, record)
+            loss = _gradient.reduce((lengths - mean).square(), reduction, self.weight)
+            loss = _gradient.finished(loss, f, images, gradient, record)
         return (loss, outputs) if return_outputs else loss
 
     def extra_repr(self) -> str:
@@ -457,7 +456,7 @@ class PathLengthPenalty(nn.Module):
 # --- of second derivatives: of a generator's outputs; of a loss along its steepest direction ------
 
 
-class OfHessian(_critic.VectorOptions, total=False):
+class OfHessian(_gradient.VectorOptions, total=False):
     """The options of `hessian_penalty`; for overloads alone."""
 
     weight: float
@@ -560,28 +559,26 @@ def hessian_penalty(
         Peebles, W. et al. (2020). The Hessian penalty. arXiv:2008.10599.
     """
     _arguments.check_number(weight, "weight", least=0)
-    _arguments.check_number(epsilon, "epsilon", least=0)
+    _arguments.check_number(epsilon, "epsilon", positive=True)
     check_option(method, SecondMethod, "method")
-    if method == "differences" and not epsilon:
-        raise InputError("epsilon: got 0, expected a positive step for the differences.")
     _arguments.check_integer(samples, "samples", least=2)
     check_option(reduction, ExtremeReduction, "reduction")
     return_outputs = is_set(return_outputs, "return_outputs")
-    _critic.check_function(f)
-    _critic.check_critic(f)
+    _gradient.check_function(f)
+    _gradient.check_critic(f)
     _arguments.check_arguments(args, kwargs)
     where = Where(x)
     _arguments.check_batch(where.tensors, where.names, batch_ndim)
-    directions = _critic.vectors_like(where, vectors, samples, "rademacher", generator)
+    directions = _gradient.vectors_like(where, vectors, samples, "rademacher", generator)
     if directions[0].shape[0] < 2:
         raise InputError("vectors: got one vector, expected at least two, to take their variance.")
-    record = _critic.recorded(
+    record = _gradient.recorded(
         f, x, batch_ndim=batch_ndim, create_graph=create_graph,
         check_independence=check_independence, args=args, kwargs=kwargs,
     )  # fmt: skip
     inside = _one_draw(f, where, args, kwargs or {})
     at = functools.partial(
-        _critic.evaluation,
+        _gradient.evaluation,
         inside,
         batch_ndim=batch_ndim,
         record=record,
@@ -589,17 +586,17 @@ def hessian_penalty(
         args=(),
         kwargs=None,
     )
-    with _critic.recording(record):
+    with _gradient.recording(record):
         output = _value(at, where, where.tensors)
-        _critic.refuse_empty(output, reduction)
+        _gradient.refuse_empty(output, reduction)
         if method == "exact":
             seconds = [_second(at, where, v) for v in zip(*directions, strict=True)]
         else:
             seconds = [
                 _difference(at, where, v, output, epsilon) for v in zip(*directions, strict=True)
             ]
-        loss = _critic.reduce(_critic.wide(torch.stack(seconds)).var(0), reduction, weight)
-        loss = _critic.finished(loss, f, output, seconds, record)
+        loss = _gradient.reduce(_gradient.wide(torch.stack(seconds)).var(0), reduction, weight)
+        loss = _gradient.finished(loss, f, output, seconds, record)
     return (loss, output) if return_outputs else loss
 
 
@@ -716,15 +713,14 @@ def curvature_penalty(
         versa. arXiv:1811.09716. Other code: the authors' takes the norm without its square.
     """
     _arguments.check_number(weight, "weight", least=0)
-    _arguments.check_number(h, "h", least=0)
-    if not h:
-        raise InputError("h: got 0, expected a positive number, the step between two gradients.")
+    more = ", the step between two gradients"
+    _arguments.check_number(h, "h", positive=True, more=more)
     check_option(reduction, Reduction, "reduction")
     return_outputs = is_set(return_outputs, "return_outputs")
-    _critic.check_function(f)
-    critic = _critic.Critic(_arguments.as_called(f), batch_ndim, "sum", 1.0, maps=False)
+    _gradient.check_function(f)
+    critic = _gradient.Critic(_arguments.as_called(f), batch_ndim, "sum", 1.0, maps=False)
     critic.check()
-    record = _critic.recorded(
+    record = _gradient.recorded(
         f, x, batch_ndim=batch_ndim, create_graph=create_graph,
         check_independence=check_independence, args=args, kwargs=kwargs,
     )  # fmt: skip
@@ -737,22 +733,22 @@ def curvature_penalty(
     }
     where = Where(x)
     random = _settings.RandomState(where.tensors[0].device)
-    outputs, here = outputs_and_gradient(critic, where, **options)
+    outputs, here = _gradient.outputs_and_gradient(critic, where, **options)
     with _settings.grad_mode(False):
         signs = [part.sign() for part in here]
         # of no signs the norm is 0, of some at least 1
-        scale = h / _critic.norm(signs, batch_ndim).clamp(min=1)
+        scale = h / _gradient.norm(signs, batch_ndim).clamp(min=1)
         steps = [
             sign * scale.to(sign).reshape(*scale.shape, *[1] * (sign.ndim - batch_ndim))
             for sign in signs
         ]
-    with _critic.recording(record):
+    with _gradient.recording(record):
         there = where.result([leaf + step for leaf, step in zip(where.tensors, steps, strict=True)])
         random.restore()  # of two draws (dropout) the difference would be that of the draws
-        _, moved = outputs_and_gradient(critic, there, **options)
-        change = [_critic.wide(b) - _critic.wide(a) for a, b in zip(here, moved, strict=True)]
-        loss = _critic.reduce(_critic.inner(change, change, batch_ndim), reduction, weight)
-        loss = _critic.finished(loss, f, outputs, change, record)
+        _, moved = _gradient.outputs_and_gradient(critic, there, **options)
+        change = [_gradient.wide(b) - _gradient.wide(a) for a, b in zip(here, moved, strict=True)]
+        loss = _gradient.reduce(_gradient.inner(change, change, batch_ndim), reduction, weight)
+        loss = _gradient.finished(loss, f, outputs, change, record)
     return (loss, outputs) if return_outputs else loss
 
 

@@ -213,8 +213,7 @@ def _of_tensor(value: Tensor) -> Pattern:
             f"shape {tuple(value.shape)}, expected {GIVEN}; convert a dense two-dimensional matrix "
             f"with .to_sparse()."
         )
-    entries = value.detach().to_sparse_coo()
-    indices = entries._indices().cpu()
+    indices = value.detach().to_sparse_coo()._indices().cpu()
     return Pattern(indices[0], indices[1], (value.shape[0], value.shape[1]))
 
 
@@ -456,9 +455,8 @@ def _by_rows(pattern: Pattern, order: Order) -> Tensor:
     rows, columns = pattern.shape
     turned = pattern.transposed()
     rows_of = _lists(turned.rows, turned.columns, columns)
-    lengths = torch.bincount(pattern.rows, minlength=rows)
     met = torch.zeros(columns, dtype=torch.int64, device="cpu").index_add(
-        0, pattern.columns, lengths[pattern.rows]
+        0, pattern.columns, torch.bincount(pattern.rows, minlength=rows)[pattern.rows]
     )
     around = [0] * rows  # the colors in each row
     bits = [0] * columns

@@ -142,9 +142,8 @@ class Sets:
             groups = torch.div(keys, len(self.start), rounding_mode="floor")
             rows = keys - groups * len(self.start)
         lengths = (self.start[1:] - self.start[:-1])[rows]
-        total = _total(lengths)
         keys = torch.repeat_interleave(
-            groups * self.width, lengths, output_size=total
+            groups * self.width, lengths, output_size=_total(lengths)
         ) + self._members(rows, lengths)
         keys = sorted_unique(keys)
         groups = torch.div(keys, self.width, rounding_mode="floor")
@@ -176,8 +175,7 @@ class Sets:
             and bool((rows[1:] > rows[:-1]).all())
         ):
             return self.items  # the whole table, in order
-        ends = lengths.cumsum(0)
-        shift = self.start[rows] - (ends - lengths)
+        shift = self.start[rows] - (lengths.cumsum(0) - lengths)
         total = _total(lengths)
         return self.items[
             torch.arange(total, device="cpu")

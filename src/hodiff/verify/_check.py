@@ -551,8 +551,7 @@ def _of_operation(called: Called, wrong: Check) -> Cause:
         f"PyTorch's derivative of {called.name} is wrong at order {wrong.order} here, "
         f"alone as well: {numbers}"
     )
-    fix = "write it with other operations."
-    return cause("operation", called.place.line, reason, fix)
+    return cause("operation", called.place.line, reason, "write it with other operations.")
 
 
 def _first_wrong(

@@ -139,8 +139,7 @@ def random_direction(point: Point, generator: torch.Generator | None) -> Point:
 
 def inner(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
     """The inner product of two points."""
-    products = [(a * b).sum() for a, b in zip(left, right, strict=True)]
-    return torch.stack(products).sum()
+    return torch.stack([(a * b).sum() for a, b in zip(left, right, strict=True)]).sum()
 
 
 def norm(parts: Sequence[Tensor]) -> Tensor:

@@ -33,16 +33,16 @@ def dense(f, v):
 def test_by_entries_and_by_lines(name, create_graph):
     f = FUNCTIONS[name]
     with OutputGraph(call(f, X, passes=2, batch_ndim=1, create_graph=create_graph)) as graph:
-        lines = _expansions.by_entries(graph, graph.outputs, V, drift=V[0], chunk_size=1)
+        seconds, firsts, drifted = _expansions.by_entries(graph, graph.outputs, V, first=True, drift=V[0], chunk_size=1)
     for k, v in enumerate(V):
         first, second = dense(f, v)
-        agree(lines.first[k].detach(), first)
-        agree(lines.second[k].detach(), second)
+        agree(firsts[k].detach(), first)
+        agree(seconds[k].detach(), second)
         with OutputGraph(call(f, X, passes=4, batch_ndim=1, create_graph=create_graph)) as graph:
             found = _jacobian._by_lines(graph, graph.outputs, [v])
         agree(found[0].detach(), first)
         agree(found[1].detach(), second)
-    agree(lines.drift.detach(), dense(f, V[0])[0])
+    agree(drifted.detach(), dense(f, V[0])[0])
 
 
 def test_by_lines_of_several_points():

@@ -12,7 +12,6 @@ import torch
 import hodiff
 from hodiff import cli
 from hodiff.__main__ import main
-from hodiff.cli import _explain
 from tests.meta.source import ROOT, imports, library_files
 
 
@@ -68,7 +67,7 @@ def test_a_folder_and_an_archive_are_run_by_the_main_in_them(monkeypatch, capsys
     with zipfile.ZipFile(archive, "w") as written:
         written.write(tmp_path / "__main__.py", "__main__.py")
     for place in (tmp_path, archive):
-        _explain.run_program(str(place), ["given"], is_module=False)
+        cli.run_program(str(place), ["given"], is_module=False)
         assert capsys.readouterr().out == f"__main__ {place} given\n"
 
 

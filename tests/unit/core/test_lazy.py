@@ -89,7 +89,7 @@ def test_importing_takes_a_twentieth_of_the_calls_that_pytorch_takes(run):
 def test_the_collector_is_left_as_it_was(collects):
     (gc.enable if collects else gc.disable)()
     try:
-        with pytest.raises(KeyError, match="module"), _settings.uncollected():
+        with pytest.raises(KeyError, match="module"), _settings.Scope(_settings.without_collections):
             assert not gc.isenabled()
             raise KeyError("module")
         assert gc.isenabled() is collects

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff._core import _messages, _near_zero, _substitutes, _versions
+from hodiff._core import _messages, _substitutes, _versions
 
 POINTS = [0.0, 1e-12, 1e-9, -1e-7, 1e-4, -3e-3, 0.05, -0.0999, 0.1001, 0.7, -0.999, 1.001, 2.5]
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[object], object]]] = {
@@ -120,12 +120,10 @@ def test_a_graph_that_has_them_already_is_refused_near_zero_only(name: str, orde
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_are_those_of_the_kernel(dtype: torch.dtype) -> None:
-    from hodiff._core import _near_zero
-
     x = torch.linspace(-3, 3, 31).to(dtype)
     for ours, theirs in (
-        (_near_zero.sinc, torch.sinc),
-        *((function, getattr(torch.special, name)) for name, function in _near_zero.BESSEL.items()),
+        (_substitutes.sinc, torch.sinc),
+        *((function, getattr(torch.special, name)) for name, function in _substitutes.BESSEL.items()),
     ):
         if dtype == torch.float32 or theirs is torch.sinc:
             assert ours(x).dtype == dtype
@@ -139,7 +137,7 @@ def test_values_are_those_of_the_kernel(dtype: torch.dtype) -> None:
 
 def test_the_series_is_for_small_numbers_of_either_sign() -> None:
     x = torch.linspace(-9, 9, 37, dtype=torch.float64)
-    for name, function in _near_zero.BESSEL.items():
+    for name, function in _substitutes.BESSEL.items():
         torch.testing.assert_close(function(x), getattr(torch.special, name)(x))
 
 
@@ -185,15 +183,15 @@ def test_a_graph_of_a_product_is_refused_near_zero_only(name: str, n: int, near:
 def test_products_are_those_of_the_kernel() -> None:
     x = torch.randn(3, 5, 4, dtype=D)
     for dim in (0, 1, -1):
-        torch.testing.assert_close(_near_zero.cumprod(x, dim), x.cumprod(dim))
+        torch.testing.assert_close(_substitutes.cumprod(x, dim), x.cumprod(dim))
         for keep in (False, True):
-            torch.testing.assert_close(_near_zero.prod(x, dim, keep), x.prod(dim, keep))
+            torch.testing.assert_close(_substitutes.prod(x, dim, keep), x.prod(dim, keep))
     whole = torch.arange(1, 5)
     for given in (x, whole, whole > 2, x[:0], x[0, 0, 0]):
-        assert _near_zero.prod(given).dtype == given.prod().dtype
-        torch.testing.assert_close(_near_zero.prod(given), given.prod())
-        torch.testing.assert_close(_near_zero.prod(given, dtype=torch.float32), given.prod(dtype=torch.float32))
-        torch.testing.assert_close(_near_zero.cumprod(given, 0), given.cumprod(0))
+        assert _substitutes.prod(given).dtype == given.prod().dtype
+        torch.testing.assert_close(_substitutes.prod(given), given.prod())
+        torch.testing.assert_close(_substitutes.prod(given, dtype=torch.float32), given.prod(dtype=torch.float32))
+        torch.testing.assert_close(_substitutes.cumprod(given, 0), given.cumprod(0))
 
 
 NORMS: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -252,7 +250,7 @@ def test_a_graph_of_such_a_norm_is_refused_at_zero_only(name: str) -> None:
 
 
 def test_norms_of_zeros_and_of_great_numbers_are_those_of_the_kernel() -> None:
-    written = _near_zero.norm(torch.linalg.vector_norm, "ord")
+    written = _substitutes.norm(torch.linalg.vector_norm, "ord")
     for v in (torch.zeros(3, 2), torch.tensor([[1e30, 1e-30], [torch.inf, 2.0]]), torch.randn(3, 2)):
         for options in ({}, {"dim": 0}, {"dim": (0, 1), "keepdim": True}, {"dim": 1, "dtype": D}):
             torch.testing.assert_close(written(v, 4, **options), torch.linalg.vector_norm(v, 4, **options))
@@ -573,7 +571,7 @@ EMPTY: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
 def test_products_of_one_factor_or_none(name: str) -> None:
     f, x = EMPTY[name]
     value, derivatives = hodiff.jet(f, x, [torch.ones_like(x)] * 2)
-    assert value.equal(f(x)) and _near_zero.prod(x).equal(torch.prod(x))
+    assert value.equal(f(x)) and _substitutes.prod(x).equal(torch.prod(x))
     assert derivatives[0].equal(torch.ones_like(value) if x.numel() else torch.zeros_like(value))
 
 

@@ -13,11 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 import hodiff
-from hodiff import ConvergenceWarning, GraphError, InputError
+from hodiff import ConvergenceWarning, GraphError, InputError, implicit
 from hodiff.curvature import _krylov
 from hodiff.curvature._links import ImplicitSystem
 from hodiff.curvature._memory import LiveBytes
-from hodiff.implicit import _solution, _unroll, argmin, fixed_point, root
+from hodiff.implicit import _unroll, argmin, fixed_point, root
 from tests.support.differences import first_difference, relative_error
 
 D = torch.float64
@@ -387,8 +387,8 @@ def test_a_small_right_hand_side_beside_a_large_one(
     size: float, relative: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is solved to what the tolerance is of the large one; below that, zero is the solution."""
-    seen, solve = [], _solution.attempt
-    monkeypatch.setattr(_solution, "attempt", lambda *a, **k: (seen.append(k["rtol"]), solve(*a, **k))[1])
+    seen, solve = [], implicit.attempt
+    monkeypatch.setattr(implicit, "attempt", lambda *a, **k: (seen.append(k["rtol"]), solve(*a, **k))[1])
     made: list[ImplicitSystem] = []
     monkeypatch.setattr(ImplicitSystem, "_report", lambda self, found: None)
     init = ImplicitSystem.__init__
@@ -403,8 +403,8 @@ def test_a_small_right_hand_side_beside_a_large_one(
 
 def test_products_with_many_vectors_at_a_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     """J' and J, at once, as their systems see them one vector at a time."""
-    M, seen, solve = torch.triu(randn(5, 5, seed=10)) + 3 * torch.eye(5, dtype=D), [], _solution.attempt
-    monkeypatch.setattr(_solution, "attempt", lambda A, *a, **k: (seen.append(A.dense()), solve(A, *a, **k))[1])
+    M, seen, solve = torch.triu(randn(5, 5, seed=10)) + 3 * torch.eye(5, dtype=D), [], implicit.attempt
+    monkeypatch.setattr(implicit, "attempt", lambda A, *a, **k: (seen.append(A.dense()), solve(A, *a, **k))[1])
     theta = randn(5, seed=11).requires_grad_()
     x = root(lambda x: M @ x - theta, torch.linalg.solve(M, theta).detach(), polish=1)
     x.sum().backward()
@@ -544,8 +544,8 @@ def test_the_conditions_of_a_quadratic_program(monkeypatch: pytest.MonkeyPatch) 
     h = G @ x + (forces == 0).double() * (randn(n, seed=5).abs() + 0.1)
     p = (-(Q @ x) - G.T @ forces).requires_grad_()
     conditions = lambda z: {"x": Q @ z["x"] + p + G.T @ z["forces"], "forces": z["forces"] * (G @ z["x"] - h)}
-    solution, passes, one = root(conditions, {"x": x, "forces": forces}), [], _solution.Transposed._times
-    monkeypatch.setattr(_solution.Transposed, "_times", lambda J, v: (passes.append(v), one(J, v))[1])
+    solution, passes, one = root(conditions, {"x": x, "forces": forces}), [], implicit.Transposed._times
+    monkeypatch.setattr(implicit.Transposed, "_times", lambda J, v: (passes.append(v), one(J, v))[1])
     (found,) = torch.autograd.grad(solution["x"] @ randn(n, seed=6), p)
     K = torch.zeros(n + active, n + active, dtype=D)
     K[:n, :n], K[:n, n:], K[n:, :n] = Q, G[:active].T, G[:active]

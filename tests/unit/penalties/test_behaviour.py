@@ -10,7 +10,7 @@ from torch import nn
 
 import hodiff
 from hodiff.curvature._memory import LiveBytes
-from hodiff.penalties import _critic
+from hodiff.penalties import _gradient
 from tests.support.differences import directional_derivative
 from tests.support.ledger import flags, snapshot
 from tests.unit.penalties.oracles import DOUBLE, conv, mlp, same
@@ -412,7 +412,7 @@ def test_the_callers_vectors_are_those_used(name, monkeypatch):
     state = torch.get_rng_state()
     found = WITH_VECTORS[name](f, vectors=v)
     assert torch.equal(state, torch.get_rng_state())  # nothing is drawn
-    monkeypatch.setattr(_critic, "draw", lambda *_: v)
+    monkeypatch.setattr(_gradient, "draw", lambda *_: v)
     same(found, WITH_VECTORS["jacobian" if "exact" in name else name](f), f)
 
 

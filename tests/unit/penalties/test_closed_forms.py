@@ -11,7 +11,7 @@ from torch import nn
 
 import hodiff
 from hodiff._core._vectors import draw
-from hodiff.penalties import _critic
+from hodiff.penalties import _gradient
 from tests.support.differences import gradient_by_differences
 from tests.unit.penalties.oracles import (
     DOUBLE,
@@ -208,7 +208,7 @@ def all_signs(monkeypatch):
         signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=like.dtype)] * like.shape[-1])
         return signs.reshape(-1, 1, like.shape[-1]).expand(-1, *like.shape)
 
-    monkeypatch.setattr(_critic, "draw", every)
+    monkeypatch.setattr(_gradient, "draw", every)
 
 
 @pytest.mark.parametrize("reduction", ["max", "mean", "sum", "none"])

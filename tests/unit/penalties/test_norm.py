@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import hodiff
-from hodiff.penalties import _critic
+from hodiff.penalties import _gradient
 
 DOUBLE = torch.float64
 INF = float("inf")
@@ -59,7 +59,7 @@ def test_zero_defeats_the_usual_norms():
 def route(request, monkeypatch):
     """On the CPU ordinary gradients take a shorter route; a GPU, and a traced region, take the long one for all."""
     if request.param == "as on a GPU":
-        monkeypatch.setattr(_critic, "_ordinary", lambda norms: False)
+        monkeypatch.setattr(_gradient, "_ordinary", lambda norms: False)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-13, 1e-11, 1.0, 1e11, 1e13, 1e30])

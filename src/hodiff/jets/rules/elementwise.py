@@ -313,8 +313,7 @@ def elu(
 ) -> Series:
     """An exponential below zero, linear above."""
     below = torch.exp(torch.clamp(x, max=0) * input_scale)
-    value = torch.where(x > 0, x * scale, (below - 1) * (alpha * scale))
-    y = [value]
+    y = [torch.where(x > 0, x * scale, (below - 1) * (alpha * scale))]
     for m in range(1, order + 1):
         part = below * (alpha * scale * input_scale**m / math.factorial(m))
         y.append(torch.where(x > 0, scale, part) if m == 1 else torch.where(x < 0, part, 0.0))

@@ -276,8 +276,7 @@ def max_pool(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     if _jet.is_jet(value):
         raise NoRule(name, "inside nested expansions")
     _, index = pool(value, *args[1:place], **kwargs)
-    flat = x.flatten(-spatial)
-    return torch.gather(flat, -1, index.flatten(-spatial)).reshape(index.shape)
+    return torch.gather(x.flatten(-spatial), -1, index.flatten(-spatial)).reshape(index.shape)
 
 
 # --- Fourier transforms, and the little of complex arithmetic that stands between one and its
