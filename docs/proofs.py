@@ -5,6 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from docs import trainings
 from docs.figures import subplots, svg
 
 _FILE = Path(__file__).with_name("proofs.json")
@@ -145,6 +146,32 @@ def of_trainings() -> str:
         + f"\n\nA metagradient takes the time of {whole:.1f} trainings, "
         + f"{parts:.1f} in segments."
     )
+
+
+def headlines() -> str:
+    """The best that is stored of each proof: a table of the home page."""
+    quantum, million = stored("quantum")["runs"]["SPRING"], stored("million")["runs"]
+    error = statistics.median(run["errors"][-1] for run in quantum)
+    seconds = statistics.median(run["seconds"] for run in quantum)
+    largest = million["1000000"]
+    of = stored("metagradients")["runs"]["seconds"]
+    found = _of_ways()["metagradients"][0]
+    ours, adam = (
+        trainings.errors("DeepXDE, Helmholtz", method, 30)[0]
+        for method in ("Levenberg-Marquardt", "Adam")
+    )
+    rows = {
+        "[A neural quantum state](recipes/quantum-state.md)": f"its energy to {error:.0e} "
+        f"in {seconds:.1f} seconds",
+        "[A Laplacian in a million dimensions](recipes/poisson-5d.md#million)": "a training step "
+        f"in {largest['step'] / largest['plain']:.1f} gradients",
+        "[Metagradients of a whole training](recipes/metagradients.md)": "which images matter, "
+        f"rank correlation {found:.2f}, in {of['metagradient'] / of['training']:.1f} trainings",
+        "[Hessians of sharded models](recipes/sharded-models.md)": "exact; no process holds all",
+        "[DeepXDE's Helmholtz](ports.md)": f"to {ours:.0e} in 30 seconds; Adam to {adam:.0e}",
+    }
+    lines = [f"| {name} | {what} |" for name, what in rows.items()]
+    return "\n".join(["| proof | measured |", "|---|---|", *lines])
 
 
 def source(proof: str) -> str:

@@ -179,3 +179,50 @@ def test_help_shows_names_without_quotes():
 def test_dir_shows_what_is_public():
     shown = {name for name in dir(hodiff) if not name.startswith("__")}
     assert shown == {*hodiff.__all__, *DOORS}
+
+
+H = hodiff.HessianOperator(lambda x: (x**3).sum(), torch.ones(3))
+NOTED = {
+    "two dtypes": (lambda: hodiff.laplacian(lambda x: NET(x).squeeze(-1), X.double()), "several dtypes"),
+    "a function of one sample": (
+        lambda: hodiff.laplacian(lambda x: torch.ones(4, 3) @ x, X),
+        r"all of them at once, \(N, \.\.\.\)",
+    ),
+    "a loss without its batch": (
+        lambda: hodiff.per_sample_grad(lambda model: model(X).sum(1), NET, X),
+        r"f is called as f\(where, batch\), batch is a Tensor\.$",
+    ),
+    "a list of samples for a penalty": (lambda: hodiff.r2_penalty(NET, [X, X]), "a list of 2"),
+    "a batch by names": (
+        lambda: hodiff.HessianOperator(lambda m, b: m(b["x"]).sum(), NET, data=[(X,)]).dense(),
+        r"called f\(where, batch\) with this batch: a tuple of 1\.$",
+    ),
+    "an array for a step": (
+        lambda: hodiff.compile_step(lambda m, x: m(x).mean(), NET, backend="replay")(X.numpy()),
+        r"what the step was called with: a NumPy array\.$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=STEPS if "step" in name else ()) for name in NOTED])
+def test_an_error_of_the_function_has_a_note_of_what_it_was_given(name):
+    call, words = NOTED[name]
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        call()
+    [note] = caught.value.__notes__
+    assert note.startswith("hodiff") and re.search(words, note)
+
+
+@pytest.mark.parametrize("function", [torch.linalg.eigvalsh, torch.trace, torch.diag, torch.Tensor.add_, torch.norm])
+def test_functions_of_pytorch_refuse_what_is_no_tensor_in_our_words(function):
+    """An operator and a record; what has a tensor on its left is still theirs."""
+    for value, words in ((H, "hodiff|H"), (hodiff.trace(H), "record with fields")):
+        args = (torch.ones(3), value) if function is torch.Tensor.add_ else (value,)
+        with pytest.raises(hodiff.InputError, match=f"^an? {type(value).__name__} is no tensor: .*({words})"):
+            function(*args)
+    torch.testing.assert_close(torch.ones(3) @ H, H @ torch.ones(3))
+
+
+def test_a_report_asks_for_the_function():
+    with pytest.raises(hodiff.InputError, match=r"^f: got a tensor already computed"):
+        hodiff.jets.report(X.sum(-1), X)

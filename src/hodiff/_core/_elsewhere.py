@@ -30,6 +30,22 @@ _WAYS = (
     ("hodiff.", "report", "write hodiff.jets.{}."),
     ("hodiff.", "convergence", "write hodiff.plotting.{}."),
     ("hodiff.", "gradient autograd", "write hodiff.grad(f, x)."),
+    (
+        "hodiff.",
+        "backward GradientTape tape",
+        "write hodiff.grad(f, x) or value_and_grad; penalties are losses: penalty.backward().",
+    ),
+    (
+        "hodiff.",
+        "func functional nn optim optimizers losses operators linalg",
+        "names are not grouped so: hodiff.hvp, hodiff.LevenbergMarquardt, hodiff.HessianOperator.",
+    ),
+    (
+        "hodiff.",
+        "influence influence_function influences",
+        "write hodiff.solve(hodiff.GaussNewtonOperator(predict, loss, model, data=data) + damping, "
+        "v), and times the gradients of hodiff.per_sample_grad.",
+    ),
     ("hodiff.", "grad_and_value", "write hodiff.value_and_grad(f, x), the value first."),
     ("hodiff.", "jacrev jacfwd jac", "write hodiff.jacobian(f, x)."),
     ("hodiff.", "jacobian_vector_product linearize", "write hodiff.jvp(f, x, v)."),
@@ -62,8 +78,13 @@ _WAYS = (
     ),
     (
         "hodiff.",
-        "FisherMCLinearOperator EFLinearOperator FIM Fisher",
+        "FisherMCLinearOperator FIM Fisher fisher",
         "write hodiff.FisherOperator(predict, loss, model, data=data, kind='exact').",
+    ),
+    (
+        "hodiff.",
+        "empirical_fisher EFLinearOperator",
+        "write hodiff.FisherOperator(predict, loss, model, data=data, kind='empirical').",
     ),
     (
         "hodiff.",

@@ -426,10 +426,10 @@ def signature_error(
     try:
         signature.bind(*points, *args, **kwargs)
     except TypeError as reason:
-        given = len(points) + len(args)
         return InputError(
-            f"f cannot be called with the {_arguments.plural(given, 'positional argument')} it "
-            f"is given here{f' and {sorted(kwargs)}' if kwargs else ''}: {reason}. "
+            "f cannot be called with the "
+            f"{_arguments.plural(len(points) + len(args), 'positional argument')} it is given here"
+            f"{f' and {sorted(kwargs)}' if kwargs else ''}: {reason}. "
             f"{_way_out(signature, points, args)}"
         )
     return None
@@ -439,7 +439,7 @@ def _is_of(error: BaseException, f: Any, argument: Any) -> bool:
     """Whether an error is of the point, by its words, or of a line of `f` itself,
     and not of what that calls.
     """
-    if f"{type(argument).__name__}'" in str(error):
+    if type(argument).__name__ in str(error).replace("'", " ").split():
         return True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -347,6 +347,13 @@ _KINDS = {
     "must have a storage_offset divisible by 2": "odd place",
     "is not implemented": "missing",
     "Can't call numpy() on Tensor": "array",
+    "have the same dtype": "dtypes",
+    "expected scalar type": "dtypes",
+    "and bias type": "dtypes",
+    "and weight type": "dtypes",
+    "shapes cannot be multiplied": "shapes",
+    "must match the size of tensor": "shapes",
+    "inconsistent tensor size": "shapes",
     "don't yet support saved tensor hooks": "hooked transform",
     "does not require grad": "no graph",
     "appears to not have been used": "not used",
@@ -500,6 +507,10 @@ ADVICE_FOR_F = {
     "or write scores.softmax(-1) @ value.",
     "array": "hodiff: NumPy has no derivatives; use PyTorch's functions in f. "
     "After detach() x would be a constant.",
+    "dtypes": "hodiff: point, model and data have several dtypes, which PyTorch does not multiply. "
+    "Convert what f is given, or what it closes over: x.double(), model.double().",
+    "shapes": "hodiff: shapes do not fit in f. It is given the whole point; where samples are "
+    "apart (batch_ndim=1, fields, penalties) all of them at once, (N, ...).",
 }
 """Notes for exceptions from the user's function that our leaves provoked,
 by the kind of PyTorch's error.

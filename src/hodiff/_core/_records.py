@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hodiff._core import _tree
 from hodiff._core._arguments import kind
-from hodiff._core._elsewhere import ELSEWHERE
+from hodiff._core._elsewhere import ELSEWHERE, Misfit
 from hodiff.errors import HodiffError, InputError
 
 __all__ = ["NoNumber", "Unlike"]
@@ -58,6 +58,18 @@ class Unlike(ABC):  # noqa: B024
             """Without a length it is an object as any other."""
             return True
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse the value as an argument of PyTorch; of an operator such as `@`, whose other side
+        is a tensor, Python asks the value itself then.
+        """
+        given = _tree.flatten([*args, *(kwargs or {}).values()])[0]
+        raise next(
+            Misfit(f"{kind(value)} is no tensor: {value._instead(func.__name__)}")
+            for value in given
+            if isinstance(value, Unlike)
+        )
+
 
 class NoNumber(Unlike):
     """A record whose number is its value: arithmetic with the record itself is a slip."""
@@ -81,9 +93,3 @@ class NoNumber(Unlike):
         def __eq__(self, other: object) -> bool:
             """Whether it is the same record; a number is no record, and `False` would hide that."""
             return self._refuse() if isinstance(other, (numbers.Number, Tensor)) else self is other
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse the record as an argument of PyTorch."""
-        given = _tree.flatten([*args, *(kwargs or {}).values()])[0]
-        next(value for value in given if isinstance(value, NoNumber))._refuse()

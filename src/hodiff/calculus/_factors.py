@@ -810,10 +810,11 @@ def _place_of(g: Tensor, weighed: Tensor, weights: Tensor) -> SamplesAxis | None
 def _close(result: Tensor, expected: Tensor, size: Tensor) -> bool:
     """Whether two results agree up to rounding for each of the middle dimension, the samples.
 
-    Where paths cancel, a sample keeps fewer digits: it is held against one of the usual size.
+    Where paths cancel, a sample keeps fewer digits: it is held against one of the usual size; and
+    of thousands, some have lost more than others: the sum of the rows is proved besides.
     """
     if not result.numel():
         return True
     apart, size = (result - expected).abs().amax((0, 2)), size.amax((0, 2))
     unit = ROUNDING * torch.finfo(result.dtype).eps * size.maximum(size.median())
-    return bool((apart <= unit).all())
+    return bool((apart <= 30 * unit).all()) and _norm(apart) <= _norm(unit)

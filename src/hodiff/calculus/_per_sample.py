@@ -299,11 +299,13 @@ class Samples:
         try:
             return self._f(where, self._seen, *args, **kwargs)
         except (TypeError, AttributeError) as error:
-            if isinstance(self._whole, list) and all(map(_tree.is_container, self._whole)):
-                error.add_note(
-                    f"hodiff: batch is {_arguments.kind(self._whole)} containers. If each is a "
-                    f"sample, put them together: torch.utils.data.default_collate(batch)."
-                )
+            several = isinstance(self._whole, list) and all(map(_tree.is_container, self._whole))
+            error.add_note(
+                f"hodiff: f is called as f(where, batch), batch is {_arguments.kind(self._whole)}"
+                + several
+                * " containers. If each is a sample, put them together: "
+                "torch.utils.data.default_collate(batch)" + "."
+            )
             raise
 
     def tensors(self, count: int) -> list[Tensor]:

@@ -409,10 +409,13 @@ def told_what_it_got(name: str, batch: Any) -> Iterator[None]:
         yield
     except (AttributeError, TypeError) as error:
         if batch is not NONE:
-            got = (
-                _tree.describe(_tree.flatten(batch)[2])
-                if _tree.is_container(batch)
-                else _arguments.kind(batch)
+            error.add_note(
+                f"hodiff called {name} with this batch: "
+                + (
+                    _tree.describe(_tree.flatten(batch)[2])
+                    if _tree.is_container(batch)
+                    else _arguments.kind(batch)
+                )
+                + "."
             )
-            error.add_note(f"hodiff called {name} with this batch: {got}.")
         raise

@@ -15,7 +15,14 @@ from hodiff._core._call import call, cut, in_place_of
 from hodiff._core._graph import OutputGraph
 from hodiff._core._tree import Leaves
 from hodiff._core._where import Where
-from hodiff.curvature._data import NONE, BatchWeight, DataReduction, Weighted, check_signature
+from hodiff.curvature._data import (
+    NONE,
+    BatchWeight,
+    DataReduction,
+    Weighted,
+    check_signature,
+    told_what_it_got,
+)
 from hodiff.curvature._data_operator import SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
 from hodiff.curvature._process_group import ProcessGroup
@@ -97,8 +104,9 @@ class HessianBuilder(Builder[BatchGraph]):
         f, computed = self.f, isinstance(self.f, Tensor)
 
         def weighed(point: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            given = () if batch is NONE else (batch,)
-            return self.weigh(f(point, *given, *args, **kwargs), batch, number)  # pyright: ignore[reportCallIssue]
+            with told_what_it_got("f(where, batch)", batch):
+                given = () if batch is NONE else (batch,)
+                return self.weigh(f(point, *given, *args, **kwargs), batch, number)  # pyright: ignore[reportCallIssue]
 
         what = f if computed else in_place_of(f, weighed)
         if self.checkpoint is not False:

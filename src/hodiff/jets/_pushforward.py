@@ -324,11 +324,15 @@ def report(
     _arguments.check_real_tensor(x, "x")
     _arguments.check_batch([x], ["x"], batch_ndim)
     _arguments.check_integer(order, "order", least=1)
+    if isinstance(f, Tensor):
+        raise InputError("f: got a tensor already computed; give the function, not its value.")
     counted, missing = list[Any](), None
-    count = lambda *rule: counted.append(rule)  # noqa: E731
     seeds = units(x, batch_ndim)
     try:
-        push(f, [x], [[seeds]], order, record=False, counter=count, args=args, kwargs=kwargs)
+        push(
+            f, [x], [[seeds]], order, record=False, args=args, kwargs=kwargs,
+            counter=lambda *rule: counted.append(rule),
+        )  # fmt: skip
     except _jet.NoRule as error:
         missing = str(error)
     return Report(order, len(seeds), _summed(counted), missing)

@@ -384,11 +384,18 @@ class CompiledStep(Unlike, Generic[R]):
                     f"step: {error}. The step gives the loss the model itself, and then what it is "
                     f"called with, one by one: step(*batch) is loss(model, *batch)."
                 ) from None
+            error.add_note(
+                "hodiff: the loss is given what the step was called with: "
+                f"{', '.join(map(kind, [*args, *kwargs.values()])) or 'nothing'}."
+            )
             raise
         value = result[0] if self._has_aux else result
         if not isinstance(value, Tensor) or value.numel() != 1:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind(value)
-            raise InputError(f"loss returned {got}, expected one element.")
+            raise InputError(
+                "loss returned "
+                + (f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind(value))
+                + ", expected one element."
+            )
         return result
 
     def _build(self, given: Sequence[Any], followed: Any) -> StepGraph:

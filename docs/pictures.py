@@ -1,0 +1,135 @@
+"""Pictures of recipes whose programs draw nothing: what one gets, computed as the page is built."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from docs.figures import subplots, svg
+from scipy.optimize import minimize
+from sklearn.datasets import load_digits
+
+import hodiff
+
+_BENCHMARKS = Path(__file__).with_name("benchmarks.json")
+_COLORS = ("#5c6bc0", "#ef6c00", "#66a966", "#8d6e63")
+
+
+def orders() -> str:
+    """The derivatives of x⁴, and what the popular program prints for the second."""
+    x = torch.linspace(-2.2, 3.2, 200, dtype=torch.float64)
+    _, first, second = hodiff.derivatives(lambda x: (x**2) ** 2, x, 2)
+    figure, axes = subplots(figsize=(4.6, 2.5))
+    axes.plot(x, first, color=_COLORS[2], label="first, 4 x³")
+    axes.plot(x, second, color=_COLORS[0], label="second, 12 x²")
+    axes.plot(x, 2 * x, "--", color=_COLORS[1], label="the popular program, 2 x")
+    axes.set(xlabel="x", title="derivatives of z = x⁴")
+    axes.legend()
+    return svg(figure, says="Derivatives of x⁴: the popular program prints neither")
+
+
+def penalties() -> str:
+    """Three penalties of a linear critic on images over the length of its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(6, 3, 8, 8, generator=generator, dtype=torch.float64)
+    w = w[:1].expand(6, 3, 8, 8) / w[0].norm()
+    slopes = torch.logspace(-1, 1.4, 200, dtype=torch.float64)
+    lengths = {
+        "of each sample": w.flatten(1).norm(dim=1),
+        "of the whole batch": w.norm(),
+        "of each pixel's channels": w.norm(dim=1),
+    }
+    figure, axes = subplots(figsize=(4.6, 2.5))
+    for color, (name, length) in zip(_COLORS, lengths.items(), strict=False):
+        values = [(slope * length - 1).square().mean() for slope in slopes]
+        axes.loglog(slopes, values, color=color, label=name)
+    axes.set(
+        xlabel="‖w‖, which should become 1", title="penalty by the norm", ylim=1e-4
+    )
+    axes.legend()
+    return svg(figure, says="Penalties by other norms are least at other slopes than 1")
+
+
+def least_area() -> str:
+    """The surface of least area over a square, by SciPy's trust-constr and a sparse Hessian."""
+    m = 16
+    axis = torch.linspace(0, 1, m + 2, dtype=torch.float64)
+    outline = torch.sin(2 * torch.pi * axis)[:, None] * (1 - axis)
+    inside = torch.zeros(m + 2, m + 2, dtype=torch.bool)
+    inside[1:-1, 1:-1] = True
+
+    def area(x):
+        u = outline.masked_scatter(inside, x)
+        right, down = u[:-1, 1:] - u[:-1, :-1], u[1:, :-1] - u[:-1, :-1]
+        return (1 + (right**2 + down**2) * (m + 1) ** 2).sqrt().sum() / (m + 1) ** 2
+
+    def fun(x):
+        value, gradient = hodiff.value_and_grad(area, torch.from_numpy(x))
+        return value.item(), gradient.numpy()
+
+    start = torch.zeros(m * m, dtype=torch.float64)
+    plan = hodiff.sparse.plan_hessian(area, start, output="scipy")
+    found = minimize(fun, start.numpy(), jac=True, hess=plan, method="trust-constr")
+    u = outline.masked_scatter(inside, torch.from_numpy(found.x))
+    figure, axes = subplots(figsize=(4.6, 3), subplot_kw={"projection": "3d"})
+    rows, columns = torch.meshgrid(axis, axis, indexing="ij")
+    axes.plot_surface(
+        rows.numpy(), columns.numpy(), u.numpy(), cmap="viridis", linewidth=0
+    )
+    axes.set(xticks=[0, 1], yticks=[0, 1], zticks=[-1, 0, 1])
+    axes.view_init(32, -50)
+    return svg(figure, says="A surface of least area, held at the edges of a square")
+
+
+def spectra() -> str:
+    """The eigenvalues of three matrices of a classifier, untrained and trained."""
+    digits = load_digits()
+    inputs = torch.tensor(digits.data[:150] / 16, dtype=torch.float32)[:, 2::5]
+    targets = torch.tensor(digits.target[:150])
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(13, 6), torch.nn.Tanh(), torch.nn.Linear(6, 10)
+    model, data = torch.nn.Sequential(*layers), [(inputs, targets)]
+    of = (lambda model, batch: model(batch[0])), torch.nn.CrossEntropyLoss(), model
+    operators = {
+        "Hessian": hodiff.HessianOperator(
+            lambda model: F.cross_entropy(model(inputs), targets), model
+        ),
+        "Gauss-Newton": hodiff.GaussNewtonOperator(*of, data=data),
+        "empirical Fisher": hodiff.FisherOperator(*of, data=data, kind="empirical"),
+    }
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+    figure, both = subplots(1, 2, figsize=(5.6, 2.5), sharey=True)
+    for axes, (title, steps) in zip(
+        both, {"untrained": 0, "trained": 60}.items(), strict=True
+    ):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        for color, (name, A) in zip(_COLORS, operators.items(), strict=False):
+            A.refresh()
+            axes.plot(torch.linalg.eigvalsh(A.dense()), color=color, label=name)
+        axes.set_yscale("symlog", linthresh=1e-3)
+        axes.set(title=title, xlabel="number")
+    both[0].set_ylabel("eigenvalue")
+    both[0].legend()
+    return svg(
+        figure, says="Of three matrices only the Hessian has negative eigenvalues"
+    )
+
+
+def memory() -> str:
+    """The peaks of products with a language model's curvature: stored results."""
+    rows = json.loads(_BENCHMARKS.read_text("utf-8"))["language"]["rows"]
+    peaks = {
+        row["subject"].removesuffix(", attention by matrix products"): float(peak[1])
+        for row in rows[:12]
+        if (peak := re.search(r"s, ([\d.]+) MiB", row["measured"]))
+    }
+    figure, axes = subplots(figsize=(5.2, 2.8))
+    colors = [_COLORS["curv" in name or "eigen" in name] for name in peaks]
+    axes.barh(list(peaks), list(peaks.values()), color=colors)
+    axes.invert_yaxis()
+    axes.set(xlabel="peak memory, MiB")
+    return svg(figure, says="Memory of products with a language model's curvature")
