@@ -425,7 +425,7 @@ ZOO: tuple[Case, ...] = (
     # operations without a second derivative, some or all of the supported releases
     _case(
         "cdist", lambda: between(lambda h: torch.cdist(h, torch.sin(h) + 3), 3, 4),
-        verdicts=_refused(r"(?is)cdist.*use_mm_for_euclid_dist", 2, 3) if OF_DISTANCES_NONE else {},
+        verdicts=_refused(r"(?is)cdist.*norm\(dim=-1\)", 2, 3) if OF_DISTANCES_NONE else {},
     ),
     _case(
         "pdist", lambda: nn.Sequential(nn.Linear(3, 3), Apply(F.pdist)),

@@ -68,9 +68,7 @@ _WAYS_OUT = {
         "which does that",
     ),
     "cdist": WayOut(
-        "cdist",
-        'use compute_mode="use_mm_for_euclid_dist", or write (a[:, '
-        "None] - b).square().sum(-1).sqrt()",
+        "cdist", "write (a[:, None] - b).norm(dim=-1), whose derivatives at 0 are finite"
     ),
     "pdist": WayOut("pdist", "index the pairs and write their differences"),
     "embeddingbag": WayOut(

@@ -110,8 +110,8 @@ class Selection(Mapping[str, Tensor]):
         def __call__(self, *args: object, **kwargs: object) -> NoReturn:
             """As `f` might take what it is given for the module."""
             raise InputError(
-                "a Selection holds parameters and is not the module: call the module itself, "
-                "model(x), which inside f has these parameters."
+                "a Selection holds parameters and is not the module: call its .module, which "
+                "inside f has these parameters: lambda part, x: part.module(x)."
             )
 
     __slots__ = ("_names", "module")

@@ -244,7 +244,7 @@ def _check_shape(value: Tensor, x: Tensor) -> Tensor:
         raise InputError(
             f"f returned shape {tuple(value.shape)} for x of shape {tuple(x.shape)}; an "
             f"elementwise function keeps the shape. For other functions use hodiff.grad, "
-            f"hodiff.hessian or hodiff.jacobian."
+            f"hodiff.hessian or hodiff.jacobian; along a line, f(x + t * v) is one of t."
         )
     return value
 

@@ -233,7 +233,7 @@ def _pairs(
         if first.dtype != second.dtype or first.device != second.device:
             raise InputError(
                 f"{beside} is {second.dtype} on {second.device}, but {name} is {first.dtype} on "
-                f"{first.device}."
+                f"{first.device}; convert it: {beside}.to({name})."
             )
     return batch, firsts, seconds, tree
 
