@@ -742,8 +742,8 @@ RACES = {
         lambda: five_dimensions(64, inside=250, edge=100, new_points=False), 6, 3, 0
     ),
     "few points, new": Race(lambda: five_dimensions(64, inside=250, edge=100), 6, 3, 0),
-    "DeepXDE, Burgers": Race(deepxde_burgers, 30, 1, 1, (1e-3,)),
-    "DeepXDE, Allen-Cahn": Race(allen_cahn, 30, 1, 1, (1e-3,)),
+    "DeepXDE, Burgers": Race(deepxde_burgers, 60, 3, 1, (1e-3,)),
+    "DeepXDE, Allen-Cahn": Race(allen_cahn, 60, 3, 1, (1e-3,)),
     "DeepXDE, Helmholtz": Race(helmholtz, 30, 1, 1, (1e-3,)),
     "noisy": Race(noisy, 6, 3, 3, variants=DAMPED),
     "noisy, 1,000": Race(lambda: noisy(1_000), 8, 2, 2),
