@@ -161,14 +161,14 @@ def headlines() -> str:
         for method in ("Levenberg-Marquardt", "Adam")
     )
     rows = {
-        "[A neural quantum state](recipes/quantum-state.md)": f"its energy to {error:.0e} "
+        "[A neural quantum state](recipes/quantum-state/)": f"its energy to {error:.0e} "
         f"in {seconds:.1f} seconds",
-        "[A Laplacian in a million dimensions](recipes/poisson-5d.md#million)": "a training step "
+        "[A Laplacian in a million dimensions](recipes/poisson-5d/#million)": "a training step "
         f"in {largest['step'] / largest['plain']:.1f} gradients",
-        "[Metagradients of a whole training](recipes/metagradients.md)": "which images matter, "
+        "[Metagradients of a whole training](recipes/metagradients/)": "which images matter, "
         f"rank correlation {found:.2f}, in {of['metagradient'] / of['training']:.1f} trainings",
-        "[Hessians of sharded models](recipes/sharded-models.md)": "exact; no process holds all",
-        "[DeepXDE's Helmholtz](ports.md)": f"to {ours:.0e} in 30 seconds; Adam to {adam:.0e}",
+        "[Hessians of sharded models](recipes/sharded-models/)": "exact; no process holds all",
+        "[DeepXDE's Helmholtz](ports/)": f"to {ours:.0e} in 30 seconds; Adam to {adam:.0e}",
     }
     lines = [f"| {name} | {what} |" for name, what in rows.items()]
     return "\n".join(["| proof | measured |", "|---|---|", *lines])
