@@ -34,7 +34,7 @@ STANDING = {
     ("_core._versions", "prove.run", "Exception"): "in a thread of its own; each becomes an error",
     ("_core._versions", "_read", "(_Packed, RuntimeError)"): "kept, and raised by `unpack`",
     ("_core._versions", "received", "(RuntimeError, NotImplementedError)"): GETTER,
-    ("_core._reverse", "_memories", "(RuntimeError, NotImplementedError)"): GETTER,
+    ("_core._reverse", "unaliased", "(RuntimeError, NotImplementedError)"): GETTER,
     ("cli", "explain", "BaseException"): "the exception of the script that is run: it is the command's subject",
     (
         "curvature._graph_cache",
