@@ -24,6 +24,7 @@ from hodiff._core import (
     _nodes,
     _refusals,
     _settings,
+    _tree,
     _versions,
 )
 from hodiff._core._faults import interrupt_behind, is_fault
@@ -649,25 +650,19 @@ def unaliased(results: list[Tensor], vectors: Sequence[Tensor] = ()) -> list[Ten
     """
     if not vectors and len(results) == 1 and 0 not in results[0].stride():  # as often
         return results
-    given, memories = len(vectors), _memories([*vectors, *results])
+    tensors = [*vectors, *results]
+    try:
+        memories: list[Any] = [*map(_storage, map(Tensor.untyped_storage, tensors))]
+    except (RuntimeError, NotImplementedError):  # a subclass that has none
+        memories = [*map(_tree.memory_of, tensors)]
     if len({*memories}) == len(memories) and 0 not in chain.from_iterable(
         map(Tensor.stride, results)
     ):
         return results
-    return _copied(results, memories[given:], {*memories[:given]})
+    return _copied(results, memories[len(vectors) :], {*memories[: len(vectors)]})
 
 
 _storage = attrgetter("_cdata")
-
-
-def _memories(tensors: Sequence[Tensor]) -> list[Any]:
-    """A key for each tensor, which those over the same memory have in common."""
-    try:
-        return [*map(_storage, map(Tensor.untyped_storage, tensors))]
-    except (RuntimeError, NotImplementedError):  # a subclass that has none
-        if len(tensors) == 1:
-            return [tensors[0].data_ptr() or tensors[0]]
-        return [memory for tensor in tensors for memory in _memories([tensor])]
 
 
 def _copied(results: list[Tensor], memories: list[Any], taken: set[Any]) -> list[Tensor]:

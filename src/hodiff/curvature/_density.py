@@ -253,7 +253,7 @@ def logdet(
         drawn.kept()
     check_rtol(rtol, drawn.number)
     _arguments.check_integer(steps, "steps", least=1)
-    number = as_float(shift, "shift", least=0)
+    number = as_float(shift, "shift")
     with EstimatorProgress("logdet", operator, drawn.number * steps, callback, progress) as watch:
         exact = drawn.exhaust(drawn.number * steps) or not operator._domain.numel
         rows = operator._domain.units(0, operator.shape[-1]) if exact and recorded else None

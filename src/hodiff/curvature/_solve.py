@@ -219,7 +219,7 @@ def solve(
     solver = functools.partial(
         attempt,
         method=method,
-        damping=as_float(damping, "damping", least=0),
+        damping=as_float(damping, "damping"),
         restart=restart,
         iterations=iterations,
         scale=scale,
@@ -307,7 +307,7 @@ def attempt(
     operator = check_square(
         operator, "solve", symmetric=symmetric, instead="method='gmres'", stacks=True
     )
-    as_float(damping, "damping", least=0)
+    as_float(damping, "damping")
     limit = _limit(operator, method, rtol, products, iterations)
     sides = Sides(operator, b)
     every = [rtol or default_rtol(operator.dtype)] * sides.count
@@ -499,8 +499,8 @@ def spelled(operator: LinearOperator, rows: Tensor, given: Vectors) -> Any:
     return rows if given.kind == "flat" else domain.result(domain.split(rows), given.tree)
 
 
-def as_float(value: Any, name: str, least: float = -math.inf) -> float:
-    """A number, which may be given as a tensor of one real element."""
+def as_float(value: Any, name: str) -> float:
+    """A number of at least 0, which may be given as a tensor of one real element."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
         value = value.detach().item()
     elif isinstance(value, Tensor):
@@ -510,7 +510,7 @@ def as_float(value: Any, name: str, least: float = -math.inf) -> float:
             f"stack, add a diagonal of the operator's size: A + hodiff.MatrixOperator(d), for a "
             f"stack with its batch_ndim=."
         )
-    _arguments.check_number(value, name, least=least)
+    _arguments.check_number(value, name, least=0)
     return float(value)
 
 

@@ -226,9 +226,9 @@ class FailedPass:
         """
         return {node: trouble for node in self.graph if (trouble := _saved.trouble(node))}
 
-    def having(self, nodes: Iterable[Node], reason: str) -> list[Node]:
-        """The nodes among some of the graph that have this trouble."""
-        return [node for node in nodes if self.troubles.get(node) == reason]
+    def freed(self, nodes: Iterable[Node]) -> list[Node]:
+        """The nodes among some of the graph that were freed."""
+        return [node for node in nodes if self.troubles.get(node) == "freed"]
 
     @property
     def record(self) -> Record:

@@ -251,7 +251,7 @@ def _from_engine(
 def _freed_by_f(case: FailedPass) -> str:
     """The pass that `f` ran itself."""
     # Where the freed part begins is exact: a pass of hodiff's over tensors retains what it runs.
-    begin = _inspect.topmost(case.roots, case.having(case.nodes, "freed"))
+    begin = _inspect.topmost(case.roots, case.freed(case.nodes))
     call = next(filter(None, map(case.record.tags.tag, begin)), None)
     if call is None:
         return ""

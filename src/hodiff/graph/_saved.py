@@ -239,7 +239,7 @@ def _read_name(node: Node, name: str, raw_name: str, value_name: str) -> list[Sa
     ]
     states = [state for state, _ in several]
     if ALIVE in states and PACKED not in states and RELEASED not in states:
-        now = _check(node, value_name)
+        now = _read_once(partial(getattr, node, value_name))
         several = [(now if state == ALIVE else state, value) for state, value in several]
     if not isinstance(raw, tuple):
         return [SavedTensor(name, *pair) for pair in several]
@@ -302,20 +302,15 @@ def _packed(hook: Any) -> str:
 def _unpacked(raw: Any) -> str:
     """The state of a saved value that belongs to no node."""
     state, _ = state_of(raw)
-    if state == ALIVE:
-        try:
-            raw.unpack()
-        except RuntimeError as error:
-            return _refused(error)
-    return state
+    return _read_once(raw.unpack) if state == ALIVE else state
 
 
-def _check(node: Node, name: str) -> str:
+def _read_once(read: Callable[[], object]) -> str:
     """Whether values that are there are alive, or stale:
     to read them is to compare version counters.
     """
     try:
-        getattr(node, name)
+        read()
     except RuntimeError as error:
         return _refused(error)
     return ALIVE
@@ -360,9 +355,6 @@ def _forget(tensor: Tensor) -> None:
 
 def _raise_released(nothing: None) -> Tensor:
     raise GraphError.about(RELEASED_TEXT, kind="released")
-
-
-# --- other private names of nodes and tensors -----------------------------------------------------
 
 
 # --- what stands in the way of a pass, and where nodes lead ---------------------------------------

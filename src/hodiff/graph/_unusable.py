@@ -192,7 +192,7 @@ def _what(node: Node) -> str:
 
 
 def _freed_below(part: SharedPart) -> str:
-    counts = Counter(type(each).__name__ for each in part.case.having(part.under, "freed"))
+    counts = Counter(type(each).__name__ for each in part.case.freed(part.under))
     shown = [name if count == 1 else f"{name} x{count}" for name, count in list(counts.items())[:6]]
     more = f" and {len(counts) - 6} more kinds" if len(counts) > 6 else ""
     return ", ".join(shown) + more or "what they saved cannot be seen from outside"
@@ -202,7 +202,7 @@ def _states(case: FailedPass) -> Explanation | None:
     """The beginning of the freed part, by its nodes and variables,
     where the pass that freed it was not recorded.
     """
-    freed = case.having(case.graph, "freed")
+    freed = case.freed(case.graph)
     if not freed or case.line is None:
         return None
     leading = _saved.leading_to(case.graph, freed)

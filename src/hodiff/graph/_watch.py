@@ -327,7 +327,7 @@ class WatchMode(Record, TorchFunctionMode):
         """
         _explain.note(case.error, partial(_explain.of_pass, case))
         fresh = {node: case.graph[node] for node in case.nodes if self.tags.tag(node) is None}
-        self.tags.freed(call, list(_saved.leading_to(fresh, case.having(fresh, "freed"))))
+        self.tags.freed(call, list(_saved.leading_to(fresh, case.freed(fresh))))
         for listener in self._listeners:
             listener.after(self, call, failed=True)
 

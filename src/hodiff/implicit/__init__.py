@@ -449,7 +449,7 @@ def attached(
     _arguments.check_option(given.method, Method if kind == "argmin" else AnySystem, "method")
     order = _call.outer_order() if given.order is None else check(given.order, "order", least=1)
     check(given.polish, "polish", least=0)
-    as_float(given.damping, "damping", least=0)
+    as_float(given.damping, "damping")
     if check(given.batch_ndim, "batch_ndim", least=0):
         check_stack(where, None, None, given.batch_ndim)
     limit = given.gradient_tol

@@ -697,9 +697,16 @@ def gradient_penalty(
         Drucker, H. and LeCun, Y. (1992). Improving generalization performance using double
         backpropagation. IEEE Trans. Neural Networks 3(6). doi:10.1109/72.165600.
     """
-    rule = PenaltyRule(target, one_sided, power, ord, weight, reduction)
+    check_ord(ord)
+    check_option(reduction, Reduction, "reduction")
+    _arguments.check_number(weight, "weight")
+    _arguments.check_number(power, "power", least=1)
+    one_sided = one_sided is not False and is_set(one_sided, "one_sided")
+    if not isinstance(target, Tensor):
+        _arguments.check_number(target, "target", least=0)
+    elif target.is_nested:
+        raise InputError("target: got a nested tensor, expected a number or one entry per sample.")
     critic = Critic(_arguments.as_called(f), batch_ndim, patch_reduction, grad_scale)
-    rule.check()
     critic.check()
     return_outputs = return_outputs is not False and is_set(return_outputs, "return_outputs")
     record = _call.loss_recorded(create_graph)
@@ -714,57 +721,36 @@ def gradient_penalty(
     with recording(record):
         if grad_scale != 1:  # divided where it cannot underflow
             gradient = [wide(leaf) / grad_scale for leaf in gradient]
-        penalty = rule.penalty(gradient, batch_ndim)
+        deviations = _deviations(gradient, batch_ndim, target, one_sided, power, ord)
+        penalty = reduce(deviations, reduction, weight)
         penalty = finished(penalty, f, outputs, gradient, record)
     return (penalty, outputs) if return_outputs else penalty
 
 
-class PenaltyRule(NamedTuple):
-    """The rule from gradients to a penalty: target, power, norm, weight and reduction."""
-
-    target: float | Tensor
-    one_sided: bool
-    power: float
-    ord: float
-    weight: float
-    reduction: Reduction
-
-    def check(self) -> None:
-        """Raise for an option that is not known."""
-        check_ord(self.ord)
-        check_option(self.reduction, Reduction, "reduction")
-        _arguments.check_number(self.weight, "weight")
-        _arguments.check_number(self.power, "power", least=1)
-        if self.one_sided is not False:
-            is_set(self.one_sided, "one_sided")
-        if not isinstance(self.target, Tensor):
-            _arguments.check_number(self.target, "target", least=0)
-        elif self.target.is_nested:
+def _deviations(
+    gradient: list[Tensor],
+    batch_ndim: int,
+    target: float | Tensor,
+    one_sided: bool,
+    power: float,
+    ord: float,
+) -> Tensor:
+    """How far the norm of each sample's gradient is from the target, to the power."""
+    batch = gradient[0].shape[:batch_ndim]
+    if isinstance(target, Tensor):
+        if target.ndim and target.shape != batch:
             raise InputError(
-                "target: got a nested tensor, expected a number or one entry per sample."
+                f"target has shape {tuple(target.shape)}, expected a number or one entry "
+                f"per sample: {tuple(batch)}."
             )
-
-    def penalty(self, gradient: list[Tensor], batch_ndim: int) -> Tensor:
-        """The penalty of each sample's gradient, reduced."""
-        batch = gradient[0].shape[:batch_ndim]
-        if isinstance(self.target, Tensor):
-            if self.target.ndim and self.target.shape != batch:
-                raise InputError(
-                    f"target has shape {tuple(self.target.shape)}, expected a number or one entry "
-                    f"per sample: {tuple(batch)}."
-                )
-        elif self.target == 0 and self.ord == 2 and self.power % 2 == 0:
-            # No root to take, so smooth also at zero.
-            squared = inner(gradient, gradient, batch_ndim)
-            return reduce(
-                squared if self.power == 2 else squared ** (self.power // 2),
-                self.reduction,
-                self.weight,
-            )
-        excess = norm(gradient, batch_ndim, self.ord) - self.target
-        if self.one_sided or self.power != 2:  # the square needs no sign, nor the derivative of one
-            excess = excess.clamp(min=0) if self.one_sided else excess.abs()
-        return reduce(_to_the(excess, self.power), self.reduction, self.weight)
+    elif target == 0 and ord == 2 and power % 2 == 0:
+        # No root to take, so smooth also at zero.
+        squared = inner(gradient, gradient, batch_ndim)
+        return squared if power == 2 else squared ** (power // 2)
+    excess = norm(gradient, batch_ndim, ord) - target
+    if one_sided or power != 2:  # the square needs no sign, nor the derivative of one
+        excess = excess.clamp(min=0) if one_sided else excess.abs()
+    return _to_the(excess, power)
 
 
 def outputs_and_gradient(

@@ -174,7 +174,7 @@ def _run(
         raise InputError(
             "f: check_derivatives evaluates f at many points; give the function, not its value."
         )
-    surroundings = _trace.Surroundings(f)
+    before = _trace.states(f)
     # No pass of this call's own: it lends and casts; the calls of `grad` below differentiate.
     # Autocast would round what is compared to a few digits.
     device = where.tensors[0].device.type
@@ -187,7 +187,7 @@ def _run(
     ):
         evaluation = _trace.ScalarEvaluation(context, generator)
         try:
-            remarks = _trace.remarks(evaluation, surroundings)
+            remarks = _trace.remarks(evaluation, f, before)
             evaluation.steady = True
             evaluation.allow(context.call.allow)
             point = evaluation.point

@@ -531,19 +531,7 @@ class ScalarEvaluation:
 SHOWN = 4
 
 
-class Surroundings:
-    """The variables that a function brings along, before it ran."""
-
-    def __init__(self, f: Callable[..., Any]) -> None:
-        self._f, self._before = f, _variables(f)
-
-    def changed(self) -> list[str]:
-        """The names of those that are others now."""
-        now = _variables(self._f)
-        return [name for name, state in self._before.items() if now.get(name, state) != state]
-
-
-def _variables(f: Callable[..., Any]) -> dict[str, Any]:
+def states(f: Callable[..., Any]) -> dict[str, Any]:
     """The mark that shows a change, for each variable that a function reads."""
     return {
         name: _state(value)
@@ -562,9 +550,16 @@ def _state(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bool)) else id(value)
 
 
-def remarks(evaluation: ScalarEvaluation, surroundings: Surroundings) -> list[Cause]:
-    """All that can be told, after the first run; `f` runs three times more."""
-    noted = _kept(evaluation, surroundings)
+def remarks(
+    evaluation: ScalarEvaluation, f: Callable[..., Any], before: Mapping[str, Any]
+) -> list[Cause]:
+    """All that can be told, after the first run; `f` runs three times more.
+
+    Args:
+        f: The function.
+        before: Its `states` before it ran.
+    """
+    noted = _kept(evaluation, f, before)
     if evaluation.drew:
         noted.append(
             cause(
@@ -577,9 +572,13 @@ def remarks(evaluation: ScalarEvaluation, surroundings: Surroundings) -> list[Ca
     return noted
 
 
-def _kept(evaluation: ScalarEvaluation, surroundings: Surroundings) -> list[Cause]:
+def _kept(
+    evaluation: ScalarEvaluation, f: Callable[..., Any], before: Mapping[str, Any]
+) -> list[Cause]:
     """The state that `f` leaves behind for its next call."""
-    names = [f"the variable {name}" for name in surroundings.changed()]
+    now = states(f)
+    changed = [name for name, state in before.items() if now.get(name, state) != state]
+    names = [f"the variable {name}" for name in changed]
     names += evaluation.attributes.changed()
     again = evaluation.run(evaluation.point)
     differs = again.shape != evaluation.output.shape or not torch.equal(again, evaluation.output)
