@@ -300,11 +300,13 @@ class Samples:
             return self._f(where, self._seen, *args, **kwargs)
         except (TypeError, AttributeError) as error:
             several = isinstance(self._whole, list) and all(map(_tree.is_container, self._whole))
+            together = (
+                " containers. If each is a sample, put them together: "
+                "torch.utils.data.default_collate(batch)"
+            )
             error.add_note(
                 f"hodiff: f is called as f(where, batch), batch is {_arguments.kind(self._whole)}"
-                + several
-                * " containers. If each is a sample, put them together: "
-                "torch.utils.data.default_collate(batch)" + "."
+                f"{together if several else ''}."
             )
             raise
 
