@@ -1,5 +1,6 @@
 """What Dynamo follows in place of a function has its result's structure, shapes, dtypes, and whether it has a graph."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -203,3 +204,34 @@ def test_each_shadow_counts_its_order(monkeypatch) -> None:
         if _dynamo.inside.order != order:
             wrong[name] = _dynamo.inside.order, order
     assert wrong == {} and seen == _dynamo.SHADOWS.keys()
+
+
+def _by_autograd(z: Tensor, often: int) -> Tensor:
+    value = (z**4).sum()
+    for _ in range(often):
+        (gradient,) = torch.autograd.grad(value, z, create_graph=True)
+        value = gradient.sum()
+    return value
+
+
+def _nested(derivative: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor], z: Tensor, often: int) -> Tensor:
+    f = lambda z: (z**4).sum()
+    for _ in range(often):
+        f = lambda z, f=f: derivative(f, z).sum()
+    return f(z)
+
+
+WAYS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "torch.autograd.grad": _by_autograd,
+    "torch.func.grad": partial(_nested, lambda f, z: torch.func.grad(f)(z)),
+    "hodiff.grad": partial(_nested, partial(hodiff.grad, create_graph=True)),
+}
+
+
+@pytest.mark.parametrize("often", [0, 1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_order_of_a_step_is_that_of_its_loss_and_one(way: str, often: int) -> None:
+    model = nn.Linear(2, 1, dtype=D)
+    step = hodiff.compile_step(lambda model: WAYS[way](model.weight * 1, often), model, backend="replay")
+    step()
+    assert step.report.order == 1 + often and not step.report.eager
