@@ -27,7 +27,7 @@ BOUNDS = {
     "hvp of a tensor": (12, 55, 60),  # one asks whether zeros are no answer
     "hvp of a module": (15, 82, 101),
     "laplacian": (15, 103, 192),  # one asks whether a point is shared by processes
-    "gradient penalty": (13, 91, 113),
+    "gradient penalty": (13, 90, 112),
     # it reads which variables the function names, to compare them later, and whether processes share the point
     "first product": (21, 170, 1350),
     "cached product": (12, 46, 69),

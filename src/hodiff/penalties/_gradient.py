@@ -735,7 +735,7 @@ def _deviations(
     power: float,
     ord: float,
 ) -> Tensor:
-    """The distance of the norm of each sample's gradient from the target, to the power."""
+    """The distances of the norms of the samples' gradients from the target, to the power."""
     batch = gradient[0].shape[:batch_ndim]
     if isinstance(target, Tensor):
         if target.ndim and target.shape != batch:
