@@ -16,19 +16,6 @@ _BENCHMARKS = Path(__file__).with_name("benchmarks.json")
 _COLORS = ("#5c6bc0", "#ef6c00", "#66a966", "#8d6e63")
 
 
-def orders() -> str:
-    """The derivatives of x⁴, and what the popular program prints for the second."""
-    x = torch.linspace(-2.2, 3.2, 200, dtype=torch.float64)
-    _, first, second = hodiff.derivatives(lambda x: (x**2) ** 2, x, 2)
-    figure, axes = subplots(figsize=(4.6, 2.5))
-    axes.plot(x, first, color=_COLORS[2], label="first, 4 x³")
-    axes.plot(x, second, color=_COLORS[0], label="second, 12 x²")
-    axes.plot(x, 2 * x, "--", color=_COLORS[1], label="the popular program, 2 x")
-    axes.set(xlabel="x", title="derivatives of z = x⁴")
-    axes.legend()
-    return svg(figure, says="Derivatives of x⁴: the popular program prints neither")
-
-
 def penalties() -> str:
     """Three penalties of a linear critic on images over the length of its gradient."""
     generator = torch.Generator().manual_seed(0)
