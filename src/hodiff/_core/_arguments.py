@@ -455,8 +455,7 @@ def as_called(what: Any) -> Any:
     code has no second derivative, whose names and parameters are the ones people know.
     """
     if isinstance(what, nn.Module):
-        compiled = type(what).__name__ == "OptimizedModule"
-        return next(what.children(), what) if compiled else what
+        return next(what.children(), what) if type(what).__name__ == "OptimizedModule" else what
     if isinstance(what, type) and issubclass(what, nn.Module):
         raise InputError(f"f: got the class {what.__name__}; give an instance of it.")
     return what

@@ -329,10 +329,9 @@ class Space:
 
     def rows(self, columns: Tensor) -> Leaves:
         """The parts of columns `(D, K)`."""
-        pieces = columns.split(self._sizes, dim=0)
         return [
             _turned(piece).reshape((piece.shape[1], *like.shape)).to(like.dtype)
-            for piece, like in zip(pieces, self.likes, strict=True)
+            for piece, like in zip(columns.split(self._sizes), self.likes, strict=True)
         ]
 
     def turned_at_once(self, least: int) -> int:

@@ -92,8 +92,9 @@ class Outer:
     def double(self, device: torch.device) -> Outer:
         """The rows in double precision, on a device."""
         dtype = torch.float64 if self.right.is_floating_point() else None
-        left = self.left.to(device, torch.float64)
-        return type(self)(left, self.right.to(device, dtype), self.shape)
+        return type(self)(
+            self.left.to(device, torch.float64), self.right.to(device, dtype), self.shape
+        )
 
     def shortest(self) -> Outer:
         """The rows as they are, where these are fewer numbers."""
@@ -131,8 +132,8 @@ class Outer:
                 )
                 total = total + Outer(left, right, self.shape).pull(None) * (2 if apart else 1)
             return total
-        sums = [part.square().sum((0, 1)) for part in self._parts()]
-        return self._shaped(torch.cat(sums)).reshape(self.shape)
+        squares = torch.cat([part.square().sum((0, 1)) for part in self._parts()])
+        return self._shaped(squares).reshape(self.shape)
 
     def pull(self, weights: Tensor | None) -> Tensor:
         """The sum of the rows, weighed by `(N, K)`."""
@@ -347,8 +348,8 @@ class SamplesAxis(NamedTuple):
 
     def apart(self, x: Tensor, width: int) -> Tensor:
         """The vectors at each position, `(K, ...)`, as `(N, K, T, width)`."""
-        x = x.reshape(len(x), self.before, self.samples, -1, width)
-        return x.permute(2, 0, 1, 3, 4).flatten(2, 3)
+        parts = x.reshape(len(x), self.before, self.samples, -1, width)
+        return parts.permute(2, 0, 1, 3, 4).flatten(2, 3)
 
     def check(self, *, whole: bool) -> SamplesAxis:
         """Itself, where samples do not lie in the middle of what belongs together."""
