@@ -411,8 +411,7 @@ OPERATORS: dict[str, Any] = _ops._higher_order_ops
 def plain_flex_attention(*args: Any, **kwargs: Any) -> Any:
     """`flex_attention` by its definition, in operations that have derivatives of every order."""
     _needed.check("flex_attention inside hodiff")
-    home = sys.modules[type(OPERATORS["flex_attention"]).__module__]
-    return home.math_attention(*args, **kwargs)
+    return sys.modules[type(OPERATORS["flex_attention"]).__module__].math_attention(*args, **kwargs)
 
 
 def key_is_taken() -> bool:

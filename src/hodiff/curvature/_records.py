@@ -161,8 +161,9 @@ class DiagonalRecord(_Estimate):
         error = "no error known"
         if self.stderr is not None and flat(self.stderr).numel():
             error = f"± {number(flat(self.stderr).max())} at most"
-        by = f"by {self.route}"
-        return {"value": shape(self.value), "error": error, "by": by, **self._taken()}
+        return {
+            "value": shape(self.value), "error": error, "by": f"by {self.route}", **self._taken()
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -40,8 +40,9 @@ class Thin(NamedTuple):
             return None
         for A in self.made:
             A._count(max(passes for _, passes in parts))
-        pairs = zip(self.terms, parts, strict=True)
-        return torch.stack([c * squares for (c, _), (squares, _) in pairs]).sum(0) + self.shift
+        return self.shift + torch.stack(
+            [c * squares for (c, _), (squares, _) in zip(self.terms, parts, strict=True)]
+        ).sum(0)
 
     def matrix(self, columns: int, most: int) -> ThinMatrix | None:
         """The matrix by all rows.

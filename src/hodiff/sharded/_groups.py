@@ -423,8 +423,7 @@ class Groups:
 
 def any_in(where: Where) -> bool:
     """Whether a module of the point is under `fully_shard`, or has one in it that is."""
-    roots = [as_called(each.module) for each in where.module_slices]
-    return next(_outermost(roots), None) is not None
+    return any(True for _ in _outermost(as_called(each.module) for each in where.module_slices))
 
 
 def of(where: Where) -> Groups:

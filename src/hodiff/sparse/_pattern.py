@@ -120,8 +120,10 @@ class Pattern:
             raise InputError(
                 f"picture: {self.shape} is too large; use plt.spy(pattern.to_scipy())."
             )
-        held = self.to_torch().to_dense().tolist()
-        return "\n".join("".join("x" if entry else "·" for entry in row) for row in held)
+        return "\n".join(
+            "".join("x" if entry else "·" for entry in row)
+            for row in self.to_torch().to_dense().tolist()
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Pattern):
