@@ -579,6 +579,25 @@ def test_hooks_accumulation_scales_and_sums() -> None:
     assert off(gradients(net), gradients(twin)) <= 1e-14
 
 
+def test_a_hook_of_a_point_that_the_loss_differentiates_by_is_called() -> None:
+    net, x = NETS["tanh"](), torch.randn(4, 3, requires_grad=True)
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        return gradient.square().sum()
+
+    step = hodiff.compile_step(loss, net, backend="replay")
+    step(x)
+    plain = step(x)
+    x.register_hook(lambda g: 2 * g)
+    for calls in (1, 2):  # not at a call that is compared with the eager loss alone
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = step(x)
+        assert all("differentiates with respect to has a hook" in str(each.message) for each in caught)
+        assert float(found) == pytest.approx(4 * float(plain), rel=1e-6) and step.report.eager == calls
+
+
 def test_a_scaler_clipping_and_accumulation_take_the_same_path() -> None:
     net = NETS["tanh"]()
     twin, batches = copy.deepcopy(net), torch.randn(6, 4, 3)
