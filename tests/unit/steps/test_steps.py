@@ -595,7 +595,7 @@ def test_a_hook_of_a_point_that_the_loss_differentiates_by_is_called() -> None:
             warnings.simplefilter("always")
             found = step(x)
         assert all("differentiates with respect to has a hook" in str(each.message) for each in caught)
-        assert float(found) == pytest.approx(4 * float(plain), rel=1e-6) and step.report.eager == calls
+        assert found.item() == pytest.approx(4 * plain.item(), rel=1e-6) and step.report.eager == calls
 
 
 def test_a_scaler_clipping_and_accumulation_take_the_same_path() -> None:
