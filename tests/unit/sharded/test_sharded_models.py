@@ -573,6 +573,7 @@ def refusals(rank: int) -> dict[str, str]:
     whole, v = drawn(model)
     flat = torch.ones(sum(p.numel() for p in built().parameters()), dtype=D)
     H, T = hodiff.HessianOperator(f, model), hodiff.HessianOperator(f, tensors)
+    differing = {name: x + rank if not hasattr(x, "placements") else x for name, x in drawn(tensors)[1].items()}
     moved = {key: distribute_tensor(x, over, [Replicate()]) for key, x in whole.items()}
     with_policy = lambda **options: fully_shard(built(), mesh=over, **options)
     listed = built()
@@ -600,7 +601,13 @@ def refusals(rank: int) -> dict[str, str]:
         "sparse": lambda: hodiff.sparse_hessian(f, tensors),
         "no root": lambda: hodiff.grad(f, fully_sharded(over, root=False)),
         "offloaded": lambda: hodiff.grad(f, with_policy(offload_policy=CPUOffloadPolicy(pin_memory=False))),
-        "precision": lambda: hodiff.grad(f, with_policy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))),
+        **{
+            f"precision, {kind}": lambda kind=kind: hodiff.grad(
+                f, with_policy(mp_policy=MixedPrecisionPolicy(**{kind: torch.bfloat16}))
+            )
+            for kind in ("param_dtype", "reduce_dtype", "output_dtype")
+        },
+        "copies that differ": lambda: hodiff.hvp(f, tensors, differing),
         "listed": lambda: hodiff.grad(f, listed),
         "ignored": lambda: hodiff.grad(f, ignored),
         "FSDP1": lambda: hodiff.grad(f, FullyShardedDataParallel(built(), device_id=torch.device("cpu"))),
