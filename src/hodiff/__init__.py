@@ -33,6 +33,8 @@ Given a function, hodiff builds the graph and frees it; given a tensor, the grap
 stays.
 """
 
+import functools
+import pkgutil
 import typing
 
 from hodiff._core import _needed
@@ -217,9 +219,10 @@ def _explain(failure: _messages.Failure) -> str:
 
 def _later(place: str) -> typing.Any:
     """A function of a room that the foundation asks where it must, loaded when it is asked."""
+    find = functools.cache(functools.partial(pkgutil.resolve_name, place))
 
     def call(*args: typing.Any, **kwargs: typing.Any) -> typing.Any:
-        return _needed.resolved(place)(*args, **kwargs)
+        return find()(*args, **kwargs)
 
     return call
 

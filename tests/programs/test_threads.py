@@ -239,41 +239,6 @@ for step in range(2):
         [r"unused .*`params\[", r"in graph .*`model\."],
         ["cut "],
     ),
-    "state_over_a_stream": (
-        "pytorch/pytorch#2198",
-        """
-rnn = nn.LSTM(4, 8)
-hidden = None
-for i in range(400):
-    data = torch.rand(5, 2, 4)
-    out, hidden = rnn(data, hidden)
-""",
-        [
-            r"`(out|hidden)` holds the graphs of [1-3]?\d\d iterations",
-            r"no backward pass has gone",
-            r"out, hidden = rnn",
-        ],
-        [r"[4-9]\d\d iterations", r"\d{4} iterations"],
-    ),
-    "replay_with_hidden_states": (
-        "oxwhirl/pymarl#73",
-        """
-agent = nn.GRUCell(3, 4); q = nn.Linear(4, 2)
-opt = torch.optim.Adam([*agent.parameters(), *q.parameters()])
-class Buffer:
-    def __init__(self): self.episodes = []
-    def insert(self, item): self.episodes.append(item)
-buffer = Buffer()
-for episode in range(120):
-    h = torch.zeros(1, 4)
-    h = agent(torch.randn(1, 3), h)
-    buffer.insert({"hidden": h, "reward": 1.0})
-    loss = q(agent(torch.randn(1, 3), torch.zeros(1, 4))).square().mean()
-    opt.zero_grad(); loss.backward(); opt.step()
-""",
-        [r"`buffer\.episodes` holds the graphs of \d{2,3} iterations", r"grows at .*self\.episodes\.append\(item\)"],
-        [r"\d{4} iterations"],
-    ),
     "total_loss": (
         "pytorch forum: running loss",
         """

@@ -26,7 +26,6 @@ STEPS = since((2, 13), "compile_step is refused")
 SHARDS = since((2, 13), "sharded models are refused")
 SEVERAL = since((2, 12), "a Function's saved tensors are not told one by one")
 CHANGES = since((2, 12), "it is not told which tensor was changed in place, and by which line")
-LOOKS = since((2, 12), "an interrupt can leave a mode on while it is found what a graph has saved")
 GRID_SAMPLE = since((2, 12), "grid_sample has no second derivative")
 LACKING = frozenset({"compile_step"} if RELEASE < (2, 13) else ())
 """Public names that do nothing but say so: the tables of what names do leave them out."""

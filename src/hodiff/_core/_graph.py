@@ -373,11 +373,8 @@ class OutputGraph:
     def _unreached(self, survey: _nodes.Survey) -> list[str]:
         names = self.call.where.names
         if not self.call.builds_graph:
-            return [
-                name
-                for leaf, name in zip(self.leaves, names, strict=True)
-                if not survey.contains(leaf)
-            ]
+            pairs = zip(self.leaves, names, strict=True)
+            return [name for leaf, name in pairs if not survey.contains(leaf)]
         variables = survey.variables()
         if (
             not self._first

@@ -17,7 +17,7 @@ import torch
 
 from hodiff.errors import HodiffError, HodiffWarning
 
-__all__ = ["RELEASE", "check", "in_words", "lacks", "newer", "resolved"]
+__all__ = ["RELEASE", "check", "in_words", "lacks", "newer"]
 
 OLDEST, NEWEST = (2, 8), (2, 15)
 """The releases that the tests have run on, those between them included."""
@@ -129,8 +129,7 @@ All calls need the first.
 """
 
 
-resolved = cache(pkgutil.resolve_name)
-"""What a dotted name stands for, or a function of a module: `package.module:function`."""
+_owner = cache(pkgutil.resolve_name)
 
 
 @cache
@@ -147,7 +146,7 @@ def lacks(part: str) -> str:
 
 def _is_there(home: str, name: str) -> bool:
     try:
-        owner = resolved(home)
+        owner = _owner(home)
         if name not in getattr(owner, "__annotations__", ()):  # of what instances of a class have
             attrgetter(name)(owner)
     except (AttributeError, ImportError):

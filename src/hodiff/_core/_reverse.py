@@ -366,7 +366,8 @@ def fitting(largest: int, elements: int, itemsize: int, device: torch.device) ->
     fit = CHUNK_BYTES // max(1, (4 * largest + 6 * elements) * itemsize)
     # Large vectors fill a device one by one, and a processor's caches soon: then batching them
     # costs time.
-    return fit if fit >= (12 if device.type == "cpu" else 8) else 1
+    least = 12 if device.type == "cpu" else 8
+    return fit if fit >= least else 1
 
 
 def has_second_derivatives(graph: OutputGraph) -> bool:

@@ -39,12 +39,13 @@ from hodiff.errors import HodiffError
 
 __all__ = [
     "LARGEST",
+    "count_below",
     "forward_mode_on",
     "fsdp_groups",
     "hooks_on",
     "is_batched",
+    "is_included",
     "is_wrapped",
-    "modes_below",
     "named_by_torch",
     "pass_at_hand",
     "reduction",
@@ -155,12 +156,6 @@ mode_below: Callable[[], Any] = _python_dispatch._get_current_dispatch_mode
 DispatchMode: Any = _python_dispatch.TorchDispatchMode
 flags_of_modes: Any = vars(_python_dispatch)
 """Whether any is on, as PyTorch keeps it in Python: for the process, not for a thread."""
-
-
-def modes_below() -> bool:
-    """Whether a dispatch mode is on, below autograd or above it (`make_fx(pre_dispatch=True)`)."""
-    return count_below() > 0 or is_included(torch.DispatchKey.PreDispatch)
-
 
 # Where PyTorch looks up what `_hooks` takes the place of while calls run, and under which names.
 PASSES: Any = vars(torch.autograd), "_engine_run_backward"

@@ -11,7 +11,6 @@ import math
 import numbers
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -400,22 +399,14 @@ def check_predict(predict: Any, has_data: bool) -> None:
     check_signature(predict, "predict", names)
 
 
-@contextmanager
-def told_what_it_got(name: str, batch: Any) -> Iterator[None]:
+def add_batch(error: Exception, name: str, batch: Any) -> None:
     """Add to an error of the user's function what hodiff called it with:
     targets are not the whole batch.
     """
-    try:
-        yield
-    except (AttributeError, TypeError) as error:
-        if batch is not NONE:
-            error.add_note(
-                f"hodiff called {name} with this batch: "
-                + (
-                    _tree.describe(_tree.flatten(batch)[2])
-                    if _tree.is_container(batch)
-                    else _arguments.kind(batch)
-                )
-                + "."
-            )
-        raise
+    if batch is not NONE:
+        got = (
+            _tree.describe(_tree.flatten(batch)[2])
+            if _tree.is_container(batch)
+            else _arguments.kind(batch)
+        )
+        error.add_note(f"hodiff called {name} with this batch: {got}.")

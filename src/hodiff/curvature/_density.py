@@ -446,8 +446,9 @@ def thin_rules(thin: ThinMatrix, size: int) -> GaussRules:
     values = F.pad(eigenvalues(thin.gram).clamp_min(0), (0, 1)) + thin.shift
     weights = torch.full_like(values, 1 / size)
     weights[-1] = 1 - (len(values) - 1) / size
-    whole = torch.ones(1, dtype=torch.bool, device="cpu")
-    return GaussRules(values[None], weights[None], whole, (), values[:0])
+    return GaussRules(
+        values[None], weights[None], torch.ones(1, dtype=torch.bool, device="cpu"), (), values[:0]
+    )
 
 
 def eigenvalues(matrix: Tensor) -> Tensor:

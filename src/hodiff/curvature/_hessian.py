@@ -20,8 +20,8 @@ from hodiff.curvature._data import (
     BatchWeight,
     DataReduction,
     Weighted,
+    add_batch,
     check_signature,
-    told_what_it_got,
 )
 from hodiff.curvature._data_operator import SummedOperator
 from hodiff.curvature._graph_cache import BatchGraph, Builder
@@ -104,9 +104,12 @@ class HessianBuilder(Builder[BatchGraph]):
         f, computed = self.f, isinstance(self.f, Tensor)
 
         def weighed(point: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            with told_what_it_got("f(where, batch)", batch):
-                given = () if batch is NONE else (batch,)
+            given = () if batch is NONE else (batch,)
+            try:
                 return self.weigh(f(point, *given, *args, **kwargs), batch, number)  # pyright: ignore[reportCallIssue]
+            except (AttributeError, TypeError) as error:
+                add_batch(error, "f(where, batch)", batch)
+                raise
 
         what = f if computed else in_place_of(f, weighed)
         if self.checkpoint is not False:

@@ -417,20 +417,13 @@ class _Joint:
 
     def __init__(self, functions: Sequence[Callable[..., Any]], batches: Sequence[Any]) -> None:
         self.only: int | None = None
-        self._batches = batches
         pairs = zip(functions, batches, strict=True)
         self.parts = [f if batch is None else Samples(f, batch) for f, batch in pairs]
 
     def __call__(self, where: Any) -> Any:
         if self.only is not None:
             return self.parts[self.only](where)
-        results: list[Any] = []
-        for number, (part, batch) in enumerate(zip(self.parts, self._batches, strict=True)):
-            with _data.told_what_it_got(
-                f"residuals[{number}]", _data.NONE if batch is None else batch
-            ):
-                results.append(part(where))
-        return results
+        return [part(where) for part in self.parts]
 
 
 def _are_sums(graph: OutputGraph, output: Tensor) -> bool:

@@ -25,7 +25,7 @@ from hodiff._core._graph import OutputGraph
 from hodiff._core._tree import Leaves
 from hodiff._core._vectors import draw, generic, sum_dtype
 from hodiff.calculus._factors import units
-from hodiff.curvature._data import NONE, Weighted, check_signature, told_what_it_got
+from hodiff.curvature._data import NONE, Weighted, add_batch, check_signature
 from hodiff.errors import GraphError, InputError
 
 # --- a loss on one batch of outputs: its sum, its gradient, a matrix over the outputs by its
@@ -272,8 +272,11 @@ def loss_at_outputs(
     _refuse_functional(loss, batch)
 
     def weighed(values: Any) -> tuple[Any, Any]:
-        with told_what_it_got("loss(outputs, batch)", batch):
+        try:
             returned = loss(values) if batch is NONE else loss(values, batch)
+        except (AttributeError, TypeError) as error:
+            add_batch(error, "loss(outputs, batch)", batch)
+            raise
         return weigh(returned, batch, number)
 
     def times(tangents: Leaves, count: int | None) -> Leaves:

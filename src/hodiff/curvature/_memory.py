@@ -99,11 +99,9 @@ def measured(call: Callable[[], T], device: torch.device) -> tuple[T, int]:
     """The result of a call, and the bytes that it left alive."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
-        result = call()
-        return result, max(0, torch.cuda.memory_allocated(device) - before)
+        return call(), max(0, torch.cuda.memory_allocated(device) - before)
     with _settings.on(LiveBytes()) as live:
-        result = call()
-        return result, live.now
+        return call(), live.now
 
 
 # --- the exact bytes of tensors alive, and their peak, without the garbage collector --------------

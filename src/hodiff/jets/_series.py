@@ -64,18 +64,19 @@ TRACERS = "torch.fx.experimental.proxy_tensor"
 """The module of `make_fx`, which whoever traces has loaded."""
 
 
-def without_data(cls: type, value: Tensor, **options: Any) -> Any:
-    """A tensor of a class of ours that has the shape and dtype of another, and no data."""
-    plain: Any = Tensor
-    return plain._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, **options)
+_PLAIN: Any = Tensor
+without_data: Callable[..., Any] = _PLAIN._make_wrapper_subclass
+"""A tensor of a class of ours that has a shape and a dtype, and no data."""
 
 
 def surroundings() -> tuple[Any, ...]:
     """The transform of `torch.func` and the tracer that operations run in now:
     a jet knows those it was made in.
     """
-    module = sys.modules.get(TRACERS) if _versions.modes_below() else None
-    tracer = getattr(module, "get_proxy_mode", type(None))()  # another thread may be loading it
+    # A mode below autograd, or one above it (`make_fx(pre_dispatch=True)`).
+    any_mode = _versions.count_below() or _versions.is_included(torch.DispatchKey.PreDispatch)
+    # Another thread may be loading the module.
+    tracer = getattr(sys.modules.get(TRACERS) if any_mode else None, "get_proxy_mode", type(None))()
     return len(_versions.transforms() or ()), tracer, torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -122,7 +122,7 @@ def _watched() -> str:
     """The caller's modes or hooks that see the operations of the eager loss, or change them."""
     if tangents():
         return "forward mode is on"
-    if _versions.modes_below():
+    if _versions.count_below():
         return "a mode sees each operation"
     if not all(isinstance(mode, ON_DEVICE) for mode in _settings.those_on(TorchFunctionMode)):
         return "a mode sees each call"
