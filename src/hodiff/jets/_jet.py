@@ -276,9 +276,7 @@ class Jet(Tensor):
         """
         value = series[0]
         floats = value.dtype.is_floating_point or value.dtype.is_complex
-        jet = without_data(
-            cls, value.shape, dtype=value.dtype, device=NOWHERE, requires_grad=floats
-        )
+        jet = without_data(cls, value, device=NOWHERE, requires_grad=floats)
         jet.series = series
         jet.expansion = expansion
         jet.shared = False

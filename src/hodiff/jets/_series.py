@@ -64,9 +64,10 @@ TRACERS = "torch.fx.experimental.proxy_tensor"
 """The module of `make_fx`, which whoever traces has loaded."""
 
 
-_PLAIN: Any = Tensor
-without_data: Callable[..., Any] = _PLAIN._make_wrapper_subclass
-"""A tensor of a class of ours that has a shape and a dtype, and no data."""
+def without_data(cls: type, value: Tensor, **options: Any) -> Any:
+    """A tensor of a class of ours that has the shape and dtype of another, and no data."""
+    plain: Any = Tensor
+    return plain._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, **options)
 
 
 def surroundings() -> tuple[Any, ...]:
