@@ -45,8 +45,9 @@ def elementwise(*names: str) -> Callable[[Coefficients], Coefficients]:
             ):
                 raise NoRule(names[0], "with a parameter that depends on the variable")
             series = series_of(x, expansion)
-            coefficients_of_y = coefficients(series[0], expansion.order, *rest, **given)
-            return composed(expansion, coefficients_of_y, series)
+            return composed(
+                expansion, coefficients(series[0], expansion.order, *rest, **given), series
+            )
 
         rule("elementwise", *names)(apply)
         return coefficients
