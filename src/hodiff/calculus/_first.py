@@ -707,11 +707,6 @@ def agree(result: Tensor, expected: Tensor, size: float, leaves: Sequence[Tensor
     )  # NaN is not
 
 
-def largest(values: Tensor) -> float:
-    """The largest size of values, at least one of them; NaN where one is."""
-    return float(values.abs().max())
-
-
 def joined(
     table: list[list[Tensor]], outputs: Sequence[Tensor], leaves: Sequence[Tensor], batch_ndim: int
 ) -> Tensor:
