@@ -125,7 +125,7 @@ def _refuse_in_other_words(
         raise _jet.NoRule(
             "torch.compile, or an operator that it runs (torch.cond, ...), inside f"
         ) from error
-    if re.search(r"\bJet\b|\bmeta\b|incompatible tensor type", str(error)):
+    if re.search(r"\bJet\b|\bmeta\b|incompatible tensor type|a leaf Variable", str(error)):
         raise _jet.NoRule("what f does", f"{type(error).__name__}: {error}") from error
 
 
@@ -160,8 +160,8 @@ def _refuse_bypass(
     """Raise where `f` reaches the point other than through its argument: by the result,
     or by a constant in it.
     """
-    value = _jet.value_of(output)
-    plain = isinstance(value, Tensor) and value.requires_grad
+    value = _jet.value_of(output)  # a jet's is made of what has been met
+    plain = value is output and isinstance(value, Tensor) and value.requires_grad
     roots = [*expansion.constants.values(), *([value] if plain else [])]
     made = [root for root in roots if root.grad_fn is not None] if roots else []
     if made and any(map(_jet.is_jet, _nodes.survey(made).variables())):

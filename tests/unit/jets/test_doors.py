@@ -70,6 +70,19 @@ class Attached(torch.autograd.Function):
         return 3 * g * z**2, None
 
 
+class Written(torch.autograd.Function):
+    """The argument, as after a kernel that writes into it."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        ctx.mark_dirty(z)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g
+
+
 def _solved(z: Tensor) -> Tensor:
     return hodiff.solve(TWICE, z**3).value * z
 
@@ -96,6 +109,7 @@ DOORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a Function that hands on a value": (lambda z: (Attached.apply(z, z.detach() ** 3) * z).sum(), FUNCTION),
     "such a Function alone": (lambda z: Attached.apply(z, z.detach() ** 3).sum(), FUNCTION),
     "such a Function, further": (lambda z: Attached.apply(z, z.detach() ** 3).sin().sum() + cube(z), FUNCTION),
+    "a Function that writes into its argument": (lambda z: cube(Written.apply(1 * z)), "what f does"),
     "a solution": (lambda z: (hodiff.solve(TWICE, z**3).value * z).sum(), FUNCTION),
     "a solution in inner calls": (lambda z: (hodiff.nth_derivative(_solved, z, 1) * z).sum(), "no rule for"),
     "to_dlpack": (lambda z: torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(z)).sum() + cube(z), "meta|as_strided"),
