@@ -260,7 +260,7 @@ class Use(NamedTuple):
 
     def results(self) -> list[tuple[tuple[Any, ...], torch.dtype]]:
         """The shape and the dtype of each result."""
-        return list(_versions.received(self.node))
+        return _versions.received(self.node)
 
     def kept(self, name: str) -> Any:
         """The value that the operation has saved under a name;
@@ -402,13 +402,9 @@ def reaches(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> bool:
 
 def largest_output(graph: Survey) -> int:
     """Elements of the largest tensor that a reverse pass over the graph handles (1 if unknown)."""
-    largest = 1
-    for node in graph.nodes:
-        for shape, _ in _versions.received(node):
-            largest = max(
-                largest, math.prod([length for length in shape if isinstance(length, int)])
-            )
-    return largest
+    shapes = [shape for node in graph.nodes for shape, _ in _versions.received(node)]
+    plain = [[n for n in shape if n.__class__ is int] for shape in shapes]  # others are nested
+    return max([1, *map(math.prod, plain)])
 
 
 def coarsest(graph: Survey, like: torch.dtype) -> torch.dtype:

@@ -776,15 +776,14 @@ def reduction(value: Tensor) -> tuple[Literal["mean", "sum"] | None, torch.Size 
     return None, None
 
 
-def received(node: Node) -> Iterator[tuple[tuple[Any, ...], torch.dtype]]:
+def received(node: Node) -> list[tuple[tuple[Any, ...], torch.dtype]]:
     """The shape and dtype of each gradient that a node receives;
     nothing where PyTorch cannot tell (nested tensors).
     """
     try:
-        for data in node._input_metadata:
-            yield tuple(data.shape), data.dtype
+        return [(tuple(data.shape), data.dtype) for data in node._input_metadata]
     except (RuntimeError, NotImplementedError):
-        return
+        return []
 
 
 class _RawSaved(dict[type, tuple[str, ...]]):
@@ -1137,7 +1136,7 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
             root_of(y.grad_fn)[1].equal(y) for y in (x.sqrt(), x.std(0), torch.std_mean(x, 0)[0])
         )
     ),
-    "what a node receives": lambda x: [*received(x.sin().grad_fn)] == [((3, 4), x.dtype)],
+    "what a node receives": lambda x: received(x.sin().grad_fn) == [((3, 4), x.dtype)],
     "whether a checkpoint packed what a node saved": _packed,
     "by what a loss made one number of many": lambda x: (
         [reduction(value) for value in (x.sum(), x.sum(0), x.mean(0), x.mean())]

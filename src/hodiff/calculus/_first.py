@@ -698,7 +698,7 @@ def agree(result: Tensor, expected: Tensor, size: float, leaves: Sequence[Tensor
     """
     if not result.numel() or not math.isfinite(size):
         return not result.numel()
-    eps = max(torch.finfo(x.dtype).eps for x in (result, expected, *leaves)) ** 0.5
+    eps = max([torch.finfo(x.dtype).eps for x in (result, expected, *leaves)]) ** 0.5
     apart = (result - expected).abs_()
     # The first tells nearly always.
     return (

@@ -181,7 +181,7 @@ def combined(start: Tensor, basis: Tensor, parts: Tensor, sign: int = 1) -> Tens
 def listed(numbers: Number) -> list[Any]:
     """Numbers as a list."""
     values = numbers.tolist() if isinstance(numbers, Tensor) else numbers
-    return values if isinstance(values, list) else [values]
+    return values if values.__class__ is list else [values]
 
 
 def number(values: list[Any], like: Tensor) -> Number:
@@ -369,7 +369,7 @@ class Block(ABC):
             self._end.size[places[i]] = sizes[i]
             self._end.taken[places[i]] = self._steps
         for status, which in reversed(ends.items()):
-            for i in (i for i, it in enumerate(listed(which)) if it):
+            for i in [i for i, it in enumerate(listed(which)) if it]:
                 self._end.status[places[i]] = status
                 if status == "negative curvature":
                     self._end.direction[places[i]] = self._some(self.direction, [i]).reshape(-1)

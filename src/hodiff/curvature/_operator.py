@@ -321,7 +321,7 @@ class LinearOperator(Unlike):
         domain, target = self._domain, self._range
         with self._raise_on_all_ranks():
             kind, parts, count, tree = domain.parse(v)
-            requiring = any(part.requires_grad for part in parts)
+            requiring = any([part.requires_grad for part in parts])
             if live is not None:
                 say_detached("A @ v", live or ("v requires grad" if requiring else ""))
             if requiring:

@@ -207,7 +207,7 @@ def check_detached(name: str, operator: object, create_graph: bool | None, **giv
         live = [
             f"{argument} requires grad"
             for argument, value in given.items()
-            if _requires_grad(value, argument)
+            if value is not None and _requires_grad(value, argument)
         ]
         say_detached(name, operator._live or "".join(live[:1]))
 
@@ -242,7 +242,7 @@ def _requires_grad(value: Any, name: str) -> bool:
     leaves = [leaf for leaf in _tree.flatten(value)[0] if isinstance(leaf, Tensor)]
     for leaf in leaves:
         _call.refuse_tangent(leaf, name)
-    return any(leaf.requires_grad for leaf in leaves)
+    return any([leaf.requires_grad for leaf in leaves])
 
 
 def check_rtol(rtol: object, number: int | None = None) -> None:
