@@ -357,3 +357,15 @@ def test_who_looks_on_changes_no_solution_that_begins_anew() -> None:
     looked = hodiff.solve(hodiff.MatrixOperator(A), sides.T, callback=lambda r: seen.append(r.value.clone()), **options)
     assert torch.equal(alone.value, looked.value) and len(seen) > 4
     agree(A @ looked.value, sides.T, 1e-8)
+
+
+@pytest.mark.parametrize("method", ["cg", "minres", "gmres"])
+def test_who_looks_on_changes_no_solution_of_systems_that_end_apart(method: str) -> None:
+    """One side is zero, and has ended before the first step: what is shown is put together from both."""
+    A, sides = matrix(method, 12, seed=4), torch.stack([torch.zeros(12, dtype=D), *draw(2, 12, seed=5)]).T
+    seen: list[Tensor] = []
+    alone = hodiff.solve(hodiff.MatrixOperator(A), sides, method=method)
+    looked = hodiff.solve(hodiff.MatrixOperator(A), sides, method=method, callback=lambda r: seen.append(r.value))
+    assert torch.equal(alone.value, looked.value) and alone.products == looked.products
+    assert len({tuple(value.flatten().tolist()) for value in seen}) == len(seen) > 4
+    agree(A @ looked.value, sides, 1e-6)

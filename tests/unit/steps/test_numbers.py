@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import operator
 import re
 import warnings
 
@@ -57,7 +58,7 @@ def of_an_optimizer() -> tuple:
 WHERE = (of_an_argument, of_a_keyword, of_a_closure, of_an_attribute, of_an_optimizer)
 
 
-@pytest.mark.parametrize("kind", [float, int])
+@pytest.mark.parametrize("kind", [float, int, operator.neg])
 @pytest.mark.parametrize("where", WHERE, ids=lambda f: f.__name__)
 def test_a_number_that_varies_is_told_at_its_second_value_and_has_no_third_graph(where, kind) -> None:
     (loss, change, name), net, x = where(), NETS["tanh"](), torch.randn(4, 3)
