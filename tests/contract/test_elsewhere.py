@@ -188,6 +188,14 @@ NOTED = {
         lambda: hodiff.laplacian(lambda x: torch.ones(4, 3) @ x, X),
         r"all of them at once, \(N, \.\.\.\)",
     ),
+    "labels of other samples": (
+        lambda: hodiff.hvp(lambda x: torch.nn.functional.cross_entropy(x, torch.zeros(9).long()), X, X),
+        r"shapes do not fit in f",
+    ),
+    "targets of another shape": (
+        lambda: hodiff.grad(lambda x: torch.nn.functional.binary_cross_entropy_with_logits(x, torch.ones(9)), X),
+        r"shapes do not fit in f",
+    ),
     "a loss without its batch": (
         lambda: hodiff.per_sample_grad(lambda model: model(X).sum(1), NET, X),
         r"f is called as f\(where, batch\), batch is a Tensor\.$",
@@ -207,7 +215,7 @@ NOTED = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=STEPS if "step" in name else ()) for name in NOTED])
 def test_an_error_of_the_function_has_a_note_of_what_it_was_given(name):
     call, words = NOTED[name]
-    with pytest.raises((TypeError, RuntimeError), match=words) as caught:
+    with pytest.raises((TypeError, RuntimeError, ValueError), match=words) as caught:
         call()
     [note] = caught.value.__notes__
     assert note.startswith("hodiff") and re.search(words, note)

@@ -305,7 +305,7 @@ class EvaluationContext(_settings.Scope[Any]):
         versions = [*map(_version, watched)]
         try:
             value = self.at(arguments)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             kind = _messages.kind_of(error)
             if not self._normal and kind.startswith("inference"):
                 # tensors of inference mode that f brings along are copied, in another run of it

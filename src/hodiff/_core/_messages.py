@@ -352,6 +352,8 @@ _KINDS = {
     "shapes cannot be multiplied": "shapes",
     "must match the size of tensor": "shapes",
     "inconsistent tensor size": "shapes",
+    "to match target batch_size": "shapes",
+    "must be the same as input size": "shapes",
     "don't yet support saved tensor hooks": "hooked transform",
     "does not require grad": "no graph",
     "appears to not have been used": "not used",
