@@ -378,6 +378,13 @@ def test_a_change_between_calls_is_seen(name: str) -> None:
     assert name not in ONLY_THE_ALARM or "differs from the eager one" in step.report.reasons[-1]
 
 
+@pytest.mark.parametrize("name", ["forward_hook_later", "forward_pre_hook_later", "forward_patched"])
+@pytest.mark.filterwarnings("ignore")
+def test_what_pytorch_guards_by_a_setting_of_ours_is_seen(name: str) -> None:
+    """Of these every choice of tests has all."""
+    test_a_change_between_calls_is_seen(name)
+
+
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ONLY_THE_ALARM)
