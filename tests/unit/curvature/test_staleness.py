@@ -160,6 +160,60 @@ def test_refresh_of_a_jacobian_forgets_its_outputs() -> None:
     agree(J @ torch.ones(3, dtype=D), torch.cat([2 * x, torch.ones(1, dtype=D)]))
 
 
+def hessian_with(m: nn.Module, **options: Any) -> hodiff.HessianOperator:
+    return hodiff.HessianOperator(
+        lambda m, batch, power: m(batch[0]).pow(power).mean(), m, data=split(X, LABELS), args=(3,), **options
+    )
+
+
+def curvature_with(make: Any, **fixed: Any) -> Callable[..., hodiff.LinearOperator]:
+    losses = nn.CrossEntropyLoss(reduction="sum")
+    return lambda m, **options: make(
+        predict, lambda z, batch: (losses(z, batch[-1]), len(z)), m, data=split(X, LABELS), **(fixed | options)
+    )
+
+
+MADE = {
+    "Hessian": hessian_with,
+    "Gauss-Newton": curvature_with(hodiff.GaussNewtonOperator),
+    "Fisher": curvature_with(hodiff.FisherOperator, kind="empirical"),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a sum": {"reduction": "sum", "batch_weight": lambda batch: len(batch[0])},
+    "a mean": {"batch_weight": lambda batch: 1.0 + len(batch[0])},
+    "batches alike": {"batch_weight": "equal"},
+    "without graphs": {"memory_budget": 0, "batch_weight": "equal"},
+    "one by one": {"chunk_size": 1, "batch_weight": "equal"},
+    "again": {"checkpoint": "*", "batch_weight": "equal"},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", MADE)
+def test_a_refreshed_operator_is_one_made_anew_with_its_options(name: str, option: str) -> None:
+    """Also after a second refresh, and of a block: numbers, value and gradient."""
+    options, m = dict(OPTIONS[option]), network()
+    if name != "Hessian":  # whose losses say what they weigh
+        options.pop("batch_weight")
+    old = MADE[name](m, **options)
+    block = old.block("*.weight")
+    for _ in range(2):
+        before = old.dense()
+        with torch.no_grad():
+            for p in m.parameters():
+                p.mul_(1.1)
+        old.refresh()
+        new = MADE[name](m, **options)
+        expected = new.dense()
+        assert (expected - before).abs().max() > 1e-4
+        for mine, other in ((old, new), (block, new.block("*.weight"))):
+            agree(mine.dense(), other.dense(), 1e-12)
+        if name == "Hessian":
+            agree(old.value, new.value, 1e-12)
+            for mine, other in zip(old.gradient.values(), new.gradient.values(), strict=True):
+                agree(mine, other, 1e-12)
+
+
 def test_refresh_of_a_jacobian_with_other_outputs() -> None:
     rows = [X[:4], X[4:]]
     J = hodiff.JacobianOperator(lambda m, batch: m(batch), network(), data=rows)

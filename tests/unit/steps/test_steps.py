@@ -48,7 +48,7 @@ def kinds() -> list[tuple[str, str]]:
     return [(kind, net) for kind in KINDS for net in NETS if f"{kind}-{net}" not in LEFT]
 
 
-@pytest.mark.table(wide=5)
+@pytest.mark.table()
 @pytest.mark.parametrize(("kind", "name"), kinds())
 def test_a_step_is_its_eager_loss(kind: str, name: str) -> None:
     """At the weights and data of the trace, and at two others."""
@@ -367,7 +367,7 @@ if RELEASE >= (2, 15):
     ONLY_THE_ALARM["name_error"] = A_LOOKUP  # older ones cannot follow it
 
 
-@pytest.mark.table(wide=10)
+@pytest.mark.table()
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_between_calls_is_seen(name: str) -> None:
@@ -376,13 +376,6 @@ def test_a_change_between_calls_is_seen(name: str) -> None:
     ours, _, step = trained(name, compiled=True, held=name in ONLY_THE_ALARM)
     assert max(off(mine, other) for mine, other in zip(ours, theirs, strict=True)) <= 1e-13, step.report
     assert name not in ONLY_THE_ALARM or "differs from the eager one" in step.report.reasons[-1]
-
-
-@pytest.mark.parametrize("name", ["forward_hook_later", "forward_pre_hook_later", "forward_patched"])
-@pytest.mark.filterwarnings("ignore")
-def test_what_pytorch_guards_by_a_setting_of_ours_is_seen(name: str) -> None:
-    """Of these every choice of tests has all."""
-    test_a_change_between_calls_is_seen(name)
 
 
 @pytest.mark.nightly
