@@ -68,7 +68,7 @@ def test_every_public_name_has_a_row() -> None:
     assert {c.name for c in WITH_MODULES} >= set(CALLED_WITH_A_MODULE)
 
 
-@pytest.mark.table(wide=20)
+@pytest.mark.table()
 @pytest.mark.parametrize("caller", CALLERS, ids=repr)
 def test_a_module_in_the_function(caller: Caller) -> None:
     model, x = Model(), X.clone().requires_grad_()
@@ -82,7 +82,7 @@ def test_a_module_in_the_function(caller: Caller) -> None:
     del result
 
 
-@pytest.mark.table(wide=20)
+@pytest.mark.table()
 @pytest.mark.parametrize("caller", WITH_MODULES, ids=repr)
 def test_a_module_as_the_point(caller: Caller) -> None:
     model = Model()
@@ -96,15 +96,17 @@ def test_a_module_as_the_point(caller: Caller) -> None:
     del result
 
 
-@pytest.mark.table(wide=20)
+@pytest.mark.table()
 @pytest.mark.parametrize("name", sorted(ALONE))
 def test_without_a_function(name: str) -> None:
     x = X.clone()
+    if name == "compile_step":  # Dynamo's first compilation in a process leaves a hook of its own
+        ALONE[name](x)
     with unchanged(x, X, SCALE, random=True), torch.random.fork_rng(enabled="elect" in name):  # it makes its module
         ALONE[name](x)
 
 
-@pytest.mark.table(wide=20)
+@pytest.mark.table()
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("caller", CALLERS, ids=repr)
 def test_under_the_modes_of_the_caller(caller: Caller, mode: str) -> None:
@@ -118,7 +120,7 @@ def test_under_the_modes_of_the_caller(caller: Caller, mode: str) -> None:
             caller.run(caller.shaped(model), X, ())
 
 
-@pytest.mark.table(wide=20)
+@pytest.mark.table()
 @pytest.mark.parametrize("caller", CALLERS, ids=repr)
 def test_live_bytes(caller: Caller) -> None:
     """None besides the result; none at all when that is dropped, before any collector runs."""
@@ -127,7 +129,7 @@ def test_live_bytes(caller: Caller) -> None:
     assert (besides, after) == (0, 0), makers
 
 
-@pytest.mark.table(wide=20)
+@pytest.mark.table()
 @pytest.mark.parametrize("caller", WITH_MODULES, ids=repr)
 def test_live_bytes_with_a_module_as_the_point(caller: Caller) -> None:
     model = Model()
@@ -135,7 +137,7 @@ def test_live_bytes_with_a_module_as_the_point(caller: Caller) -> None:
     assert (besides, after) == (0, 0), makers
 
 
-@pytest.mark.table(wide=20)
+@pytest.mark.table()
 @pytest.mark.parametrize("name", sorted(ALONE))
 def test_live_bytes_without_a_function(name: str) -> None:
     ALONE[name](X)  # figures are drawn by a library that keeps something when it is first used

@@ -32,7 +32,7 @@ from tests.support.releases import UNLOADED
 
 REMEMBERED = {
     "MIXING", "WRONG_AT_ONCE", "WRITTEN", "BIASED", "_STATISTICS", "UNREMARKABLE", "_cleared", "_without_functions",
-    "_RAW_SAVED", "_LAYOUTS",  # classes of nodes
+    "_RAW_SAVED", "_LAYOUTS", "BENDS",  # classes of nodes
     "WHOLE",  # classes of tensors and modules
     "_state",  # what was said
     "registered",  # kernels, which PyTorch keeps
@@ -66,6 +66,7 @@ def _own() -> dict[str, Any]:
         path: value
         for path, value in _globals().items()
         if path.rpartition(".")[2] not in REMEMBERED
+        and not (isinstance(value, dict) and "__spec__" in value)  # what a module of PyTorch's has
         and (
             isinstance(value, (dict, list, set, ContextVar))
             or (type(value).__module__.startswith("hodiff.") and hasattr(value, "__dict__"))

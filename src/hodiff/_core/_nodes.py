@@ -402,9 +402,12 @@ def reaches(nodes: Iterable[Node], tensors: Iterable[Tensor]) -> bool:
 
 def largest_output(graph: Survey) -> int:
     """Elements of the largest tensor that a reverse pass over the graph handles (1 if unknown)."""
-    shapes = [shape for node in graph.nodes for shape, _ in _versions.received(node)]
-    plain = [[n for n in shape if n.__class__ is int] for shape in shapes]  # others are nested
-    return max([1, *map(math.prod, plain)])
+    shapes = [
+        [n for n in shape if n.__class__ is int]  # others are nested
+        for node in graph.nodes
+        for shape, _ in _versions.received(node)
+    ]
+    return max([1, *map(math.prod, shapes)])
 
 
 def coarsest(graph: Survey, like: torch.dtype) -> torch.dtype:

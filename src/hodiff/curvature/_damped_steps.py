@@ -314,9 +314,9 @@ LEAST, MOST = 1e-13, 1e8
 """The bounds of the search's damping."""
 NONE = 1e-30
 """Less damping than this holds no parameter back."""
-SOLVED = 1e-6
-"""The residual up to which equations are solved: where rows of J depend on each other, and damping
-is next to nothing, the step is rounding.
+ROUNDED, SOLVED = 1e-3, 1e-6
+"""A residual of equations whose solution is rounding, as where rows of J depend on each other and
+damping is next to nothing; and that up to which they are then solved.
 """
 
 
@@ -455,7 +455,8 @@ class GainRatio(StepRule):
                     state["radius"], state["damping"], self.least or NONE
                 )
             step = system.step(state["damping"], drift)
-            while system.in_samples and step.residual > SOLVED:
+            rounding = system.in_samples and step.residual > ROUNDED
+            while rounding and step.residual > SOLVED:
                 state["damping"] = 10 * step.damping + 1e-16
                 step = system.step(state["damping"], drift)
             trial = self.at(step.change)

@@ -108,7 +108,7 @@ def digits(name: str, start: int, steps: int = 200, *, search: bool = False) -> 
     return -math.log10(float(((b - starts[2]) / starts[2]).abs().max())), optimizer
 
 
-@pytest.mark.table(wide=10)
+@pytest.mark.table()
 @pytest.mark.parametrize(("name", "start"), CURVES)
 def test_curves_to_the_last_digits(name: str, start: int) -> None:
     correct, optimizer = digits(name, start)
@@ -116,7 +116,7 @@ def test_curves_to_the_last_digits(name: str, start: int) -> None:
     assert optimizer.last.converged and "converged" in repr(optimizer.last)
 
 
-@pytest.mark.table(wide=10)
+@pytest.mark.table()
 @pytest.mark.parametrize(("name", "start"), CURVES)
 def test_certified_standard_errors(name: str, start: int) -> None:
     """Of Lanczos1 up to a factor: its residuals are the rounding of its data."""
@@ -385,7 +385,7 @@ MORE_GARBOW_HILLSTROM = {
 }
 
 
-@pytest.mark.table(wide=12)
+@pytest.mark.table()
 @pytest.mark.parametrize("name", MORE_GARBOW_HILLSTROM)
 def test_no_higher_than_scipy(name: str) -> None:
     f, start = MORE_GARBOW_HILLSTROM[name]
