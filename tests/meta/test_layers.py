@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "calculus": (*FOUNDATION, "memory", "jets"),
     **dict.fromkeys(FEATURES, (*FOUNDATION, "calculus")),
     "curvature": (*FOUNDATION, "memory", "calculus"),
+    "sparse": (*FOUNDATION, "calculus", "curvature._staleness"),  # what a function reads besides its arguments
     "fields": (*FOUNDATION, "calculus", "jets"),
     "rules": ("errors", "_core"),
     "steps": FOUNDATION,

@@ -321,7 +321,7 @@ class LinearOperator(Unlike):
         domain, target = self._domain, self._range
         with self._raise_on_all_ranks():
             kind, parts, count, tree = domain.parse(v)
-            requiring = any([part.requires_grad for part in parts])
+            requiring = True in [part.requires_grad for part in parts]
             if live is not None:
                 say_detached("A @ v", live or ("v requires grad" if requiring else ""))
             if requiring:
@@ -736,6 +736,7 @@ class ComposedOperator(LinearOperator):
         return self._composed(parts, count, LinearOperator._product)
 
     def _recorded(self, parts: Leaves, count: int) -> Leaves:
+        self._count(count)
         return self._composed(parts, count, lambda A, v, number: A._recorded(v, number))
 
 

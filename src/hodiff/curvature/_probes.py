@@ -242,7 +242,7 @@ def _requires_grad(value: Any, name: str) -> bool:
     leaves = [leaf for leaf in _tree.flatten(value)[0] if isinstance(leaf, Tensor)]
     for leaf in leaves:
         _call.refuse_tangent(leaf, name)
-    return any([leaf.requires_grad for leaf in leaves])
+    return True in [leaf.requires_grad for leaf in leaves]
 
 
 def check_rtol(rtol: object, number: int | None = None) -> None:

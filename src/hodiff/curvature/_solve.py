@@ -114,7 +114,7 @@ def solve(
             and all eigenvalues of \(A / s\) within the unit circle around 1.
         damping: \(\lambda\), added to the operator.
         preconditioner: An operator close to the inverse of \(A + \lambda I\), such as
-            `hodiff.nystrom(A, rank, damping)`, or `hodiff.MatrixOperator(1 / (d + damping))` with a
+            `hodiff.nystrom(A, rank, shift)`, or `hodiff.MatrixOperator(1 / (d + damping))` with a
             diagonal *d*. Positive definite, except for GMRES, which applies it from the right.
         start: The first iterate, shaped like *b*; None: zero.
         restart: For GMRES, how many vectors to keep for each right-hand side before a restart;

@@ -240,7 +240,7 @@ class ClosedOver:
                 now = holder.get(key, value)
             elif holder != _EMPTY:
                 now = holder.cell_contents
-            if now is not value and not _same(now, value):
+            if now is not value and not same(now, value):
                 changed[name] = name
         changed |= {
             id(tensor): name
@@ -259,12 +259,12 @@ def _state(module: nn.Module) -> list[Tensor | None]:
     ]
 
 
-def _same(now: Any, before: Any) -> bool:
+def same(now: Any, before: Any) -> bool:
     """Whether two objects are one, or equal numbers, strings, or tuples of such."""
     if now is before or type(now) is not type(before):
         return now is before
     if isinstance(now, tuple):
-        return len(now) == len(before) and all(map(_same, now, before))
+        return len(now) == len(before) and all(map(same, now, before))
     return isinstance(now, (numbers.Number, str)) and now == before
 
 

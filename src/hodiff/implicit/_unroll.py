@@ -118,8 +118,9 @@ def unroll(
             module, with the parameters of the step), or `hodiff.select(module, ...)`. They are not
             changed.
         rule: One of `hodiff.rules`; or a function `(params, grads, state, step) -> (params,
-            state)`, where *params* are like the result and the first *state* is None (later what it
-            returned: a tensor or any nesting of tuples, lists and dicts, which keeps its graph).
+            state)`, where *params* are like the result, *step* counts from 1, and the first *state*
+            is None (later what it returned: a tensor or any nesting of tuples, lists and dicts,
+            which keeps its graph). It may call another rule: a schedule.
             A rule leaves a parameter unchanged that `f` does not use in a step, as
             `torch.optim` does; a function receives zeros for it.
         steps: The number of steps; or the batches, one for each step.

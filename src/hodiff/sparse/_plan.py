@@ -110,8 +110,8 @@ class Plan(Unlike, Generic[M]):
             check: Whether to compare one product, as for `sparse_hessian`. None: where the pattern
                 may not hold, since Python read values that follow from the point
                 (`pattern.values_read`), *args* or *kwargs* hold others of what is not a dense
-                tensor (an index, a flag, a sparse matrix) than when the plan was made, or a tensor
-                that `f` closes over has been written into.
+                tensor (an index, a flag, a sparse matrix) than when the plan was made, a variable
+                of `f` holds something else, or a tensor that `f` closes over has been written into.
             create_graph: Whether the entries can be differentiated again. None: only inside the
                 function of another hodiff call.
             chunk_size: How many products one pass takes.
@@ -159,7 +159,7 @@ class Plan(Unlike, Generic[M]):
         )
         if check is None:
             other = _are_other((asked["args"], asked["kwargs"]), others)
-            compared = self._constants.changed() or other or bool(self.pattern.values_read)
+            compared = self._constants.changed(self._f) or other or bool(self.pattern.values_read)
         else:
             compared = is_set(check, "check")
         where = self._point.where(x)
@@ -175,7 +175,7 @@ class Plan(Unlike, Generic[M]):
         )
         values = self._evaluated(made, chunk, compared)
         if compared:
-            self._constants.keep()
+            self._constants.keep(self._f)
         return values
 
     def _evaluated(self, made: Call, chunk: int | None, check: bool) -> Tensor:
@@ -660,8 +660,8 @@ def plan_hessian(
         The plan holds as long as `f` takes the same Python branches as at *x*. If `f` reads values
         that depend on *x* (`plan.pattern.values_read`), each `plan(x)` is compared with one
         additional product, and raises if an entry is missing; so is the next `plan(x)` after a
-        tensor that `f` closes over (an index, a mask) was written into. `check=False` omits the
-        comparison, and `check=True` always makes it.
+        variable of `f` holds something else, or a tensor that `f` closes over (an index, a mask)
+        was written into. `check=False` omits the comparison, and `check=True` always makes it.
 
     Raises:
         InputError: *f* is a tensor already computed, or *x*, `f(x)` or the pattern does not fit.
@@ -783,8 +783,9 @@ def _plan(
     point.returned = noted[0] if noted else _tree.LEAF
     colors, kind = (_pattern.color(detected), "star") if order == 2 else _of_jacobian(detected)
     plan = Plan(f, point, order, detected, colors, kind, options)
-    if pattern is None:
+    if pattern is None and again:
         plan._constants = noted[1]
+        plan._constants.keep(f)
     return plan
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hodiff._core import _versions
 from hodiff._core._faults import is_fault
 from hodiff._core._settings import Counted, DispatchMode, Scope, Undo, on
+from hodiff.curvature._staleness import same, variables
 from hodiff.errors import InputError
 from hodiff.sparse._pattern import sorted_unique
 
@@ -309,12 +310,13 @@ def _united(parts: Sequence[Sets], width: int) -> Sets:
 
 
 class Constants:
-    """Tensors that `f` closes over, such as an index or a mask,
-    and how often each had been written into.
+    """Tensors that `f` closes over, such as an index or a mask, and how often each had been written
+    into; and its variables.
     """
 
     def __init__(self) -> None:
         self._met: dict[int, tuple[Callable[[], Tensor | None], int]] = {}
+        self._held: dict[str, tuple[Any, str, Any]] = {}
 
     def __reduce__(self) -> Any:
         """A plan that was stored knows of none: its function closes over others."""
@@ -322,7 +324,7 @@ class Constants:
 
     def __deepcopy__(self, memo: Any) -> Constants:
         copied = Constants()
-        copied._met |= self._met
+        copied._met, copied._held = {**self._met}, self._held
         return copied
 
     def note(self, tensor: Tensor) -> None:
@@ -331,21 +333,25 @@ class Constants:
         if (known is None or known[0]() is None) and not tensor.is_inference():
             self._met[id(tensor)] = _remembered(tensor), tensor._version
 
-    def changed(self) -> bool:
-        """Whether one of them has been written into since."""
+    def changed(self, f: Any) -> bool:
+        """Whether one of them has gone or was written into, or a variable holds something else."""
+        now = variables(f) if self._held else {}
         return any(
-            (tensor := met()) is not None and tensor._version != version
+            name not in now or not same(now[name][2], value)
+            for name, (_, _, value) in self._held.items()
+        ) or any(
+            (tensor := met()) is None or tensor._version != version
             for met, version in self._met.values()
         )
 
-    def keep(self) -> None:
+    def keep(self, f: Any) -> None:
         """Know them as they are now."""
-        alive = {
-            key: (met, tensor)
+        self._held = variables(f) if callable(f) else {}
+        self._met = {
+            key: (met, tensor._version)
             for key, (met, _) in self._met.items()
             if (tensor := met()) is not None
         }
-        self._met = {key: (met, tensor._version) for key, (met, tensor) in alive.items()}
 
 
 def _remembered(tensor: Tensor) -> Callable[[], Tensor | None]:

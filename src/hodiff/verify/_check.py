@@ -27,7 +27,13 @@ from hodiff._core._lending import EvaluationContext
 from hodiff._core._vectors import check_generator
 from hodiff._core._where import Where
 from hodiff.calculus._first import grad
-from hodiff.errors import DerivativeError, HodiffError, HodiffWarning, InputError
+from hodiff.errors import (
+    CustomFunctionWarning,
+    DerivativeError,
+    HodiffError,
+    HodiffWarning,
+    InputError,
+)
 from hodiff.graph._classes import CLASSES
 from hodiff.graph._names import user_frames
 from hodiff.graph._record import tensors_in
@@ -184,6 +190,7 @@ def _run(
         ) as context,
         torch.random.fork_rng(),
         _settings.autocast(device),
+        warnings.catch_warnings(action="ignore", category=CustomFunctionWarning),
     ):
         evaluation = _trace.ScalarEvaluation(context, generator)
         try:

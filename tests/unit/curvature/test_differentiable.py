@@ -723,3 +723,18 @@ def test_a_fisher_matrix_of_draws_has_no_derivative(kind: str) -> None:
         hodiff.trace(F_, create_graph=True)
     exact = hodiff.FisherOperator(lambda P, b: b[0] @ P, nn.CrossEntropyLoss(), draw(4, 3), data=data, kind="exact")
     assert hodiff.trace(exact, create_graph=True).value.requires_grad
+
+
+MADE_OF = {
+    "alone": lambda H: H, "a shift": lambda H: H + 3.0, "a multiple": lambda H: 2 * H, "a sum": lambda H: H + H,
+    "a product": lambda H: H @ H, "a block": lambda H: H.block("x"), "the transpose": lambda H: H.T,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MADE_OF)
+@pytest.mark.parametrize("estimate", [hodiff.trace, hodiff.diagonal])
+def test_products_are_counted_whether_recorded_or_not(estimate: Any, kind: str) -> None:
+    A = MADE_OF[kind](hodiff.HessianOperator(lambda x: x.sin().sum() ** 2, torch.linspace(1, 2, 5, dtype=D)))
+    for options, number in (({}, 5), ({"samples": 3}, 3)):
+        counts = [estimate(A, create_graph=recorded, **options).products for recorded in (False, True)]
+        assert counts == [number, number]

@@ -1,6 +1,8 @@
 """Where Python reads a value that follows from the point, a plan is right at other points, or says that it is not."""
 
+import copy
 import pickle
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -187,6 +189,86 @@ def test_what_f_closes_over_is_looked_at_when_it_was_written_into(kind: str) -> 
     if kind == "mask":
         held.copy_(same)
         torch.testing.assert_close(plan(PLANNED_AT).to_dense(), hodiff.jacobian(f, PLANNED_AT))
+
+
+INDEX, OTHER = torch.tensor([1, 2, 3, 4, 0]), torch.tensor([3, 4, 0, 1, 2])
+Function = Callable[[Tensor], Tensor]
+_j: Any = None
+
+
+class Neighbors:
+    """A function whose index is an attribute."""
+
+    def __init__(self, end: Function) -> None:
+        self.j: Any = INDEX.clone()
+        self.end = end
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.end(x**2 * x[self.j])
+
+
+def of_a_variable(end: Function) -> tuple[Function, Callable[[Any], None]]:
+    j = INDEX.clone()
+
+    def bind(other: Any) -> None:
+        nonlocal j
+        j = other
+
+    return lambda x: end(x**2 * x[j]), bind
+
+
+def of_a_global(end: Function) -> tuple[Function, Callable[[Any], None]]:
+    globals()["_j"] = INDEX.clone()
+    return lambda x: end(x**2 * x[_j]), lambda j: globals().update(_j=j)
+
+
+def of_a_number(end: Function) -> tuple[Function, Callable[[Any], None]]:
+    shift = 1
+
+    def bind(_: Any) -> None:
+        nonlocal shift
+        shift = 3
+
+    return lambda x: end(x**2 * x.roll(shift)), bind
+
+
+def of_an_attribute(end: Function) -> tuple[Function, Callable[[Any], None]]:
+    f = Neighbors(end)
+    return f.__call__, lambda j: setattr(f, "j", j)
+
+
+def of_another_object(end: Function) -> tuple[Function, Callable[[Any], None]]:
+    held = Neighbors(end)
+    return lambda x: end(x**2 * x[held.j]), lambda j: setattr(held, "j", j)
+
+
+def of_a_dictionary(end: Function) -> tuple[Function, Callable[[Any], None]]:
+    places = {"j": INDEX.clone()}
+    return lambda x: end(x**2 * x[places["j"]]), lambda j: places.update(j=j)
+
+
+BOUND = (of_a_variable, of_a_global, of_a_number, of_an_attribute, of_another_object, of_a_dictionary)
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "matrix": lambda plan: plan, "values": lambda plan: plan.values, "lower": lambda plan: plan.lower(),
+    "copy": copy.copy,  # a deep one may have a function of its own
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [*FORMS, "Jacobian"])
+@pytest.mark.parametrize("kind", BOUND, ids=lambda f: f.__name__)
+def test_a_neighbor_list_that_is_built_anew_is_looked_at(kind: Any, form: str) -> None:
+    """The usual way: a variable is bound to another tensor, and nothing is written into the old one."""
+    if form == "Jacobian":
+        f, bind = kind(lambda y: y)
+        take = hodiff.sparse.plan_jacobian(f, PLANNED_AT)
+    else:
+        f, bind = kind(torch.sum)
+        take = FORMS[form](plan_hessian(f, PLANNED_AT))
+    take(PLANNED_AT)
+    bind(OTHER.clone())
+    for _ in range(2):
+        with pytest.raises(hodiff.DerivativeError, match="closes over what has changed, make a new plan"):
+            take(PLANNED_AT)
 
 
 def test_a_frozen_parameter_that_f_closes_over_may_still_be_swapped() -> None:
