@@ -359,19 +359,20 @@ def test_the_iterates_of_conjugate_gradients_by_callback() -> None:
     agree(H.flatten(seen[-1].value), H.flatten(found.value), 1e-12)
 
 
+@pytest.mark.parametrize("start", [None, draw(30, seed=1)], ids=["from zero", "from a start"])
 @pytest.mark.parametrize("method", ["cg", "minres", "gmres"])
-def test_a_callback_changes_nothing_and_its_errors_pass(method: str) -> None:
+def test_a_callback_changes_nothing_and_its_errors_pass(method: str, start: Tensor | None) -> None:
     A, b = hodiff.MatrixOperator(torch.linspace(1, 9, 30, dtype=D)), draw(30)
-    seen: list[float] = []
-    plain = hodiff.solve(A, b, method=method)
-    found = hodiff.solve(A, b, method=method, callback=lambda r: seen.append(residual(A, r.value, b) - r.residual))
+    options, seen = {"method": method, "start": start, "restart": 5 if method == "gmres" else None}, list[float]()
+    plain = hodiff.solve(A, b, **options)
+    found = hodiff.solve(A, b, **options, callback=lambda r: seen.append(residual(A, r.value, b) - r.residual))
     assert torch.equal(plain.value, found.value) and max(map(abs, seen)) < 1e-9
 
     def enough(record: object) -> None:
         raise KeyError("enough")
 
     with pytest.raises(KeyError, match="enough"):
-        hodiff.solve(A, b, method=method, callback=enough)
+        hodiff.solve(A, b, **options, callback=enough)
 
 
 def test_progress_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

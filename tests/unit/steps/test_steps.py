@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import importlib
+import math
 import os
 import pickle
 import random
@@ -546,6 +547,21 @@ def test_a_check_leaves_graphs_that_hold_buffers_as_they_are() -> None:
     assert step.report.checks == 1
     before.backward()  # raises where a check has written into the statistics and counted it
     assert all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.parametrize("where", ["everywhere", "in one sample"])
+def test_a_loss_that_is_not_a_number_is_so_by_both(where: str) -> None:
+    """At a call that is compared, too: the next is compiled as before."""
+    net, x = NETS["tanh"](), torch.randn(4, 3)
+    step = hodiff.compile_step(plain, net, backend="replay", fallback="raise")
+    bad = x.clone()
+    bad[0 if where == "in one sample" else slice(None)] = math.nan
+    for given in (bad, bad, x, bad, x):
+        net.zero_grad()
+        value = step(given)
+        value.backward()
+        assert value.isnan() == given.isnan().any() and net[0].weight.grad.isnan().any() == given.isnan().any()
+    assert step.report.eager == 0 and step.report.graphs == 1 and step.report.checks >= 3
 
 
 @pytest.mark.wide
