@@ -120,7 +120,7 @@ def test_a_call_in_a_block_is_as_without(
     expected = outcome(lambda: derivatives(block))
     for way in WAYS:
         found = outcome(lambda way=way: derivatives(checkpointed(block, **way)))
-        if isinstance(found, tuple) and "in a block" in name:  # by Taylor mode, or of the sixth order
+        if isinstance(found, tuple) and found != expected and "in a block" in name:  # Taylor mode, or the sixth order
             assert caller.name in ("jet", "biharmonic")
             assert "checkpoint" in found[1]
         else:
