@@ -185,7 +185,7 @@ def test_every_method_is_here() -> None:
 # --- what warns, and what does not
 
 
-@pytest.mark.table(wide=60)
+@pytest.mark.table()
 @cells
 def test_a_detached_result_says_so_at_the_line_that_calls(operator: str, name: str) -> None:
     A = OPERATORS[operator](True)
@@ -199,13 +199,13 @@ def test_a_detached_result_says_so_at_the_line_that_calls(operator: str, name: s
     assert ("create_graph=False" in text.split("say so")[1]) == (name in ESTIMATORS)
 
 
-@pytest.mark.table(wide=60)
+@pytest.mark.table()
 @cells
 def test_one_of_nothing_that_requires_grad_is_silent(operator: str, name: str) -> None:
     RESULTS[name](OPERATORS[operator](False))
 
 
-@pytest.mark.table(wide=60)
+@pytest.mark.table()
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @cells
 def test_without_grad_mode_it_is_silent(operator: str, name: str, mode: Callable[[], Any]) -> None:
@@ -214,7 +214,7 @@ def test_without_grad_mode_it_is_silent(operator: str, name: str, mode: Callable
         RESULTS[name](A)
 
 
-@pytest.mark.table(wide=40)
+@pytest.mark.table()
 @pytest.mark.parametrize(("operator", "name"), [cell for cell in CELLS if cell[1] in ESTIMATORS], ids=str)
 def test_where_a_constant_is_said_to_be_meant_it_is_silent(operator: str, name: str) -> None:
     found = ESTIMATORS[name](OPERATORS[operator](True), create_graph=False)

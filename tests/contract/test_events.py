@@ -282,7 +282,7 @@ def test_a_handler_that_calls_on_the_model_at_hand(name: str, kind: str) -> None
         try:
             torch.testing.assert_close(tensors(inner()), alone)
             said.append("right")
-        except hodiff.GraphError as error:
+        except (hodiff.GraphError, hodiff.InputError) as error:
             said.append(str(error))
 
     count = Interrupter()
@@ -304,7 +304,8 @@ def test_a_handler_that_calls_on_the_model_at_hand(name: str, kind: str) -> None
                 sys.setprofile(None)
             torch.testing.assert_close(tensors(found), expected)
     refused = [each for each in said if each != "right"]
-    others = {each for each in refused if not each.startswith("this call was made by the handler of a signal, or")}
+    refusals = "this call was made by the handler of a signal, or", "hodiff was called inside a torch.func transform"
+    others = {each for each in refused if not each.startswith(refusals)}
     assert said and not others, others
 
 

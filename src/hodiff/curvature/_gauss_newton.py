@@ -139,17 +139,18 @@ class RowsOperator(DataOperator[L]):
     def _squares(self, most: int) -> tuple[Tensor, int] | None:
         """The diagonal, and how many passes it took."""
         with self._raise_on_all_ranks():
-            total = self._space.zeros_flat(self.shape[1]).to(sum_dtype(self.dtype))
-            add = partial(self._add_squares, total, most, self._inner_chunk())
+            # replaced, for it may be a tensor of the caller's inference mode
+            totals = [self._space.zeros_flat(self.shape[1]).to(sum_dtype(self.dtype))]
+            add = partial(self._add_squares, totals, most, self._inner_chunk())
             weight, passes = self._batches(add)
             group_sum, known = self._group_sum, [passes]
             if group_sum is not None:
                 step, who = "takes a diagonal", self._names()
-                ((total,), known) = group_sum.sum(step, [total], who=who, fact=passes)
+                (totals, known) = group_sum.sum(step, totals, who=who, fact=passes)
             if not all(known):
                 return None
             self._count(max(known))
-            return total / weight, max(known)
+            return totals[0] / weight, max(known)
 
     def _factored(self, limit: Callable[[int], int]) -> tuple[list[list[Outer]], float, int] | None:
         batches = list[list[Outer]]()
@@ -172,12 +173,12 @@ class RowsOperator(DataOperator[L]):
         self._count(passes)
         return batches, weight, passes
 
-    def _add_squares(self, total: Tensor, most: int, size: int, graph: L) -> int:
+    def _add_squares(self, totals: Leaves, most: int, size: int, graph: L) -> int:
         """Add the squares of J's of a batch; in how many passes, 0 where more than so many."""
         seeds = self._sums(graph, most)
         if not seeds:
             return 0
-        numbers, samples = seeds[0].shape[:2]
+        (numbers, samples), [total] = seeds[0].shape[:2], totals
         leaves = graph.evaluation.leaves
         of = Factors(graph.evaluation, graph.outputs, seeds).of
         missing = [index for index in self._chosen if index not in of]
@@ -194,7 +195,7 @@ class RowsOperator(DataOperator[L]):
             rows = graph.vjp(alone, len(which), missing, size)
             for index, part in zip(missing, rows, strict=True):
                 squares[index] += part.to(total.dtype).square().sum(0)
-        total += torch.cat([squares[index].reshape(-1) for index in self._chosen])
+        totals[0] = total + torch.cat([squares[index].reshape(-1) for index in self._chosen])
         return max(1, passes)
 
 
