@@ -365,6 +365,7 @@ ONLY_THE_ALARM = {
 if RELEASE >= (2, 15):
     for seen in ("sign_of_zero", "attribute_hides_that_of_a_base", "attribute_hides_that_of_a_base_module"):
         del ONLY_THE_ALARM[seen]
+if RELEASE >= (2, 14):
     ONLY_THE_ALARM["name_error"] = A_LOOKUP  # older ones cannot follow it
 
 
