@@ -204,8 +204,8 @@ def _check_elementwise(
         )
         difference, bound = given - expected, torch.finfo(given.dtype).eps ** 0.5
         # As nearly always; both are NaN where an entry is.
-        size = float(given.abs().max())
-        if float(difference.abs().max()) <= bound * size < math.inf:
+        size = float(torch.linalg.vector_norm(given, math.inf))
+        if float(torch.linalg.vector_norm(difference, math.inf)) <= bound * size < math.inf:
             continue
         mixed = _largest(difference) > bound * max(_largest(given), _largest(expected))
         if mixed and all(

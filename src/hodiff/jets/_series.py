@@ -77,7 +77,7 @@ def surroundings() -> tuple[Any, ...]:
     # A mode below autograd, or one above it (`make_fx(pre_dispatch=True)`).
     any_mode = _versions.count_below() or _versions.is_included(torch.DispatchKey.PreDispatch)
     # Another thread may be loading the module.
-    tracer = getattr(sys.modules.get(TRACERS) if any_mode else None, "get_proxy_mode", type(None))()
+    tracer = getattr(sys.modules.get(TRACERS), "get_proxy_mode", type(None))() if any_mode else None
     return len(_versions.transforms() or ()), tracer, torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
