@@ -178,14 +178,14 @@ class RowsOperator(DataOperator[L]):
         seeds = self._sums(graph, most)
         if not seeds:
             return 0
-        (numbers, samples), [total] = seeds[0].shape[:2], totals
-        leaves = graph.evaluation.leaves
+        [total], like = totals, graph.evaluation.leaves
+        numbers, samples = seeds[0].shape[:2]
         of = Factors(graph.evaluation, graph.outputs, seeds).of
         missing = [index for index in self._chosen if index not in of]
         passes = numbers * (samples if missing else 1)
         if passes > most:
             return 0
-        squares = {index: total.new_zeros(leaves[index].shape) for index in missing}
+        squares = {index: total.new_zeros(like[index].shape) for index in missing}
         squares |= {index: of[index].squares() for index in self._chosen if index in of}
         for start in range(0, passes if missing else 0, size):
             which = torch.arange(start, min(start + size, passes), device=total.device)

@@ -111,7 +111,8 @@ class Plan(Unlike, Generic[M]):
                 may not hold, since Python read values that follow from the point
                 (`pattern.values_read`), *args* or *kwargs* hold others of what is not a dense
                 tensor (an index, a flag, a sparse matrix) than when the plan was made, a variable
-                of `f` holds something else, or a tensor that `f` closes over has been written into.
+                of `f` holds something else, or a tensor that `f` closes over was written into or is
+                gone.
             create_graph: Whether the entries can be differentiated again. None: only inside the
                 function of another hodiff call.
             chunk_size: How many products one pass takes.
@@ -158,8 +159,11 @@ class Plan(Unlike, Generic[M]):
             asked["kwargs"] if kwargs is None else kwargs,
         )
         if check is None:
-            other = _are_other((asked["args"], asked["kwargs"]), others)
-            compared = self._constants.changed(self._f) or other or bool(self.pattern.values_read)
+            compared = (
+                bool(self.pattern.values_read)
+                or _are_other((asked["args"], asked["kwargs"]), others)
+                or self._constants.changed(self._f)
+            )
         else:
             compared = is_set(check, "check")
         where = self._point.where(x)

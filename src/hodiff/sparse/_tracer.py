@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from hodiff._core import _versions
 from hodiff._core._faults import is_fault
 from hodiff._core._settings import Counted, DispatchMode, Scope, Undo, on
-from hodiff.curvature._staleness import same, variables
 from hodiff.errors import InputError
 from hodiff.sparse._pattern import sorted_unique
 
@@ -335,6 +334,8 @@ class Constants:
 
     def changed(self, f: Any) -> bool:
         """Whether one of them has gone or was written into, or a variable holds something else."""
+        from hodiff.curvature._staleness import same, variables  # plans alone load curvature
+
         now = variables(f) if self._held else {}
         return any(
             name not in now or not same(now[name][2], value)
@@ -346,6 +347,8 @@ class Constants:
 
     def keep(self, f: Any) -> None:
         """Know them as they are now."""
+        from hodiff.curvature._staleness import variables
+
         self._held = variables(f) if callable(f) else {}
         self._met = {
             key: (met, tensor._version)

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 import hodiff
+from tests.support.modules import Cube
 
 
 class WrongSecond(torch.autograd.Function):
@@ -69,20 +70,6 @@ def test_a_function_with_a_wrong_second_derivative():
     with pytest.raises(hodiff.DerivativeError, match="order 2") as info:
         hodiff.check_derivatives(lambda x: WrongSecond.apply(x).sum(), point(3))
     assert all(check.verdict == "agrees" for check in info.value.report.checks if check.order == 1)
-
-
-class Cube(torch.autograd.Function):
-    """Right to every order."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * g * x**2
 
 
 @pytest.mark.parametrize("order", [2, 3])
