@@ -91,12 +91,12 @@ def modern_eig(matrix: Tensor, eigenvectors: bool) -> tuple[Tensor, Tensor]:
 def same_as_pyhessian(pyhessian: Any, problem: Problem) -> Iterator[Row]:
     """Its `density` as published, but for the eigenvalues of the small matrix."""
     leaves = [p.detach() for p in problem.model.parameters()]
-    H = hodiff.HessianOperator(problem.loss, problem.model)
-    largest = float(torch.linalg.eigvalsh(H.dense())[-1])
-    peer = pyhessian.hessian(
+    peer = pyhessian.hessian(  # calls eval(): before our operator, which refuses a changed model
         problem.model, F.cross_entropy, data=(problem.inputs, problem.targets), cuda=False
     )
     problem.model.zero_grad()
+    H = hodiff.HessianOperator(problem.loss, problem.model)
+    largest = float(torch.linalg.eigvalsh(H.dense())[-1])
     for steps in (10, 40):
         torch.manual_seed(1)
         with mock.patch.object(torch, "eig", modern_eig, create=True):

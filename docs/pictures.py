@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from docs.figures import subplots, svg
+from docs.figures import INK, subplots, svg
 from scipy.optimize import minimize
 from sklearn.datasets import load_digits
 
@@ -14,6 +14,11 @@ import hodiff
 
 _BENCHMARKS = Path(__file__).with_name("benchmarks.json")
 _COLORS = ("#5c6bc0", "#ef6c00", "#66a966", "#8d6e63")
+
+
+def _rows(subject: str) -> list[dict]:
+    """The stored rows of a benchmark."""
+    return json.loads(_BENCHMARKS.read_text("utf-8"))[subject]["rows"]
 
 
 def penalties() -> str:
@@ -108,10 +113,9 @@ def spectra() -> str:
 
 def memory() -> str:
     """The peaks of products with a language model's curvature: stored results."""
-    rows = json.loads(_BENCHMARKS.read_text("utf-8"))["language"]["rows"]
     peaks = {
         row["subject"].removesuffix(", attention by matrix products"): float(peak[1])
-        for row in rows[:12]
+        for row in _rows("language")[:12]
         if (peak := re.search(r"s, ([\d.]+) MiB", row["measured"]))
     }
     figure, axes = subplots(figsize=(5.2, 2.8))
@@ -120,3 +124,112 @@ def memory() -> str:
     axes.invert_yaxis()
     axes.set(xlabel="peak memory, MiB")
     return svg(figure, says="Memory of products with a language model's curvature")
+
+
+def growth() -> str:
+    """The bytes that a running sum of losses keeps alive, over the steps of a loop."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(9, 9), torch.nn.Tanh(), torch.nn.Linear(9, 1)
+    )
+    figure, axes = subplots(figsize=(4.6, 2.4))
+    sums = {"total += loss": lambda loss: loss, "total += loss.detach()": torch.detach}
+    for color, (name, part) in zip(_COLORS, sums.items(), strict=False):
+        total, held = torch.zeros(()), []
+        for _ in range(12):
+            loss = net(torch.randn(50, 9)).square().mean()
+            total = total + part(loss)
+            kept = loss if total.grad_fn is None else total
+            held += [hodiff.graph.inspect(kept).bytes_by_holder["graph"] / 1024]
+        axes.plot(range(1, 13), held, "o-", markersize=3, color=color, label=name)
+    axes.set(xlabel="step", ylabel="KiB held by graphs", ylim=0)
+    axes.legend()
+    return svg(
+        figure,
+        says="A sum of losses keeps the graph of each step, detached the last one alone",
+    )
+
+
+def freed() -> str:
+    """Two losses on one value, whose graph the first pass has freed."""
+    places = {
+        "W, x": (0, 1, _COLORS[0]),
+        "y = W @ x": (1.2, 1, _COLORS[1]),
+        "loss of step 0": (2.6, 1.5, _COLORS[0]),
+        "loss of step 1": (2.6, 0.5, _COLORS[0]),
+    }
+    figure, axes = subplots(figsize=(4.8, 1.9))
+    for name, (x, y, color) in places.items():
+        box = {"boxstyle": "round,pad=0.5", "facecolor": "none", "edgecolor": color}
+        axes.text(x, y, name, ha="center", va="center", bbox=box)
+    arrow = {"arrowstyle": "->", "color": _COLORS[0], "shrinkA": 26, "shrinkB": 30}
+    for start, end in (("loss of step 0", "y = W @ x"), ("y = W @ x", "W, x")):
+        axes.annotate("", places[end][:2], places[start][:2], arrowprops=arrow)
+    arrow |= {"color": _COLORS[1], "linestyle": "--"}
+    axes.annotate(
+        "", places["y = W @ x"][:2], places["loss of step 1"][:2], arrowprops=arrow
+    )
+    axes.text(1.2, 0.6, "freed by the first pass", ha="center", color=_COLORS[1])
+    axes.set(xlim=(-0.5, 3.3), ylim=(0.1, 1.9))
+    axes.axis("off")
+    return svg(
+        figure,
+        says="The pass of a second step reaches a value whose graph the first has freed",
+    )
+
+
+def compiled() -> str:
+    """The times of compiled steps beside eager mode: stored results."""
+    times: dict[str, dict[str, float]] = {}
+    for row in _rows("steps"):
+        if row["subject"].endswith("/ eager"):
+            backend = row["subject"].split()[2]
+            name = row["case"].replace("the same by hodiff.laplacian", "laplacian")
+            name = name.removesuffix(", by hand").replace(
+                ", hodiff eager", ", eager: hodiff"
+            )
+            times.setdefault(name, {})[backend] = float(row["measured"].split(",")[0])
+    figure, axes = subplots(figsize=(5.4, 3))
+    names = list(times)
+    for color, (shift, backend) in zip(
+        _COLORS, enumerate(("replay", "inductor")), strict=False
+    ):
+        places = [number + 0.36 * shift for number in range(len(names))]
+        values = [times[name][backend] for name in names]
+        axes.barh(places, values, height=0.34, color=color, label=backend)
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.set_yticks([number + 0.18 for number in range(len(names))], names)
+    axes.invert_yaxis()
+    axes.set(xlabel="time of a step / eager mode")
+    axes.legend()
+    return svg(figure, says="Compiled steps take a part of the time of eager mode")
+
+
+def shards() -> str:
+    """What a Hessian product holds on each rank of a sharded model: stored results."""
+    peaks = {
+        row["case"].partition(",")[0]: [
+            float(part.split()[-1]) for part in row["measured"].split(", ")
+        ]
+        for row in _rows("sharded")
+        if "Hessian product" in row["subject"]
+    }
+    figure, axes = subplots(figsize=(4.6, 2))
+    for color, (shift, name) in zip(_COLORS, enumerate(("hvp", "grad")), strict=False):
+        places = [number + 0.36 * shift for number in range(len(peaks))]
+        values = [peak[shift] for peak in peaks.values()]
+        axes.barh(places, values, height=0.34, color=color, label=name)
+    axes.set_yticks([number + 0.18 for number in range(len(peaks))], list(peaks))
+    axes.invert_yaxis()
+    axes.set(xlabel="peak on a rank, numbers per parameter of the whole model")
+    axes.legend()
+    return svg(figure, says="The peak on a rank falls with the number of ranks")
+
+
+def peaks(of: dict[str, float]) -> str:
+    """Peaks of memory, in MiB, by name."""
+    figure, axes = subplots(figsize=(4.6, 1.6))
+    axes.barh(list(of), list(of.values()), color=_COLORS[0])
+    axes.invert_yaxis()
+    axes.set(xlabel="peak memory, MiB")
+    return svg(figure, says="One head at a time has the least peak")

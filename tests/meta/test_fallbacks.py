@@ -107,7 +107,7 @@ def test_who_asks_what_a_failure_is():
         ("_core._python_functions", "_Comparison.finding"),
         ("_core._messages", "_asked"),
         ("calculus._factors", "_Reading._pulled"),
-        ("calculus._factors", "_Reading.read"),
+        ("calculus._factors", "_Reading._attempt"),
         ("calculus._first", "tall_jacobian"),
         ("calculus._per_sample", "check_not_crossed"),
         ("calculus._per_sample", "_by_samples"),

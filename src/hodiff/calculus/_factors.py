@@ -7,8 +7,10 @@ modules that are called twice, and derivatives inside of `f` are more positions.
 
 Nothing is taken on trust. At every call one pass with a random weight w for each sample must give g
 times the weight of one sample at each position: so it is known to whom a position belongs, and that
-samples do not mix. And J'w as it follows from the factors must be what that pass gives, between two
-random pairs of vectors. A parameter of which this is not so is *missing*.
+samples do not mix. And J'w as it follows from the factors must be what a pass gives, between two
+random pairs of vectors; once for each way to use a parameter, since what follows from an operation
+of the same kind and sizes is the same of all numbers. A parameter of which this is not so is
+*missing*.
 """
 
 from __future__ import annotations
@@ -48,6 +50,17 @@ POSITIONS = 64
 
 FEW = 10
 """Up to so many positions the squares of rows are summed by pairs, without a row."""
+
+
+PROVED: set[tuple[Any, ...]] = set()
+"""Uses of a parameter whose formula was held against a pass: operations, sizes, what was kept.
+
+Nobody asks it where a hook was registered since the function began, or packs what is saved: one
+may change what an operation makes of its derivative.
+"""
+
+REMEMBERED = 10_000
+"""So many, at most."""
 
 
 class Unread(Exception):
@@ -207,8 +220,12 @@ class Outer:
         return max(1, _reverse.CHUNK_BYTES // max(1, line))
 
     def _some(self, columns: slice) -> Tensor:
-        left = self.left[..., columns].mT
-        return left * self.right if left.shape[-1] == 1 else left @ self.right
+        left, right = self.left[..., columns].mT, self.right
+        if left.shape[-1] == 1:
+            return left * right
+        if right.shape[1] < left.shape[1]:  # without a copy of the right side for each number
+            return (left.flatten(1, 2) @ right[:, 0]).unflatten(1, left.shape[1:3])
+        return left @ right
 
     def _alike(self) -> Tensor:
         """The products of the right sides of one row, `(N, K, T, T)`."""
@@ -363,6 +380,7 @@ class Derivative(NamedTuple):
 
     Attributes:
         summands: Takes what the reader adds up over the positions of a sample.
+        facts: Takes what the formula depends on, besides the numbers in tensors.
     """
 
     use: _nodes.Use
@@ -371,13 +389,16 @@ class Derivative(NamedTuple):
     g: Tensor
     at: SamplesAxis
     summands: list[Tensor]
+    facts: list[Any]
 
     def kept(self, name: str) -> Any:
         """The value that the operation has saved under a name."""
         try:
-            return self.use.kept(name)
+            value = self.use.kept(name)
         except AttributeError:  # in another release
             raise Unread from None
+        self.facts.append((value.shape, value.dtype) if isinstance(value, Tensor) else value)
+        return value
 
     def outer(self, left: Tensor, right: Tensor) -> Outer:
         """Rows of the parameter; `left` is for its first dimension, unless it is used turned."""
@@ -425,7 +446,7 @@ def reads(*names: str) -> Callable[[Callable[[Derivative], Outer]], Callable[[De
 @reads("Addmm", "Mm")
 def _product(of: Derivative) -> Outer:
     """Rows of z = a W, of z = W a, and of what is added."""
-    use, *_, g, at, _ = of
+    use, *_, g, at, _, _ = of
     added = use.kind == "Addmm"
     at.check(whole=not added or of.kept("alpha") == of.kept("beta") == 1)
     if added and use.place == 0:
@@ -451,7 +472,7 @@ def _product_with_vector(of: Derivative) -> Outer:
 @reads("Convolution")
 def _convolution(of: Derivative) -> Outer:
     """Rows of a kernel, by the patches that it was laid on, and of a bias."""
-    use, _, shape, g, at, _ = of
+    use, _, shape, g, at, *_ = of
     if use.place == 2:
         return of.channels()
     x, groups, transposed = map(of.kept, ("input", "groups", "transposed"))
@@ -478,7 +499,7 @@ def _convolution(of: Derivative) -> Outer:
 
 @reads("Embedding")
 def _embedding(of: Derivative) -> Outer:
-    *_, g, at, _ = of
+    *_, g, at, _, _ = of
     width, padding = g.shape[-1], of.kept("padding_idx")
     plain = not of.kept("sparse") and not of.kept("scale_grad_by_freq")
     at.check(whole=at.after % width == 0 and plain)
@@ -588,11 +609,13 @@ class _Reading:
         weights = _vectors.generic(self._count * self._numbers) - 0.5
         self._weights = weights.to(seeds[0]).reshape(self._count, -1)
         """A random number for each row, `(N, K)`."""
-        self._users = _nodes.survey(outputs).users()
+        survey = _nodes.survey(outputs)
+        self._users = survey.users()
+        self._hooked = graph.context.hooks.registered() or _nodes.runs_hooks(survey)
         self._shared: set[_nodes.Node] = set()
         """Operations whose results belong to no single sample, though they could by their shape."""
-        self._summands: list[Tensor] = []
-        """What has been added up over positions for the leaf at hand."""
+        self._sums: dict[int, Tensor] = {}
+        """The derivatives of the weighed sum of all numbers, by some leaves."""
 
     def read(self) -> dict[int, Outer]:
         """The rows of each leaf that is not missing."""
@@ -605,19 +628,34 @@ class _Reading:
             if not lost:
                 break
         of: dict[int, Outer] = {}
-        rows: Outer | None = None
-        for number, (ends, expected) in enumerate(zip(self._ends, self._sums, strict=True)):
-            try:
-                rows = self._rows_of(ends).shortest()
-                right = self._is_right(rows, expected)  # a hook of the node may change what passes
-            except Exception as error:  # a node may keep what its reader does not expect
-                if not isinstance(error, Unread) and not is_fault(error):
-                    raise
-                right = False
-            rows = rows if right else self._alone(ends[0])
+        unproved: dict[int, tuple[tuple[Any, ...], list[Tensor]]] = {}
+        for number, ends in enumerate(self._ends):
+            leaf, seed = self._graph.leaves[number], self._seeds[0]
+            self._facts, self._summands = [leaf.dtype, seed.dtype, seed.device], []
+            rows = self._attempt(self._rows_of, ends)
             if rows is not None:
                 of[number] = rows
-        return of
+                if number in self._sums or tuple(self._facts) not in PROVED:
+                    unproved[number] = tuple(self._facts), self._summands
+        self._take_sums([number for number in unproved if number not in self._sums])
+        for number, (facts, summands) in unproved.items():
+            if not self._attempt(self._is_right, of[number], self._sums[number], summands):
+                del of[number]
+            elif not self._hooked:
+                PROVED.add(facts)
+        if len(PROVED) > REMEMBERED:
+            PROVED.clear()
+        alone = {n: self._alone(ends[0]) for n, ends in enumerate(self._ends) if n not in of}
+        return of | {number: rows for number, rows in alone.items() if rows is not None}
+
+    def _attempt(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Result of a call; None where a node keeps what its reader does not expect."""
+        try:
+            return call(*args)
+        except Exception as error:
+            if not isinstance(error, Unread) and not is_fault(error):
+                raise
+            return None
 
     def _find_uses(self) -> None:
         """The ends of each leaf: itself, and results that are made of it alone,
@@ -668,20 +706,23 @@ class _Reading:
         if any(g.__class__ is not Tensor for g in derivatives):  # sharded
             return False
         self._derivatives = dict(zip(self._sampled, derivatives, strict=True))
-        leaves = self._graph.leaves
-        weighed = self._weighed([*edges, *leaves], [*shapes, *(leaf.shape for leaf in leaves)])
-        self._sums = weighed[len(edges) :]
-        weighed = weighed[: len(edges)]
+        never = [n for n, ends in enumerate(self._ends) if self._hooked or len(ends) > 1]
+        weighed = self._take_sums(never, edges, shapes)
         places = map(_place_of, derivatives, weighed, [self._weights] * len(edges))
         placed = zip(self._sampled, places, strict=True)
         self._places = {node: place for node, place in placed if place is not None}
         return True
 
-    def _weighed(self, inputs: Sequence[object], shapes: Sequence[Size]) -> list[Tensor]:
-        """The derivatives of the sum of all rows' numbers, weighed."""
-        weights = self._weights.unsqueeze(0)
+    def _take_sums(
+        self, numbers: Sequence[int], edges: Sequence[object] = (), shapes: Sequence[Size] = ()
+    ) -> list[Tensor]:
+        """The derivatives of the weighed sum of all numbers, by results; those by leaves are kept."""
+        weights, leaves = self._weights.unsqueeze(0), [self._graph.leaves[n] for n in numbers]
         own = [torch.einsum("ank,kn...->an...", weights, seed) for seed in self._seeds]
-        return [part[0] for part in self._pulled(self._outputs, own, inputs, shapes)]
+        sizes = [*shapes, *(leaf.shape for leaf in leaves)]
+        parts = [part[0] for part in self._pulled(self._outputs, own, [*edges, *leaves], sizes)]
+        self._sums |= zip(numbers, parts[len(edges) :], strict=True)
+        return parts[: len(edges)]
 
     def _pulled(
         self,
@@ -719,19 +760,21 @@ class _Reading:
         parts += [self._own(ends[0])] if self._uses[ends[0].node] else []
         if not parts:
             zero = self._seeds[0].new_zeros(self._count, self._numbers, *ends[0].shape)
-            return Outer.of(zero, ends[0].shape)
-        return reduce(Outer.join, parts)
+            parts = [Outer.of(zero, ends[0].shape)]
+        return reduce(Outer.join, parts).shortest()
 
     def _own(self, end: End) -> Outer:
         """The rows by the operations that use it, each of which has a result for each sample."""
-        parts, self._summands = [], []
+        parts = []
         for use, turned in self._uses[end.node]:
             if use.node not in self._places or use.kind not in READERS:
                 raise Unread
             g = self._derivatives[use.node]
             if (g.dtype, g.device) != (self._seeds[0].dtype, self._seeds[0].device):
                 raise Unread
-            given = Derivative(use, turned, end.shape, g, self._places[use.node], self._summands)
+            at = self._places[use.node]
+            self._facts += [use.kind, use.place, turned, end.shape, g.shape, at]
+            given = Derivative(use, turned, end.shape, g, at, self._summands, self._facts)
             parts += [READERS[use.kind](given)]
         return reduce(Outer.join, parts)
 
@@ -753,7 +796,7 @@ class _Reading:
         [rows] = self._pulled(self._outputs, self._seeds, [leaf.edge], [leaf.shape])
         return Outer.of(rows.unsqueeze(0), leaf.shape)
 
-    def _is_right(self, rows: Outer, expected: Tensor) -> bool:
+    def _is_right(self, rows: Outer, expected: Tensor, summands: list[Tensor]) -> bool:
         """Whether the weighed sum S of the rows is what the pass gives, by a'S b of random a and b.
 
         Their unit is that of the parts: a bias of attention's keys changes nothing, and its
@@ -769,7 +812,7 @@ class _Reading:
         one, other = chance.to(expected).view(-1, FORMS).split(sizes)
         parts = rows.forms(one, other) * self._weights[:, :, None, None]
         apart = parts.sum((0, 1, 2)) - (one * (rows.matrix(expected) @ other)).sum(0)
-        norms = [_norm(x) for x in (parts, expected, *self._summands)]
+        norms = [_norm(x) for x in (parts, expected, *summands)]
         bound = ROUNDING * torch.finfo(expected.dtype).eps * math.hypot(*norms)
         return float(apart.abs().max()) <= bound < math.inf
 

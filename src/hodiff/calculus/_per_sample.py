@@ -166,7 +166,8 @@ def gram(
 
     Cost:
         One evaluation, one pass for each of the K numbers, batched, and one with random weights,
-        which proves at every call that samples are apart and that the factors are right. No
+        which proves at every call that samples are apart. Another pass proves that the factors are
+        right: once for each structure of a network, at every call where hooks were registered. No
         sample's gradient of a weight is formed in them: each weight adds the products of the inputs
         and of the derivatives at the layers that use it, \(N^2 K^2 (I + O)\) for a layer of I
         inputs and O outputs, and as little memory. That holds for linear layers, `@`,

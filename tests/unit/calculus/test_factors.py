@@ -15,7 +15,7 @@ import hodiff
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff.calculus import _factors
-from hodiff.calculus._factors import Factors
+from hodiff.calculus._factors import Factors, Outer
 
 D = torch.float64
 N = 6
@@ -36,6 +36,11 @@ def factors_of(f: Callable[[Any], Tensor], where: Any) -> tuple[Factors, list[Te
             for i, x in enumerate(like)
         ]
         return Factors(graph, [graph.outputs]), like, expected
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_factors, "PROVED", set())
 
 
 def gram_of(factors: Factors) -> Tensor:
@@ -257,6 +262,150 @@ def test_against_a_pass_for_each_row(name: str, monkeypatch: pytest.MonkeyPatch)
         if factors.of:
             flat = torch.cat([rows[number].reshape(*rows[number].shape[:2], -1) for number in factors.of], 2)
             agree(gram_of(factors), torch.einsum("nkp,mlp->nkml", flat, flat))
+
+
+def test_what_one_network_proves_of_its_formulas_serves_no_other() -> None:
+    """All of them with one memory of proofs, and again from the last to the first."""
+    for name in [*NAMES, *reversed(NAMES)]:
+        f, where, missing = cases()[name]
+        factors, _, rows = factors_of(f, where)
+        assert len(factors.missing) == missing, name
+        for number, of in factors.of.items():
+            agree(of.rows(), rows[number])
+
+
+def test_a_formula_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a structure that is known, no pass goes on to the parameters."""
+    inputs: list[int] = []
+    between = _factors._reverse.vjp_between
+
+    def counted(outputs: Any, by: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs.append(len(by))
+        return between(outputs, by, *args, **kwargs)
+
+    monkeypatch.setattr(_factors._reverse, "vjp_between", counted)
+    model = mlp(4, 5, 1)
+    sums = lambda count: lambda m: m(draw(count, 4)).sin().sum(1)
+    for count, expected in ((N, [2, 2, 4]), (N, [2, 2]), (N + 1, [2, 2, 4]), (N, [2, 2])):
+        inputs.clear()
+        factors, _, rows = factors_of(sums(count), model)
+        assert inputs == expected
+        for number, of in factors.of.items():
+            compare(of, rows[number])
+    monkeypatch.setattr(_factors, "REMEMBERED", 7)
+    assert len(_factors.PROVED) == 8
+    factors_of(sums(N), model)
+    assert not _factors.PROVED
+
+
+HOOKS: dict[str, Callable[[nn.Module, Tensor, Callable[..., Any]], Any]] = {
+    "what an operation takes": lambda m, z, double: z.grad_fn.register_prehook(double),
+    "what an operation gives": lambda m, z, double: z.grad_fn.register_hook(double),
+    "the transpose of a weight": lambda m, z, double: z.grad_fn.next_functions[2][0].register_hook(double),
+    "a result": lambda m, z, double: z.register_hook(lambda g: double((g,))[0]),
+    "a parameter": lambda m, z, double: m[0].weight.register_hook(lambda g: double((g,))[0]),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_proof_says_nothing_of_what_has_hooks(kind: str) -> None:
+    model, x = mlp(4, 5, 2), draw(N, 4)
+
+    def f(model: nn.Module, *, hooked: bool) -> Tensor:
+        z = model[0](x)
+        double = lambda gradients, *_: tuple(None if g is None else 2 * g for g in gradients)
+        _ = hooked and HOOKS[kind](model, z, double)
+        return model[2](model[1](z)).sin()
+
+    plain, *_ = factors_of(lambda m: f(m, hooked=False), model)
+    assert len(plain.of) == len(_factors.PROVED) == 4
+    factors, _, rows = factors_of(lambda m: f(m, hooked=True), model)
+    for number, of in factors.of.items():
+        agree(of.rows(), rows[number])
+    assert len(_factors.PROVED) == 4
+
+
+class Uses(NamedTuple):
+    """Two ways to use a parameter that differ in one thing, and what tells a reader which it is."""
+
+    one: Callable[[Tensor, Tensor], Tensor]
+    other: Callable[[Tensor, Tensor], Tensor]
+    tells: Callable[[Any], bool]
+    shape: tuple[int, ...] = (N, N)
+
+
+USES = {
+    "the operation": Uses(lambda x, w: x + w, lambda x, w: x - w, lambda of: of.use.kind == "Sub", (N,)),
+    "the place": Uses(lambda x, w: x * w, lambda x, w: w * x, lambda of: of.use.place == 0, (N,)),
+    "the transpose": Uses(lambda x, w: x @ w, lambda x, w: x @ w.T, lambda of: of.turned),
+    "the numbers": Uses(lambda x, w: (x @ w)[:, 0], lambda x, w: x @ w, lambda of: len(of.g) > 1),
+    "the samples": Uses(
+        lambda x, w: (x[..., None] + w).sin().sum(1),
+        lambda x, w: (x[..., None] + w).sin().sum(0),
+        lambda of: of.at.before > 1,
+        (4,),
+    ),
+    "what is kept": Uses(
+        lambda x, w: x.add(w, alpha=2), lambda x, w: x.add(w, alpha=3), lambda of: of.kept("alpha") == 3, (N,)
+    ),
+    "sizes of what is kept": Uses(
+        lambda x, w: x * w, lambda x, w: x[:, :1] * w, lambda of: of.kept("self").shape[1] == 1, (N,)
+    ),
+    "how often": Uses(lambda x, w: x @ w, lambda x, w: x @ w + (2 * x) @ w, lambda of: len(of.facts) > 10),
+}
+
+
+@pytest.mark.parametrize("kind", USES)
+def test_a_proof_serves_the_same_use_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that is right of one use, and wrong of another."""
+    uses = USES[kind]
+
+    def partly_wrong(reader: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def read(of: Any) -> Any:
+            rows = reader(of)
+            return _factors.Outer((2 if uses.tells(of) else 1) * rows.left, rows.right, rows.shape)
+
+        return read
+
+    for name in ("Mm", "Add", "Sub", "Mul"):
+        monkeypatch.setitem(_factors.READERS, name, partly_wrong(_factors.READERS[name]))
+    x, w = draw(N, N), draw(*uses.shape)
+    for _ in range(2):
+        assert not factors_of(lambda w: uses.one(x, w).sin(), w)[0].missing
+        assert factors_of(lambda w: uses.other(x, w).sin(), w)[0].missing == {0}
+
+
+def test_a_proof_serves_one_shape_of_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    factor = _factors._factor
+    monkeypatch.setitem(_factors.READERS, "Mul", lambda of: Outer.of((len(of.shape)) * factor(of).rows(), of.shape))
+    x = draw(N, 4)
+    for shape, missing in (((4,), set()), ((1, 4), {0})):
+        assert factors_of(lambda w: (x * w).sin(), draw(*shape))[0].missing == missing
+
+
+def test_nothing_is_proved_of_what_hooks_pack() -> None:
+    """They may give another tensor each time."""
+    model, x = mlp(4, 5, 2), draw(N, 4)
+
+    def f(model: nn.Module) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone):
+            return model(x).sin()
+
+    factors, _, rows = factors_of(f, model)
+    for number, of in factors.of.items():
+        agree(of.rows(), rows[number])
+    assert not factors.missing
+    assert not _factors.PROVED
+
+
+def test_a_parameter_without_a_use_proves_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = lambda of: of.outer(2 * of.at.apart(of.kept("self")[None], 4), of.at.apart(of.g, 3))
+    monkeypatch.setitem(_factors.READERS, "Mm", twice)
+    x, point = draw(N, 4), (draw(4, 3), draw(2))
+    for _ in range(2):
+        factors, *_ = factors_of(lambda p: (x @ p[0]).sin(), point)
+        assert factors.missing == {0}
+        assert not factors.of[1].rows().any()
 
 
 def compare(of: _factors.Outer, rows: Tensor) -> None:
