@@ -180,10 +180,15 @@ class EvaluationContext(_settings.Scope[Any]):
             ]
             loan.take(modules, module_slice.module)
 
-    def _afresh(self) -> None:
-        """Remove the values that `f` left in buffers and attributes, so that another run begins as
-        the first one did.
+    def _afresh(self, arguments: Sequence[Any]) -> None:
+        """Remove the values that `f` left in buffers and attributes, and its hooks on the leaves,
+        so that another run at these arguments begins as the first one did.
         """
+        if self.hooks.registered():
+            again = {*map(id, arguments)}
+            for leaf in self._watched:
+                if id(leaf) in again and leaf.requires_grad:
+                    leaf.register_hook(lambda gradient: None).hooks_dict_ref().clear()
         if self._evaluation is not None:
             self._evaluation.end(self.loan)
             self._evaluation = None
@@ -212,7 +217,7 @@ class EvaluationContext(_settings.Scope[Any]):
         Nothing is checked.
         """
         if self._ran:
-            self._afresh()
+            self._afresh(arguments)
             self.by_hand = None
         self._ran = True
         call = self.call

@@ -124,3 +124,20 @@ def test_patches_of_large_images_are_not_made(monkeypatch: pytest.MonkeyPatch, o
     monkeypatch.setattr(_per_sample._factors, "PATCHES", 8 * N * 2 * 2 - 1)
     agree_with_passes(hodiff.per_sample_grad(SHAPES["(N,)"], model, X), SHAPES["(N,)"], model, X)
     assert other_routes == ["rows"]
+
+
+@pytest.mark.parametrize("numbers", [N, N - 1])
+def test_a_hook_on_parameters_acts_once(numbers: int) -> None:
+    """Of as many numbers as samples the function is called with fewer samples as well."""
+    w = torch.linspace(-1, 1, 3 * N, dtype=D).reshape(3, N)[:, :numbers]
+
+    def f(w: Tensor, x: Tensor) -> Tensor:
+        if w.requires_grad:
+            w.register_hook(lambda gradient: 3 * gradient)
+        return (x @ w).sin()
+
+    plain = torch.autograd.functional.jacobian(lambda w: (X @ w).sin(), w)
+    rows = hodiff.per_sample_grad(f, w, X)
+    torch.testing.assert_close(rows, 3 * plain)
+    flat = rows.reshape(N, numbers, -1)
+    torch.testing.assert_close(hodiff.gram(f, w, X), torch.einsum("nkp,mlp->nkml", flat, flat))
