@@ -184,11 +184,9 @@ class EvaluationContext(_settings.Scope[Any]):
         """Remove the values that `f` left in buffers and attributes, and its hooks on the leaves,
         so that another run at these arguments begins as the first one did.
         """
-        if self.hooks.registered():
-            again = {*map(id, arguments)}
-            for leaf in self._watched:
-                if id(leaf) in again and leaf.requires_grad:
-                    leaf.register_hook(lambda gradient: None).hooks_dict_ref().clear()
+        for leaf in self._watched:
+            if leaf._backward_hooks and any(leaf is x for x in arguments):
+                leaf._backward_hooks.clear()
         if self._evaluation is not None:
             self._evaluation.end(self.loan)
             self._evaluation = None
