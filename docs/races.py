@@ -9,7 +9,7 @@ from docs.figures import INK, subplots, svg
 from matplotlib.ticker import LogLocator, NullFormatter
 
 _FILE = Path(__file__).with_name("benchmarks.json")
-_RANGE = re.compile(r"\[(\S+) - (\S+)\]")
+_SPREAD = re.compile(r"[;\[]|, median")
 _COLORS = ("#5c6bc0", "#e57373", "#66a966", "#c99a2e", "#9c6bc0", "#5aa0b8")
 
 
@@ -147,19 +147,15 @@ def verdicts() -> tuple[int, int]:
 def table(*, met: bool) -> str:
     """The rows that met their target, or those that missed it: each claim once, with its cases."""
     lines = ["| what, and case | measured | target |", "|---|---|---|"]
-    claim = ""
     for subject in measured().values():
+        claims: dict[str, list[str]] = {}
         for row in subject["rows"]:
-            if row["met"] is not met:
-                continue
-            if row["subject"] != claim:
-                claim = row["subject"]
-                lines.append(f"| **{_cell(claim)}** | | |")
-            figure = row["measured"].partition(";")[0]
-            figure = _RANGE.sub(r"(\1 to \2)", figure)
-            lines.append(
-                "| " + " | ".join(map(_cell, (row["case"], figure, row["bar"]))) + " |"
-            )
+            if row["met"] is met:
+                figure = _SPREAD.split(row["measured"], maxsplit=1)[0]
+                cells = map(_cell, (row["case"], figure.strip(), row["bar"]))
+                claims.setdefault(row["subject"], []).append(f"| {' | '.join(cells)} |")
+        for claim, rows in claims.items():
+            lines += [f"| **{_cell(claim)}** | | |", *rows]
     return "\n".join(lines)
 
 
