@@ -124,7 +124,7 @@ if typing.TYPE_CHECKING:
     )
     from hodiff.sparse._plan import sparse_hessian, sparse_jacobian
     from hodiff.steps import compile_step
-    from hodiff.verify._check import check_derivatives
+    from hodiff.verify import check_derivatives
 
 __version__ = "0.1.0"
 
@@ -295,6 +295,6 @@ __getattr__, __dir__ = _compiled_callers.names(
         "sparse": (),
         "sparse._plan": ("sparse_hessian", "sparse_jacobian"),
         "steps": ("compile_step",),
-        "verify._check": ("check_derivatives",),
+        "verify": ("check_derivatives",),
     },
 )

@@ -80,7 +80,6 @@ DISCIPLINE = {
     "graph._names._is_torchs": CACHE,
     "graph._saved._FREED": GROWS,
     "graph._saved.answers": CACHE,
-    "graph._saved.works": CACHE,
     "graph._saved._LAYOUTS": GROWS,
     "graph._names.USERS": GROWS,
     "graph._source.parsed": CACHE,

@@ -19,7 +19,7 @@ import hodiff
 from hodiff._core import _needed
 from hodiff.cli import _tour
 from hodiff.graph import _growth, _watch
-from hodiff.graph._explain import steps_of
+from hodiff.graph._names import steps_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         name: subparsers.add_parser(name, help=words, description=words)
         for name, (words, _) in COMMANDS.items()
     }
-    configure(commands["explain"])
+    explained = commands["explain"]  # `[-m] SCRIPT [ARGS...]`; what follows SCRIPT is the script's
+    explained.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
+    )
+    explained.add_argument(
+        "script", metavar="SCRIPT", help="the program, as it would be given to python"
+    )
+    explained.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its own arguments"
+    )
     options = parser.parse_args(argv)
     _, run = COMMANDS[options.command]
     if options.command == "explain":  # streams are the program's
@@ -70,9 +79,10 @@ EXTRAS = ("numpy", "scipy", "matplotlib", "tqdm")
 
 def info(options: argparse.Namespace) -> int:
     """Print one line per fact."""
+    newer = _needed.newer()  # whether the release of PyTorch is one that was tested
     facts = {
         "hodiff": hodiff.__version__,
-        "torch": release(),
+        "torch": f"{torch.__version__}: {newer}" if newer else torch.__version__,
         "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})",
         "devices": ", ".join(devices()),
         "threads": f"{torch.get_num_threads()}",
@@ -83,12 +93,6 @@ def info(options: argparse.Namespace) -> int:
     for name, fact in facts.items():
         print(f"{name:<{width}}{fact}")
     return 0
-
-
-def release() -> str:
-    """The release of PyTorch, and whether it is one that was tested."""
-    newer = _needed.newer()
-    return f"{torch.__version__}: {newer}" if newer else torch.__version__
 
 
 def devices() -> list[str]:
@@ -112,19 +116,6 @@ def version(name: str) -> str:
 
 
 # --- hodiff explain SCRIPT: run a program, say why a backward pass failed, if one does ------------
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """`[-m] SCRIPT [ARGS...]`; what follows SCRIPT is the script's."""
-    parser.add_argument(
-        "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
-    )
-    parser.add_argument(
-        "script", metavar="SCRIPT", help="the program, as it would be given to python"
-    )
-    parser.add_argument(
-        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its own arguments"
-    )
 
 
 def explain(options: argparse.Namespace) -> int:
@@ -253,20 +244,16 @@ def seen(codes: Sequence[CodeType]) -> list[int]:
 
 def clean(error: BaseException) -> None:
     """Give an exception, and all that it carries, the traceback that it has without a watch."""
-    stack, seen = [error], {id(error)}
     error.__traceback__ = _without_command(error.__traceback__)
-    while stack:
-        each = stack.pop()
+    errors = [error]
+    for each in errors:  # which grows
         each.__traceback__ = _without_watch(each.__traceback__)
-        more = [
-            each.__cause__,
-            each.__context__,
-            *(each.exceptions if isinstance(each, BaseExceptionGroup) else ()),
+        inside = each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+        errors += [
+            other
+            for other in (each.__cause__, each.__context__, *inside)
+            if other is not None and all(other is not known for known in errors)
         ]
-        for other in more:
-            if other is not None and id(other) not in seen:
-                seen.add(id(other))
-                stack.append(other)
 
 
 def _without_command(traceback: TracebackType | None) -> TracebackType | None:

@@ -267,14 +267,13 @@ class Screen:
 
     def heading(self, text: str) -> None:
         """A line of text after an empty one."""
-        print()
-        print(text)
+        print(f"\n{text}")
 
     def check(
         self, label: str, got: float, expected: float, tolerance: float, remark: str = ""
     ) -> None:
         """A number and what it must be; `FAILED` where they differ by more than `tolerance`."""
-        right = agree(got, expected, tolerance)
+        right = abs(got - expected) <= tolerance
         self.passed += right
         self.failed += not right
         self.line(f"   {label}", number(got), number(expected), "ok" if right else "FAILED", remark)
@@ -285,16 +284,16 @@ class Screen:
         """A number that is not ours, and what it should be: said,
         but neither a check nor a failure of this program.
         """
-        verdict = ("right", remark) if agree(got, expected, tolerance) else ("wrong", "silently")
+        right = abs(got - expected) <= tolerance
+        verdict = ("right", remark) if right else ("wrong", "silently")
         self.line(f"   {label}", number(got), number(expected), *verdict)
 
     def end(self) -> int:
         """The verdict, and the exit status."""
-        print()
         print(
-            f"{self.failed} of hodiff's numbers FAILED."
+            f"\n{self.failed} of hodiff's numbers FAILED."
             if self.failed
-            else f"{self.passed} of hodiff's numbers checked."
+            else f"\n{self.passed} of hodiff's numbers checked."
         )
         return 1 if self.failed else 0
 
@@ -302,11 +301,6 @@ class Screen:
     def line(label: str, got: str, expected: str, state: str = "", remark: str = "") -> None:
         """A label, and what stands in the columns beside it."""
         print(f"{label:<51}{got:>9}{expected:>10}  {state:<7}{remark}".rstrip())
-
-
-def agree(got: float, expected: float, tolerance: float) -> bool:
-    """Whether two numbers are finite and differ by no more than `tolerance`."""
-    return math.isfinite(got) and abs(got - expected) <= tolerance
 
 
 def number(value: float) -> str:

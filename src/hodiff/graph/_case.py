@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hodiff._core import _nodes
 from hodiff._core._nodes import Node
-from hodiff.graph import _inspect, _saved
+from hodiff.graph import _inspect, _saved, _source
 from hodiff.graph._classes import CLASSES, PAGE
 from hodiff.graph._names import TensorNames
-from hodiff.graph._record import NOTHING, Pass, Record
+from hodiff.graph._record import NOTHING, Pass, Record, as_list, roots_of, starts_of
 from hodiff.graph._source import Line, Path, line_of, lines_of, quoted
 
 TITLE = "hodiff: why this"
@@ -162,15 +162,6 @@ MOST = 6
 COLUMNS = 120
 
 
-def labeled(label: str, what: object) -> str:
-    """A line for a list: what happened, and the line, the pass or the name;
-    empty if that is not known.
-    """
-    if not what:
-        return ""
-    return f"{label:<12} {quoted(what) if isinstance(what, Line) else what}"
-
-
 def callers(path: Path, known: Sequence[Line | None]) -> list[Fact]:
     """The calls that led to a line: the nearest caller and the outermost,
     but for those that are known.
@@ -195,7 +186,7 @@ class FailedPass:
     tensors: list[Tensor]
     inputs: list[Any] | None
     frames: list[FrameType]
-    recorded: Record | None = None
+    record: Record = NOTHING
     call: Pass | None = None
     outputs: Sequence[Any] = ()
     starts: Sequence[Any] | None = None
@@ -221,19 +212,14 @@ class FailedPass:
 
     @cached_property
     def troubles(self) -> dict[Node, str]:
-        """The reason why a node of the graph could fail, for each that could:
+        """The reason why a node of the pass could fail, for each that could:
         see `_saved.trouble`.
         """
-        return {node: trouble for node in self.graph if (trouble := _saved.trouble(node))}
+        return {node: trouble for node in self.nodes if (trouble := _saved.trouble(node))}
 
     def freed(self, nodes: Iterable[Node]) -> list[Node]:
         """The nodes among some of the graph that were freed."""
         return [node for node in nodes if self.troubles.get(node) == "freed"]
-
-    @property
-    def record(self) -> Record:
-        """The record of the program; an empty one where nothing was recorded."""
-        return self.recorded or NOTHING
 
     @property
     def given(self) -> list[Tensor]:
@@ -250,10 +236,10 @@ class FailedPass:
         """The user's line that failed."""
         return line_of(self.frames[0]) if self.frames else None
 
-    @property
-    def loss(self) -> str:
-        """The variable that is differentiated; empty if none was found."""
-        return self.names.nodes.get(self.roots[0], "") if self.roots else ""
+    def assigned(self, variable: str) -> Line | None:
+        """The line that assigns a variable, in the first frame that has only one."""
+        lines = (_source.only_assignment(variable, line_of(frame)) for frame in self.frames)
+        return next(filter(None, lines), None)
 
     @cached_property
     def steppers(self) -> dict[int, list[str]]:
@@ -293,7 +279,7 @@ class FailedPass:
         """An explanation of this case; what is None, and a line that is not known where it is all,
         is left out.
         """
-        watched = self.recorded is not None
+        watched = self.record is not NOTHING
         known = [fact for fact in facts if fact is not None and any(fact[1:])]
         failed = (
             [] if any(fact.kind == "failed" for fact in known) else [Fact("failed", "", self.line)]
@@ -304,3 +290,22 @@ class FailedPass:
             (*known, *(fact for fact in failed if fact.line is not None)),
             **{"certain": watched, "watched": watched, **parts},
         )
+
+
+def asked_for(
+    error: BaseException,
+    name: str,
+    given: dict[str, Any],
+    frames: list[FrameType],
+    record: Record = NOTHING,
+    call: Pass | None = None,
+) -> FailedPass:
+    """The pass that was asked for with these arguments: what it was to differentiate,
+    and by which inputs.
+    """
+    outputs, inputs = as_list(given.get("tensors")) or [], as_list(given.get("inputs"))
+    tensors = [item for item in outputs if isinstance(item, Tensor)]
+    starts = starts_of(given)
+    return FailedPass(
+        error, name, roots_of(given), tensors, inputs, frames, record, call, outputs, starts
+    )

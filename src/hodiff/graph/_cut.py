@@ -5,7 +5,9 @@ no formula in PyTorch.
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterable, Sequence
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -14,7 +16,8 @@ from hodiff._core import _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.graph import _saved, _source
 from hodiff.graph._case import Explanation, Fact, FailedPass, callers
-from hodiff.graph._record import COPY, Cut, joined
+from hodiff.graph._names import steps_of, users_of
+from hodiff.graph._record import COPY, NOTHING, Cut, joined
 from hodiff.graph._source import Line, line_of, lines_of
 
 HOW = {
@@ -135,15 +138,13 @@ def _concerned(case: FailedPass, tensor: Tensor) -> list[Cut]:
     return real + owned if real else frozen or cuts
 
 
-def in_transform(frames: Iterable[object]) -> bool:
+def in_transform(frames: Sequence[FrameType]) -> bool:
     """Whether a transform of torch.func runs these frames, or one within."""
     folder = os.path.dirname(torch.func.functional_call.__code__.co_filename) + os.sep
-    here = next(iter(frames), None)
-    while here is not None:
-        if here.f_code.co_filename.startswith(folder):  # type: ignore[attr-defined]
-            return True
-        here = here.f_back  # type: ignore[attr-defined]
-    return False
+    if not frames:
+        return False
+    stack = traceback.walk_stack(frames[0])
+    return any(frame.f_code.co_filename.startswith(folder) for frame, _ in stack)
 
 
 def within_pass(case: FailedPass) -> Explanation | None:
@@ -161,23 +162,16 @@ def within_pass(case: FailedPass) -> Explanation | None:
         return case.explanation(
             "inside a pass", *facts[: 1 + (line is not None)], variable=variable, certain=True
         )
-    missing = [
-        each
-        for each in case.given
-        if not each.requires_grad or _nodes.node_of(each) not in case.graph
-    ]
     facts = [
         Fact(
             "unused", case.leaf(each), text="" if each.requires_grad else "it does not require grad"
         )
-        for each in missing
+        for each in case.given
+        if not each.requires_grad or _nodes.node_of(each) not in case.graph
     ]
-    first = facts[0].name if facts else ""
-    return (
-        case.explanation("inside a pass", *facts[:FACTS], variable=first, certain=True)
-        if facts
-        else None
-    )
+    if not facts:
+        return None
+    return case.explanation("inside a pass", *facts[:FACTS], variable=facts[0].name, certain=True)
 
 
 def not_scalar(case: FailedPass) -> Explanation | None:
@@ -187,11 +181,8 @@ def not_scalar(case: FailedPass) -> Explanation | None:
         return None
     variable = case.names.of(loss)
     shape = Fact("shape", variable, text=f"it has shape {tuple(loss.shape)}")
-    made = (
-        Fact("made", variable, case.record.made(loss.grad_fn))
-        if case.record.made(loss.grad_fn)
-        else None
-    )
+    line = case.record.made(loss.grad_fn)
+    made = Fact("made", variable, line) if line is not None else None
     return case.explanation("several numbers", shape, made, variable=variable, certain=True)
 
 
@@ -236,11 +227,7 @@ def no_tensor(case: FailedPass) -> Explanation:
 
 def without_gradient(case: FailedPass, line: Line | None = None) -> list[Fact]:
     """The tensors whose `.grad` was read and None, at a line or at all, each once."""
-    reads = {
-        id(each): (each, read.line)
-        for read in case.record.without
-        if (each := read.ref()) is not None
-    }
+    reads = {id(each): (each, at) for ref, at in case.record.without if (each := ref()) is not None}
     facts = []
     for each, at in reads.values():
         if line in (None, at):
@@ -254,8 +241,11 @@ def between(case: FailedPass, nodes: Iterable[Node], leaves: Iterable[Tensor]) -
     """The cuts that some nodes were given values from, and that lead to any of some leaves."""
     ids = set(map(id, leaves))
     cuts = joined(cut for node in nodes for cut in case.record.cuts.entering(node))
-    behind = {cut: [leaf for each in (cut, *cut.behind) for leaf in each.leaves] for cut in cuts}
-    return [cut for cut in cuts if not ids.isdisjoint(map(id, behind[cut]))]
+    return [
+        cut
+        for cut in cuts
+        if any(id(leaf) in ids for each in (cut, *cut.behind) for leaf in each.leaves)
+    ]
 
 
 def _input_without_grad(case: FailedPass) -> Explanation | None:
@@ -315,7 +305,9 @@ def not_used(case: FailedPass) -> Explanation | None:
 def _loss(case: FailedPass) -> Fact | None:
     """The place where the differentiated tensor was made."""
     line = case.record.made(case.roots[0]) if case.roots else None
-    return Fact("made", case.loss, line, "what is differentiated") if line is not None else None
+    if line is None:
+        return None
+    return Fact("made", case.names.nodes.get(case.roots[0], ""), line, "what is differentiated")
 
 
 def _of_unused(case: FailedPass, tensor: Tensor) -> list[Fact]:
@@ -327,7 +319,7 @@ def _of_unused(case: FailedPass, tensor: Tensor) -> list[Fact]:
     if tensor.is_leaf:
         reads = record.cuts.uses(tensor)
         functions = any(map(_saved.is_function, case.graph))
-        blind = case.recorded is None or functions or in_transform(case.frames)
+        blind = case.record is NOTHING or functions or in_transform(case.frames)
         text = "" if reads or blind else "no operation was seen to read it"
         return [Fact("unused", name, line, text), *(Fact("read", name, each) for each in reads)]
     last = max(map(_saved.sequence, case.roots), default=0)
@@ -345,12 +337,8 @@ def second_derivative(case: FailedPass) -> Explanation | None:
     compiled = kind == "compiled"
     once = list(case.record.once) if kind == "once" else []
     marked = sorted({type(node).__name__ for node in case.graph if _saved.is_raising(node)})
-    operation = (
-        "a compiled function"
-        if compiled
-        else [*(name for name, _ in once), *marked, "an operation"][0]
-    )
-    operation = _messages.without_derivative(case.error) or operation
+    known = ["a compiled function"] if compiled else [*(name for name, _ in once), *marked]
+    operation = _messages.without_derivative(case.error) or [*known, "an operation"][0]
     line = (
         once[0][1]
         if once
@@ -364,8 +352,9 @@ def second_derivative(case: FailedPass) -> Explanation | None:
     )
 
 
-def own_function(case: FailedPass, codes: Sequence[object]) -> Explanation | None:
+def own_function(case: FailedPass) -> Explanation | None:
     """A Function's backward raised in a second derivative, by the code that it raised in."""
+    codes = [step.tb_frame.f_code for step in steps_of(case.error.__traceback__)]
     functions = {
         node: _saved.function_of(type(node)) for node in filter(_saved.is_function, case.graph)
     }
@@ -407,16 +396,15 @@ def _read(case: FailedPass, name: str, user: Node | None) -> Fact | None:
 
 def _line(case: FailedPass, nodes: list[Node], operation: str, compiled: bool) -> Line | None:
     """The line of the operation: its forward node is in the graph still."""
-    if case.recorded is None:
+    if case.record is NOTHING:
         return None
     key = operation.replace("_", "").lower().removesuffix("backward")
     lines = []
     for node in nodes:
         name = type(node).__name__.lower().removesuffix("backward0").removesuffix("backward")
         if (compiled and "compiled" in name) or (key and name == key):
-            line = (_of_compiled(case, node) if compiled else case.record.made(node)) or _assigned(
-                case, node
-            )
+            line = _of_compiled(case, node) if compiled else case.record.made(node)
+            line = line or case.assigned(case.names.nodes.get(node, ""))
             lines += [(_saved.sequence(node), line)] if line is not None else []
     if lines:  # the first is of the forward; those that a pass made come later
         return min(lines)[1]
@@ -433,15 +421,6 @@ def _of_compiled(case: FailedPass, node: Node) -> Line | None:
         (_source.only_assignment(_source.target_of(made), made) or made)
         if made is not None
         else None
-    )
-
-
-def _assigned(case: FailedPass, node: Node) -> Line | None:
-    """The place where the variable that holds a node's output is assigned, if there is only one."""
-    variable = case.names.nodes.get(node, "")
-    return next(
-        filter(None, (_source.only_assignment(variable, line_of(frame)) for frame in case.frames)),
-        None,
     )
 
 
@@ -470,8 +449,10 @@ def recomputed(case: FailedPass) -> Explanation | None:
     return case.explanation("recomputed otherwise", fact)
 
 
-def unpacked_twice(case: FailedPass, line: Line | None) -> Explanation | None:
+def unpacked_twice(case: FailedPass) -> Explanation | None:
     """The explanation of a Function that reads what it saved twice, under a checkpoint."""
+    frames = users_of(steps_of(case.error.__traceback__))
+    line = line_of(frames[0]) if frames else None
     fact = Fact("read", "ctx.saved_tensors", line, "for the second time")
     return case.explanation(
         "recomputed otherwise", fact, variable="ctx.saved_tensors", certain=True

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType, SimpleNamespace, TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from hodiff._core import _arguments, _messages, _nodes
 from hodiff._core._faults import interrupts
 from hodiff.errors import GraphError, InputError
 from hodiff.graph import _cut, _saved, _unusable
-from hodiff.graph._case import Explanation, Fact, FailedPass, fact_of_pass
-from hodiff.graph._names import is_users, user_frames
-from hodiff.graph._record import PASSES, Pass, Record, as_list, starts_of
-from hodiff.graph._source import Line, Path, line_of
+from hodiff.graph._case import Explanation, Fact, FailedPass, asked_for, fact_of_pass
+from hodiff.graph._names import steps_of, user_frames, users_of
+from hodiff.graph._record import NOTHING, PASSES, Record
+from hodiff.graph._source import Path, line_of
 
 
 def of_pass(case: FailedPass) -> Explanation | None:
@@ -36,7 +36,7 @@ def _nested(error: BaseException, steps: list[TracebackType]) -> Explanation | N
         len(steps),
     )
     inner = next((index for index in _entries(steps) if index > run), None)
-    frames = _users(steps[:inner]) if inner is not None else []
+    frames = users_of(steps[:inner]) if inner is not None else []
     if inner is None or not frames or _messages.kind_of(error) not in ("no graph", "not used"):
         return None
     return _cut.within_pass(_asked_at(steps[inner], error, frames))
@@ -73,7 +73,7 @@ FAILURES: dict[str, Callable[[FailedPass], Explanation | None]] = {
     **dict.fromkeys(("compiled", "missing", "once"), _cut.second_derivative),
     **dict.fromkeys(("recomputed", "recomputed in number"), _cut.recomputed),
     "reentrant": _cut.reentrant,
-    "unpacked twice": lambda case: _cut.unpacked_twice(case, _last_line(case.error)),
+    "unpacked twice": _cut.unpacked_twice,
 }
 """Who explains a pass that failed, by the kind of PyTorch's error."""
 
@@ -81,12 +81,7 @@ FAILURES: dict[str, Callable[[FailedPass], Explanation | None]] = {
 def _dispatch(case: FailedPass) -> Explanation | None:
     if isinstance(case.error, GraphError):
         return case.explanation("released") if case.error._facts.kind == "released" else None
-    explain_kind = FAILURES.get(_messages.kind_of(case.error))
-    if explain_kind is not None:
-        return explain_kind(case)
-    return _cut.own_function(
-        case, [step.tb_frame.f_code for step in steps_of(case.error.__traceback__)]
-    )
+    return FAILURES.get(_messages.kind_of(case.error), _cut.own_function)(case)
 
 
 class Note(str):
@@ -170,7 +165,7 @@ def _after_the_fact(error: BaseException) -> Explanation | None:
     entries = _entries(steps)
     if not entries:
         return _read_after(error)
-    frames = [*_users(steps[: entries[0]]), *user_frames(steps[0].tb_frame.f_back)]
+    frames = [*users_of(steps[: entries[0]]), *user_frames(steps[0].tb_frame.f_back)]
     if not frames:
         return None
     return _nested(error, steps) or _dispatch(_asked_at(steps[entries[0]], error, frames))
@@ -184,12 +179,12 @@ def left(error: BaseException, record: Record) -> Explanation | None:
     return _read_after(error, record) if outside else None
 
 
-def _read_after(error: BaseException, record: Record | None = None) -> Explanation | None:
+def _read_after(error: BaseException, record: Record = NOTHING) -> Explanation | None:
     """No pass failed, but the user read what a node had saved, or a gradient that is none, or has
     no leaf to step.
     """
     steps = steps_of(error.__traceback__)
-    frames = _users(steps)
+    frames = users_of(steps)
     if not frames:
         return None
     case = FailedPass(error, "line", [], [], None, frames, record)
@@ -198,18 +193,21 @@ def _read_after(error: BaseException, record: Record | None = None) -> Explanati
     kind = _messages.kind_of(error)
     if kind == "result to optimize":
         return _not_a_leaf(case, steps[-1].tb_frame.f_locals.get("param"))
-    if kind in ("flag of a result", "inside transform") and record is None:
+    if kind in ("flag of a result", "inside transform") and record is NOTHING:
         return case.explanation(_unusable.REFUSALS[kind], certain=True)
     if kind != "freed" or not isinstance(error, RuntimeError):
         return None
     case.name = "reading a saved tensor"
-    variable, freed = _freed_node(frames[0], record)
+    held = dict(frames[0].f_locals).items()
+    nodes = {name: value for name, value in held if isinstance(value, torch.autograd.graph.Node)}
+    calls = {name: call for name, node in nodes.items() if (call := record.tags.tag(node))}
+    variable = next(iter(calls), "")
     line, outer = line_of(frames[0]), line_of(frames[-1])
     return case.explanation(
         "read after freeing",
         Fact("read", variable, line, "what it saved was freed"),
         Fact("called", "", outer) if outer != line else None,
-        None if freed is None else fact_of_pass("freed by", freed),
+        fact_of_pass("freed by", calls[variable]) if calls else None,
         variable=variable,
         certain=True,
     )
@@ -219,14 +217,14 @@ def _none_read(case: FailedPass) -> Explanation | None:
     """The explanation of a `.grad` that is None: of what is no leaf,
     or of a leaf that no pass has reached.
     """
-    if case.recorded is None:
+    if case.record is NOTHING:
         reads = case.line is not None and ".grad" in case.line.text
         return case.explanation("no gradient yet", certain=False) if reads else None
     facts = _cut.without_gradient(case, case.line)
     tensors = [
         each
-        for read in case.record.without
-        if (each := read.ref()) is not None and read.line == case.line
+        for ref, line in case.record.without
+        if (each := ref()) is not None and line == case.line
     ]
     if not facts:
         return None
@@ -265,46 +263,7 @@ def _last_pass(case: FailedPass) -> list[Fact]:
     return [fact_of_pass("last pass", call) for call in case.record.passes[-1:]]
 
 
-def _freed_node(frame: Any, record: Record | None) -> tuple[str, Pass | None]:
-    """The variable of a frame that holds a node which a pass freed, and the pass."""
-    for name, value in dict(frame.f_locals).items():
-        node = isinstance(value, torch.autograd.graph.Node)
-        call = record.tags.tag(value) if node and record is not None else None
-        if call is not None:
-            return name, call
-    return "", None
-
-
-def _last_line(error: BaseException) -> Line | None:
-    """The innermost of the user's lines that an exception came through."""
-    frames = _users(steps_of(error.__traceback__))
-    return line_of(frames[0]) if frames else None
-
-
 _ENTRIES = {call.__code__: name for call, (name, _) in PASSES.items()}
-
-
-def steps_of(traceback: TracebackType | None) -> list[TracebackType]:
-    """The frames that an exception came through, the outermost first."""
-    steps = []
-    while traceback is not None:
-        steps.append(traceback)
-        traceback = traceback.tb_next
-    return steps
-
-
-def _users(steps: list[TracebackType]) -> list[Any]:
-    """The user's frames in a part of a traceback, the innermost first,
-    each at the line where the exception passed.
-    """
-    read = ("f_code", "f_globals", "f_back", "f_locals")
-    return [
-        SimpleNamespace(
-            f_lineno=step.tb_lineno, **{name: getattr(step.tb_frame, name) for name in read}
-        )
-        for step in reversed(steps)
-        if is_users(step.tb_frame.f_code)
-    ]
 
 
 def _entries(steps: list[TracebackType]) -> list[int]:
@@ -317,20 +276,6 @@ def _asked_at(entry: TracebackType, error: BaseException, frames: list[Any]) -> 
     and by which inputs.
     """
     given = dict(entry.tb_frame.f_locals)
-    value = next((given[name] for name in ("self", "tensors", "outputs") if name in given), ())
-    outputs = as_list(value) or []
-    tensors = [item for item in outputs if isinstance(item, Tensor)]
-    roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    name = _ENTRIES[entry.tb_frame.f_code]
-    return FailedPass(
-        error,
-        name,
-        roots,
-        tensors,
-        as_list(given.get("inputs")),
-        frames,
-        None,
-        None,
-        outputs,
-        starts_of(given),
-    )
+    names = ("self", "tensors", "outputs")
+    given["tensors"] = next((given[name] for name in names if name in given), ())
+    return asked_for(error, _ENTRIES[entry.tb_frame.f_code], given, frames)

@@ -23,12 +23,21 @@ from hodiff._core import _nodes, _settings
 from hodiff._core._messages import CONSTANTS, Failure
 from hodiff._core._nodes import Node
 from hodiff.graph import _cut, _inspect, _saved, _unusable
-from hodiff.graph._case import Explanation, FailedPass, body, labeled
+from hodiff.graph._case import Explanation, Fact, FailedPass, asked_for, body
 from hodiff.graph._classes import CLASSES
 from hodiff.graph._names import TensorNames, path_of, user_frames
-from hodiff.graph._record import GRADIENT, NOTHING, Cut, Listener, Pass, kind_of, tensors_in
+from hodiff.graph._record import (
+    GRADIENT,
+    NOTHING,
+    Cut,
+    Listener,
+    Pass,
+    Record,
+    kind_of,
+    tensors_in,
+)
 from hodiff.graph._source import Line, line_of
-from hodiff.graph._watch import Watch, WatchMode, recording
+from hodiff.graph._watch import Watch, recording
 
 SHOWN = 3
 """Lines of one kind that a message shows."""
@@ -58,8 +67,6 @@ class _Clues(Listener):
     def __init__(self, failure: Failure) -> None:
         self.used: dict[int, Line] = {}
         self.cuts: dict[tuple[str, Line, str], Cut] = {}
-        # integer and boolean results, and whether they depend on the argument
-        self.steps: dict[Line, bool] = {}
         self.walks = 0
         self._sought = {id(tensor) for tensor in [*failure.leaves, *failure.theirs]}
         self._leaves = failure.leaves
@@ -68,20 +75,16 @@ class _Clues(Listener):
         """One call of `f`'s."""
         user = next(user_frames(frame), None)
         line = Line("?", 0) if user is None else line_of(user)
-        given = [] if getattr(func, "__name__", "") == "__get__" else tensors_in(arguments)
-        for tensor in given:
+        for tensor in tensors_in(arguments) if getattr(func, "__name__", "") != "__get__" else ():
             if id(tensor) in self._sought:
                 self.used.setdefault(id(tensor), line)
-        if isinstance(result, Tensor) and not result.is_floating_point() and line not in self.steps:
-            self.steps[line] = self._reach(given)
         if kind_of(func) == GRADIENT and isinstance(result, Tensor) and not result.requires_grad:
             self.cut(Cut("first gradient", 0, path_of(user), "grad"), arguments)
 
     def cut(self, cut: Cut, sources: Any) -> None:
         """A place that cut something off: of interest if it was ours."""
         key = cut.kind, cut.line, cut.call
-        # those are among the steps
-        if cut.kind != "discrete" and key not in self.cuts and self.walks < WALKS:
+        if key not in self.cuts and self.walks < WALKS:
             self.walks += 1
             if self._reach(tensors_in(sources)):
                 self.cuts[key] = cut
@@ -111,7 +114,7 @@ def _of_function(
             lines = {
                 clues.used[id(tensor)] for tensor in failure.theirs if id(tensor) in clues.used
             }
-            return body(labeled("used at", line) for line in sorted(lines)[:SHOWN])
+            return body(Fact("used at", "", line) for line in sorted(lines)[:SHOWN])
         missing = [leaf for leaf in failure.leaves if not graph.contains(leaf)]
         if len(missing) == len(failure.leaves) or (missing and failure.strict):
             return _lost(failure, outputs, missing, frames, watch.record, clues)
@@ -135,23 +138,22 @@ def _lost(
     outputs: Sequence[Tensor],
     missing: Sequence[Tensor],
     frames: list[FrameType],
-    record: WatchMode,
+    record: Record,
     clues: _Clues,
 ) -> str:
     """The place where `f` cut its argument off; or that it never used it,
     and what the result was computed from.
     """
     last = {(cut.kind, cut.line) for output in outputs for cut in record.cuts.places(output)[:1]}
-    cuts = sorted(clues.cuts.values(), key=lambda cut: (cut.kind, cut.line) not in last)[:SHOWN]
-    if cuts:
-        places = [labeled("cut at", cut.line) for cut in cuts]
-        return body(places, CLASSES[cuts[0].kind].what, _helps(cuts[0]))
-    steps = [line for line, concerned in clues.steps.items() if concerned]
-    if clues.walks == WALKS:
+    cuts = sorted(clues.cuts.values(), key=lambda cut: (cut.kind, cut.line) not in last)
+    floating = [cut for cut in cuts if cut.kind != "discrete"][:SHOWN]
+    if clues.walks == WALKS and not floating:
         return ""
-    if steps:
-        known = CLASSES["discrete"]
-        return body([labeled("cut at", steps[-1])], known.what, [("helps", known.inside)])
+    if cuts:
+        shown = floating or cuts[:1]
+        places = [Fact("cut at", "", cut.line) for cut in shown]
+        return body(places, CLASSES[shown[0].kind].what, _helps(shown[0]))
+
     ids = {id(leaf) for leaf in missing}
     given = [
         name for leaf, name in zip(failure.leaves, failure.names, strict=True) if id(leaf) in ids
@@ -159,7 +161,9 @@ def _lost(
     never = f"no operation in f was given {', '.join(given[:6])}: compute with f's argument"
     names = TensorNames(frames, _closure(failure.function))
     leaves = [
-        leaf for node in _nodes.walk(_roots(outputs)) if (leaf := _saved.leaf(node)) is not None
+        leaf
+        for node in _nodes.walk(map(_nodes.node_of, outputs))
+        if (leaf := _saved.leaf(node)) is not None
     ]
     others = sorted({f"`{name}`" for leaf in leaves if (name := names.of(leaf))})[:6]
     there = f"its graph leads to: {', '.join(others)}"
@@ -207,28 +211,20 @@ def _body(explanation: Explanation | None) -> str:
 # --- both -----------------------------------------------------------------------------------------
 
 
-def _roots(outputs: Sequence[Tensor]) -> list[Node]:
-    return [node for output in outputs if (node := _nodes.node_of(output)) is not None]
-
-
 def _case(
     failure: Failure,
     tensors: Sequence[Tensor],
     frames: list[FrameType],
-    record: WatchMode | None,
+    record: Record,
     error: Any = None,
 ) -> FailedPass:
     """The failing call of hodiff, as if it were a pass."""
     path = path_of(frames[0]) if frames else ()
-    call = (
-        None
-        if record is None
-        else Pass(len(record.passes), "hodiff", path, True, _saved.counter(), -1)
-    )
-    roots, inputs = _roots(tensors), list(failure.leaves)
-    return FailedPass(
-        error or failure.error, "hodiff", roots, list(tensors), inputs, frames, record, call
-    )
+    call = None
+    if record is not NOTHING:
+        call = Pass(len(record.passes), "hodiff", path, True, _saved.counter(), -1)
+    given = {"tensors": list(tensors), "inputs": list(failure.leaves)}
+    return asked_for(error or failure.error, "hodiff", given, frames, record, call)
 
 
 def _from_engine(
@@ -236,7 +232,7 @@ def _from_engine(
     cause: BaseException,
     outputs: Sequence[Tensor],
     frames: list[FrameType],
-    record: WatchMode | None,
+    record: Record,
 ) -> str:
     """The engine refused: what was freed, or changed, and by which line."""
     kind = failure.error._facts.kind
@@ -259,28 +255,26 @@ def _freed_by_f(case: FailedPass) -> str:
     help = (
         "leave that pass out of f, take it with hodiff.grad, or let it retain (retain_graph=True)."
     )
-    return body([labeled("freed by", call.stack[0])], reason, [("helps", help)])
+    return body([Fact("freed by", "", call.stack[0])], reason, [("helps", help)])
 
 
-def _blamed(
-    failure: Failure, outputs: Sequence[Tensor], names: TensorNames, record: WatchMode | None
-) -> str:
+def _blamed(failure: Failure, outputs: Sequence[Tensor], names: TensorNames, record: Record) -> str:
     """The lines, or the variables, of the nodes that the message is about."""
-    lines: dict[str, None] = {}
-    for node in _nodes.walk(_roots(outputs)):
-        line = (record or NOTHING).made(node)
+    facts: dict[Fact, None] = {}
+    for node in _nodes.walk(map(_nodes.node_of, outputs)):
+        line = record.made(node)
         if _is_blamed(failure, node):
             if line is not None:
-                lines[labeled("recorded at", line)] = None
+                facts[Fact("recorded at", "", line)] = None
             elif node in names.nodes:
-                lines[labeled("recorded as", _inspect.label(node, names))] = None
+                facts[Fact("recorded as", text=_inspect.label(node, names))] = None
         # `Function.apply` is not a torch function, which a watch could see: but what is done with
         # its result is.
         elif line is not None and any(
             _saved.is_function(c) and _is_blamed(failure, c) for c in _saved.children(node)
         ):
-            lines[labeled("its result is used at ", line)] = None
-    return body(list(lines)[:SHOWN])
+            facts[Fact("its result is used at ", "", line)] = None
+    return body(list(facts)[:SHOWN])
 
 
 def _is_blamed(failure: Failure, node: Node) -> bool:

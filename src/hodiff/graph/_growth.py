@@ -29,7 +29,7 @@ from hodiff._core import _arguments, _messages, _nodes
 from hodiff._core._nodes import Node
 from hodiff.errors import HodiffWarning, InputError
 from hodiff.graph import _inspect, _saved, _source
-from hodiff.graph._case import body, labeled, listed
+from hodiff.graph._case import Fact, body, listed
 from hodiff.graph._names import USERS, TensorNames, root, user_frames
 from hodiff.graph._record import Listener, Pass, Record
 from hodiff.graph._source import Line, Path, line_of, lines_of
@@ -93,9 +93,7 @@ class Growth(Listener):
         """Leave a token on what is new, and see whether graphs of earlier iterations run again."""
         line = self._lines.setdefault(call.path, _Line(call))
         self._token, line.again = _Token(), False
-        for node in nodes:
-            if node.__class__ is _nodes.ACCUMULATE:
-                continue
+        for node in [each for each in nodes if each.__class__ is not _nodes.ACCUMULATE]:
             tags, place = _saved.tags(node), _saved.sequence(node)
             is_new = place >= line.last.place or line.first is call
             if not is_new and self._key in tags and place >= line.first.place:
@@ -397,18 +395,13 @@ def holder(
     equal = [each for each in held if held[each][0] == most]
     if not most:
         return None
-    variable = max(equal, key=lambda each: (_is_handed_on(each, path), held[each]))
+    lines = [frame.line for frame in path]  # in loops around these, what is read before assigned
+    handed_on = [each for each in equal if any(_source.hands_on(each, line) for line in lines)]
+    variable = max(handed_on or equal, key=held.__getitem__)
     around = variable[: max(variable.rfind("["), 0)]
     if around in groups and sum(each.startswith(f"{around}[") for each in equal) > 1:
         variable = around  # `sums`, not `sums[0]` alone
     return None if _is_bounded(names, variable) else (variable, most, groups[variable])
-
-
-def _is_handed_on(variable: str, path: Path) -> bool:
-    """Whether a loop around a path reads a variable before it assigns it:
-    what it hands to its next round.
-    """
-    return any(_source.hands_on(variable, frame.line) for frame in path)
 
 
 def _is_bounded(names: TensorNames, path: str) -> bool:
@@ -498,10 +491,8 @@ class Grown:
         facts = {"variable": self.variable, "count": self.count, "bytes": f"{self.bytes:,}"}
         what, reason, helps = [text.format(**facts) for text in KINDS[self.kind]]
         last = self.call.stack[0] if self.call.path else None
-        places = [labeled("grows at", self.line), labeled("pass", last)]
-        return body(
-            [what, *(f"  {place}" for place in places if place)], reason, [("helps", helps)]
-        )
+        places = [Fact("  grows at", "", self.line), Fact("  pass", "", last)]
+        return body([what, *places], reason, [("helps", helps)])
 
 
 def _lasting(looks: list[Grown], peak: int) -> Grown:

@@ -172,15 +172,11 @@ def _rows(graph: Graph) -> list[tuple[str, ...]]:
             table.append(("leaf", _shape(leaf.shape), leaf.name, "", "", "", ""))
             continue
         first = (node.name, _shape(node.shape), node.variable)
-        for saved in node.saved or (None,):
-            if saved is None:
-                table.append((*first, "nothing", "", "", ""))
-            else:
-                held = f"{saved.holder} {saved.variable}".strip()
-                what = f"{saved.name} {_shape(saved.shape)}".strip()
-                table.append(
-                    (*first, what, saved.state, f"{saved.bytes:,}" if saved.bytes else "", held)
-                )
+        for saved in node.saved or (Saved("nothing", ""),):
+            held = f"{saved.holder} {saved.variable}".strip()
+            what = f"{saved.name} {_shape(saved.shape)}".strip()
+            size = f"{saved.bytes:,}" if saved.bytes else ""
+            table.append((*first, what, saved.state, size, held))
             first = ("", "", "")
     if len(table) > ROWS + 1:
         table[ROWS:] = [(f"... {len(table) - ROWS} more rows", *[""] * 6)]
@@ -272,10 +268,11 @@ def _read(outputs: Sequence[Tensor], names: TensorNames) -> tuple[Graph, Collect
             shape, storage, size = _saved.measure(leaf)
             parameters[storage] = name = names.of(leaf)
             leaves.append(Leaf(index, name, shape, size))
-    records: list[NodeRecord] = []
     at = place.__getitem__
-    for (node, index), children in zip(place.items(), below.values(), strict=True):
-        records += [_node(node, index, tuple(map(at, children)), parameters, names)]
+    records = [
+        _node(node, place[node], tuple(map(at, children)), parameters, names)
+        for node, children in below.items()
+    ]
     return Graph(tuple(records), tuple(leaves)), place
 
 
@@ -590,7 +587,10 @@ def shared(*losses: Tensor) -> Shared:
         )
     with _saved.without_modes():
         roots = tensors(losses, "losses")
-        common, private = split(roots)
+        reached = [_nodes.walk([_nodes.node_of(loss)]) for loss in roots]
+        counts = Counter(node for nodes in reached for node in nodes)
+        common = {node for node, count in counts.items() if count > 1}
+        private = [[node for node in nodes if node not in common] for nodes in reached]
         names = TensorNames(list(user_frames(sys._getframe(1)))[:1])
         edge = topmost([_nodes.node_of(loss) for loss in roots], common)
         sizes = [saved_bytes(nodes) for nodes in private]
@@ -598,14 +598,6 @@ def shared(*losses: Tensor) -> Shared:
         return Shared(
             len(common), saved_bytes(common), tuple(map(len, private)), tuple(sizes), labels
         )
-
-
-def split(losses: Sequence[Tensor]) -> tuple[set[Node], list[list[Node]]]:
-    """The nodes of two losses or more, and those of each loss alone."""
-    reached = [_nodes.walk([_nodes.node_of(loss)]) for loss in losses]
-    counts = Counter(node for nodes in reached for node in nodes)
-    common = {node for node, count in counts.items() if count > 1}
-    return common, [[node for node in nodes if node not in common] for nodes in reached]
 
 
 def saved_bytes(nodes: Iterable[Node]) -> int:
@@ -668,22 +660,12 @@ def release(loss: Tensor | Sequence[Tensor], keep: Tensor | Sequence[Tensor] = (
     given = tensors(loss, "loss")
     kept = [] if isinstance(keep, (tuple, list)) and not keep else tensors(keep, "keep")
     with _saved.without_modes():
-        stay = set(_nodes.walk([_nodes.node_of(tensor) for tensor in kept]))
-        return drop(
-            node
-            for node in _nodes.walk([_nodes.node_of(tensor) for tensor in given])
-            if node not in stay
-        )
-
-
-def drop(nodes: Iterable[Node]) -> Released:
-    """Free what these nodes saved."""
-    count, sizes = 0, {}
-    for node in nodes:
-        mine = dict(
-            _saved.storage(slot.value) for slot in _saved.slots(node) if slot.value is not None
-        )
-        if _saved.release(node):
-            count += 1
-            sizes.update(mine)
-    return Released(count, sum(sizes.values()))
+        stay = set(_nodes.walk(map(_nodes.node_of, kept)))
+        count, sizes = 0, {}
+        for node in _nodes.walk(map(_nodes.node_of, given)).keys() - stay:
+            values = [slot.value for slot in _saved.slots(node)]
+            mine = dict(_saved.storage(value) for value in values if value is not None)
+            if _saved.release(node):
+                count += 1
+                sizes.update(mine)
+        return Released(count, sum(sizes.values()))

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from itertools import islice
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +86,29 @@ def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
         if is_users(frame.f_code):
             yield frame
         frame = frame.f_back
+
+
+def steps_of(traceback: TracebackType | None) -> list[TracebackType]:
+    """The frames that an exception came through, the outermost first."""
+    steps = []
+    while traceback is not None:
+        steps.append(traceback)
+        traceback = traceback.tb_next
+    return steps
+
+
+def users_of(steps: list[TracebackType]) -> list[Any]:
+    """The user's frames in a part of a traceback, the innermost first,
+    each at the line where the exception passed.
+    """
+    read = ("f_code", "f_globals", "f_back", "f_locals")
+    return [
+        SimpleNamespace(
+            f_lineno=step.tb_lineno, **{name: getattr(step.tb_frame, name) for name in read}
+        )
+        for step in reversed(steps)
+        if is_users(step.tb_frame.f_code)
+    ]
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:
@@ -221,9 +244,8 @@ class TensorNames:
         """All variables that hold the output of each node."""
         variables: dict[Node, list[NamedVariable]] = {}
         for path, tensor in self.at.items():
-            node = None if tensor.is_leaf else tensor.grad_fn
-            if node is not None:
-                variables.setdefault(node, []).append(self.held(path))
+            if tensor.grad_fn is not None:
+                variables.setdefault(tensor.grad_fn, []).append(self.held(path))
         return {node: tuple(held) for node, held in variables.items()}
 
     def memory(self, tensor: Tensor) -> str:
@@ -231,13 +253,9 @@ class TensorNames:
         return self.of(tensor) or self.storages.get(_saved.memory(tensor), "")
 
 
-_ROOT = re.compile(r"\w*")
-
-
 def root(path: str) -> str:
     """The variable that a path begins with: `net.cell.h` -> `net`."""
-    match = _ROOT.match(path)
-    return match.group() if match else path
+    return re.split(r"\W", path, maxsplit=1)[0]
 
 
 _PLAIN = frozenset(
@@ -273,10 +291,11 @@ def _inside(value: Any, *, leaves: bool = True) -> Iterator[tuple[str, Any]]:
         for index, item in enumerate(list(islice(value, 1000))):
             if item.__class__ not in _PLAIN:
                 yield (f".{names[index]}" if names else f"[{index}]"), item
-    elif isinstance(value, nn.Module):
+    elif isinstance(value, nn.Module) and "_modules" in vars(value):  # else it is being made
         if leaves:
             yield from ((f".{name}", item) for name, item in value.named_parameters())
-        yield from _of_modules(value)
+        # as they are written: `net[0].state`
+        yield from ((re.sub(r"\.(\d+)\b", r"[\1]", step), it) for step, it in _of_modules(value))
     elif not isinstance(value, Mapping):  # one of another kind computes its values, maybe
         try:
             members = vars(value)
@@ -295,28 +314,16 @@ def _of_modules(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
     Each pass under a watch looks at all modules in sight, and at most of them in vain.
     """
-    seen: set[int] = set()
-    stack: list[tuple[str, nn.Module]] = [("", root)]
-    while stack:
-        path, module = stack.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        own = vars(module)
-        for name, item in list((own.get("_buffers") or {}).items()):
+    for path, module in root.named_modules():
+        own = dict(vars(module))
+        kept = list((own.get("_buffers") or {}).items())
+        kept += [(name, own[name]) for name in own if name not in HIDDEN]
+        place = f".{path}" if path else ""
+        for name, item in kept:
             if item.__class__ not in _PLAIN:
-                yield f"{path}.{name}", item
-        added = {name for name in own.keys() - HIDDEN if own[name].__class__ not in _PLAIN}
-        if added:
-            yield from (
-                (f"{path}.{name}", item) for name, item in list(own.items()) if name in added
-            )
-        if not _is_torchs(type(module)):
-            for name, item in _of_class(module):
-                yield f"{path}.{name}", item
-        for name, child in reversed(list((own.get("_modules") or {}).items())):
-            if child is not None:
-                stack.append((f"{path}[{name}]" if name.isdigit() else f"{path}.{name}", child))
+                yield f"{place}.{name}", item
+        for name, item in _of_class(module):
+            yield f"{place}.{name}", item
 
 
 @cache
@@ -391,8 +398,7 @@ class Paths:
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[int, ...], int] = {}
-        self._alive: list[Path] = []
+        self._numbers: dict[tuple[int, ...], tuple[int, Path]] = {}
         self._equal: dict[tuple[Any, ...], int] = {}
         self._all: list[Path] = []
 
@@ -414,18 +420,16 @@ class Paths:
                 break
             each = each.f_back
         key = tuple(identities) if identities else (id(frame.f_code), frame.f_lineno or 0)
-        number = self._numbers.get(key)
-        return self._add(key, frame, outermost) if number is None else number
+        known = self._numbers.get(key)
+        return self._add(key, frame, outermost) if known is None else known[0]
 
     def _add(self, key: tuple[int, ...], frame: FrameType, outermost: Mark) -> int:
         if len(self._numbers) >= REMEMBERED:
             self._numbers.clear()
-            self._alive.clear()
         path = path_of(frame, outermost) or (Frame(frame.f_code, frame.f_lineno or 0),)
         # Python does not tell codes apart by their files, lines do.
         number = self._equal.setdefault((path, lines_of(path)), len(self._all))
         if number == len(self._all):
             self._all.append(path)
-        self._alive.append(path)
-        self._numbers[key] = number
+        self._numbers[key] = number, path
         return number

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import traceback
 import weakref
 from bisect import bisect_right
 from collections import deque
@@ -96,13 +97,6 @@ class Change(NamedTuple):
         return self.path[0].line
 
 
-class NoGradient(NamedTuple):
-    """A `.grad` that was read and was None: the tensor, and the line."""
-
-    ref: weakref.ref[Tensor]
-    line: Line
-
-
 class Switch(NamedTuple):
     """The switch that had gradients off: its line, in words how,
     and the line that called a decorated function.
@@ -188,9 +182,6 @@ class Log:
         self._entries: list[tuple[int, int, int]] = []  # from, to, the line
         self._last: dict[int, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def add(self, start: int, end: int, line: int) -> None:
         """The nodes `start` ... `end - 1` were made at `line`."""
         entries = self._entries
@@ -234,65 +225,49 @@ FULL_SEARCHES = 8
 NEAR = 150
 
 
-class _Tag(NamedTuple):
-    """The mark of a pass on a node: its number; on a leaf also the version of the leaf."""
-
-    number: int
-    version: int = -1
-
-
 @final
 class NodeTags:
-    """The marks of one watch. `passes` are the passes that it has seen."""
+    """The marks of one watch: on a node the pass that freed it, on a leaf also its version."""
 
-    def __init__(self, passes: Sequence[Pass]) -> None:
+    def __init__(self) -> None:
         self.key = f"hodiff {next(_serial)}"
         self._held = f"{self.key} held"
-        self._passes = passes
 
     # --- left by passes ---------------------------------------------------------------------------
 
     def freed(self, call: Pass, nodes: Sequence[Node]) -> None:
         """Note that a pass freed these nodes."""
-        key, inner = self.key, _Tag(call.number)
+        mark = call, -1
         for node in nodes:
-            if node.__class__ is not _nodes.ACCUMULATE:
-                _saved.tags(node)[key] = inner
-                continue
-            _saved.tags(node)[key] = _Tag(call.number, _saved.version(node.variable))
+            is_leaf = node.__class__ is _nodes.ACCUMULATE
+            _saved.tags(node)[self.key] = (call, _saved.version(node.variable)) if is_leaf else mark
 
-    def name(self, frame: FrameType) -> None:
-        """Note on the nodes that variables hold now which those are:
+    def name(self, call: Pass, frame: FrameType) -> None:
+        """Note on the nodes that variables hold after a pass which those are:
         a later step may give the names to others.
         """
-        full = len(self._passes) <= FULL_SEARCHES
+        full = call.number < FULL_SEARCHES
         names = TensorNames(user_frames(frame), budget=2000 if full else NEAR, results=True)
         with _saved.without_modes():
             for node, held in names.by_node().items():
-                _saved.tags(node)[self._held] = (len(self._passes) - 1, held)
+                _saved.tags(node)[self._held] = call, held
 
     # --- read when one fails ----------------------------------------------------------------------
 
     def tag(self, node: Node) -> Pass | None:
         """The pass that freed a node, or ran to a leaf."""
-        tag = _saved.tags(node).get(self.key)
-        return self._passes[tag.number] if tag else None
+        return _saved.tags(node).get(self.key, (None, -1))[0]
 
-    def held(self, node: Node) -> tuple[NamedVariable, ...]:
-        """The variables that held a node's output after the last pass that found any."""
-        return _saved.tags(node).get(self._held, (0, ()))[1]
-
-    def held_at(self, node: Node) -> Pass | None:
-        """The last pass after which a variable held a node's output."""
-        tag = _saved.tags(node).get(self._held)
-        return self._passes[tag[0]] if tag else None
+    def held(self, node: Node) -> tuple[Pass | None, tuple[NamedVariable, ...]]:
+        """The last pass after which a variable held a node's output, and all variables that did."""
+        return _saved.tags(node).get(self._held, (None, ()))
 
     def moved(self, node: Node, call: Pass) -> bool:
         """Whether the leaf of a node was changed in place since a pass,
         if that was the last that reached it.
         """
-        number, version = _saved.tags(node).get(self.key, (None, -1))
-        return number == call.number and version != _saved.version(node.variable)
+        last, version = _saved.tags(node).get(self.key, (None, -1))
+        return last is call and version != _saved.version(node.variable)
 
 
 # --- where graphs ended while a program was recorded ----------------------------------------------
@@ -322,19 +297,15 @@ class Cuts:
     and which lines read which leaf.
     """
 
-    def __init__(
-        self, place: Callable[[FrameType], int], paths: Paths, tell: Callable[[Cut, Any], None]
-    ) -> None:
-        self._place = place
-        self._paths = paths
-        self._tell = tell
+    def __init__(self, record: Record) -> None:
+        self._record = record
         self._key = f"hodiff {next(_serial)} cuts"
         self.known: dict[int, Origin] = {}
         """The origins of the tensors that are alive, by their identities."""
         self._around: dict[int, tuple[str, int]] = {}
         self._walked: dict[int, int] = {}
         self._found: dict[int, Cut] = {}
-        self._uses: dict[int, tuple[weakref.ref[Tensor], dict[int, None]]] = {}
+        self._uses: dict[int, tuple[weakref.ref[Tensor], deque[int]]] = {}
         self._has_entered = False
         self.latest: Cut | None = None
         """Where a value last left PyTorch: as a number, or for NumPy."""
@@ -362,8 +333,8 @@ class Cuts:
 
     def uses(self, leaf: Tensor) -> list[Line]:
         """The last lines whose operations read a leaf."""
-        ref, places = self._uses.get(id(leaf), (lambda: None, {}))
-        return [self._paths[place][0].line for place in places] if ref() is leaf else []
+        ref, places = self._uses.get(id(leaf), (lambda: None, ()))
+        return [self._record.paths[place][0].line for place in places] if ref() is leaf else []
 
     # --- switches: they are told by line, and by what decorates a function ------------------------
 
@@ -427,17 +398,15 @@ class Cuts:
         key = id(leaf)
         entry = self._uses.get(key)
         if entry is None or entry[0]() is not leaf:
-            entry = self._uses[key] = (weakref.ref(leaf, lambda _: self._uses.pop(key, None)), {})
-        places = entry[1]
-        if place not in places:
-            if len(places) == USES:
-                del places[next(iter(places))]
-            places[place] = None
+            ref = weakref.ref(leaf, lambda _: self._uses.pop(key, None))
+            entry = self._uses[key] = ref, deque(maxlen=USES)
+        if place not in entry[1]:
+            entry[1].append(place)
 
     def note(self, func: Any, kind: int, arguments: Any, result: Any, frame: FrameType) -> None:
         """The result has no graph: was one cut here, or before?"""
         name, sources = getattr(func, "__name__", ""), tensors_in(arguments)
-        place = self._place(frame)
+        place = self._record.place(frame)
         graphs = [tensor for tensor in sources if tensor.requires_grad]
         if not graphs:
             self._inherit(name, sources, result, place)
@@ -461,7 +430,7 @@ class Cuts:
             each for tensor in sources if not tensor.requires_grad for each in self.places(tensor)
         ]
         self.remember(result, joined([cut, *before]) if before else (cut,), place, name, off)
-        self._tell(cut, arguments)
+        self._record.listener.cut(cut, arguments)
 
     def _inherit(self, name: str, sources: list[Tensor], result: Any, place: int) -> None:
         """Note a result of inputs without a graph: it lost its own where those did that had one."""
@@ -469,7 +438,7 @@ class Cuts:
         frozen = [tensor for tensor in sources if isinstance(tensor, nn.Parameter)]
         if frozen:
             refs = tuple(map(weakref.ref, frozen))
-            cuts.append(Cut("frozen", place, self._paths[place], name, None, refs))
+            cuts.append(Cut("frozen", place, self._record.paths[place], name, None, refs))
         if name in _OF_VALUES and not sources and self.latest is not None:
             cuts.append(replace(self.latest, kind="left", behind=()))
         cuts.sort(key=lambda cut: cut.kind in ("left", "frozen"))
@@ -478,10 +447,7 @@ class Cuts:
                 cuts[0] if cuts and cuts[0].kind not in ("left", "frozen") else self.latest
             )
         else:
-            self.remember(result, joined(cuts) if cuts else (), place, name, self._now())
-
-    def _now(self) -> Switch | None:
-        return self.inference or self.off
+            self.remember(result, joined(cuts), place, name, self.inference or self.off)
 
     def _reason(self, result: Any, frame: FrameType, place: int) -> tuple[str, Switch | None, int]:
         """Why an operation on tensors with a graph gave one without; what switched them off;
@@ -497,9 +463,11 @@ class Cuts:
         if place not in self._around:
             kind, around = surroundings(frame)
             user = next(user_frames(around), None) if kind == "checkpoint" else None
-            self._around[place] = kind, place if user is None else self._place(user)
+            self._around[place] = kind, place if user is None else self._record.place(user)
         kind, outer = self._around[place]
-        return (kind, None, outer) if kind else ("gradients off", self._now(), place)
+        if kind:
+            return kind, None, outer
+        return "gradients off", self.inference or self.off, place
 
     def cut(
         self, kind: str, place: int, call: str, graphs: Iterable[Tensor], off: Switch | None = None
@@ -521,7 +489,7 @@ class Cuts:
         behind = [cut for node in nodes for cut in self.entering(node)]
         behind += [cut for leaf in leaves for cut in self.places(leaf)]
         refs = tuple(dict.fromkeys(map(weakref.ref, leaves)))
-        cut = Cut(kind, place, self._paths[place], call, off, refs, joined(behind))
+        cut = Cut(kind, place, self._record.paths[place], call, off, refs, joined(behind))
         self._found[place] = cut
         self._walked[place] = self._walked.get(place, 0) + len(nodes)
         return cut
@@ -594,6 +562,8 @@ class Listener:
         """The pass has run, or failed; `record` is what was noted of the program."""
 
 
+NOBODY = Listener()
+
 CHANGES = 8
 """Changes of one memory that are kept: the last."""
 
@@ -601,13 +571,13 @@ CHANGES = 8
 class Record:
     """The notes on a program: its backward passes, the tags that they left, where graphs ended."""
 
-    def __init__(self, *listeners: Listener) -> None:
+    def __init__(self, listener: Listener = NOBODY) -> None:
         super().__init__()
         self.passes: list[Pass] = []
-        self.tags = NodeTags(self.passes)
-        self._listeners = listeners
-        self._paths = Paths()
-        self.cuts = Cuts(self.place, self._paths, self._tell)
+        self.tags = NodeTags()
+        self.listener = listener
+        self.paths = Paths()
+        self.cuts = Cuts(self)
         self._log = Log()
         self.once: dict[tuple[str, Line | None], None] = {}
         """The Functions that forbid a second derivative and were differentiated with create_graph:
@@ -617,31 +587,20 @@ class Record:
         """A Python `autograd.Function` in what a line differentiated with create_graph,
         by its name.
         """
-        self._changed: dict[int, list[Change]] = {}
+        self._changed: dict[int, deque[Change]] = {}
         self._switched: dict[int, Path] = {}
-        self.without: deque[NoGradient] = deque(maxlen=16)
+        self.without: deque[tuple[weakref.ref[Tensor], Line]] = deque(maxlen=16)
+        """The tensors whose `.grad` was read and was None, and the lines."""
         self._entered: Mark = (None, 0)
 
     def place(self, frame: FrameType) -> int:
         """The number of the path of the user's lines by which the code of a frame runs."""
-        return self._paths.number(frame, self._entered)
-
-    def _path_of(self, frame: FrameType) -> Path:
-        return self._paths[self.place(frame)]
-
-    def _tell(self, cut: Cut, sources: Any) -> None:
-        for listener in self._listeners:
-            listener.cut(cut, sources)
-
-    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
-        for listener in self._listeners:
-            listener.stepping(optimizer)
+        return self.paths.number(frame, self._entered)
 
     def _note_gradient(self, gradient: Any, tensor: Tensor, frame: FrameType) -> None:
         """`x.grad`: of interest where the user reads it; an optimizer does so all the time."""
         if gradient is None:
-            self.without.append(NoGradient(weakref.ref(tensor), line_of(frame)))
+            self.without.append((weakref.ref(tensor), line_of(frame)))
         elif isinstance(gradient, Tensor) and not gradient.requires_grad:
             place = self.place(frame)
             self.cuts.remember(
@@ -652,15 +611,14 @@ class Record:
         """A function of that name changed one or several tensors in place;
         so many nodes were there before.
         """
-        change = Change(self._paths[place], len(self.passes), name, before)
+        change = Change(self.paths[place], len(self.passes), name, before)
         for tensor in tensors_in(what):
-            changes = self._changed.setdefault(_saved.memory(tensor), [])
+            changes = self._changed.setdefault(_saved.memory(tensor), deque(maxlen=CHANGES))
             changes.append(change)
-            del changes[:-CHANGES]
 
     def note_switch(self, leaf: Tensor, frame: FrameType) -> None:
         """A line says of a leaf whether it requires grad."""
-        self._switched[_saved.memory(leaf)] = self._path_of(frame)
+        self._switched[_saved.memory(leaf)] = self.paths[self.place(frame)]
 
     def switched(self, leaf: Tensor) -> Path:
         """The user's frames in which a leaf's requires_grad was last set;
@@ -694,7 +652,7 @@ class Record:
         """
         known = node is not None and _saved.answers().sequences
         number = self._log.line(_saved.sequence(node)) if known else None
-        return () if number is None else self._paths[number]
+        return () if number is None else self.paths[number]
 
     def made(self, node: Node | None) -> Line | None:
         """The line that made a node; None if it was not seen."""
@@ -710,7 +668,7 @@ class Record:
         origin, switched = self.cuts.origin(tensor), self.switched(tensor)
         if switched and tensor.requires_grad:
             return switched
-        return () if origin is None else self._paths[origin.place]
+        return () if origin is None else self.paths[origin.place]
 
     def maker(self, tensor: Tensor) -> Line | None:
         """The innermost line of these frames."""
@@ -815,18 +773,17 @@ def tensors_in(value: Any) -> list[Tensor]:
 _HOLDING = (Tensor, tuple, list, dict)
 
 
-def surroundings(frame: FrameType | None) -> tuple[str, FrameType | None]:
+def surroundings(frame: FrameType) -> tuple[str, FrameType | None]:
     """The part of PyTorch that runs code with gradients switched off, `checkpoint` or
     `inside a Function`, and its frame.
     """
     forwards = _forwards()
-    while frame is not None:
-        file = frame.f_code.co_filename
+    for around, _ in traceback.walk_stack(frame):
+        file = around.f_code.co_filename
         if file.endswith("checkpoint.py") and "torch" in file:
-            return "checkpoint", frame
-        if frame.f_code in forwards:
-            return "inside a Function", frame
-        frame = frame.f_back
+            return "checkpoint", around
+        if around.f_code in forwards:
+            return "inside a Function", around
     return "", None
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.optim import optimizer as _optimizer  # type: ignore[attr-defined]
-from torch.overrides import TorchFunctionMode
 
 from hodiff._core import _messages, _nodes, _settings
 from hodiff._core._nodes import Node
@@ -43,7 +42,7 @@ def is_raising(node: Node) -> bool:
 def slots(node: Node) -> list[SavedTensor]:
     """The saved tensors of a node with their states. Runs no hook."""
     names, opaque, _ = _LAYOUTS[node.__class__]
-    if opaque or not works():
+    if opaque or not answers().states:
         return [SavedTensor("?", UNKNOWN, None)]
     return read(node, names)
 
@@ -55,7 +54,7 @@ def is_whole(node: Node) -> bool:
     names, opaque, raising = _LAYOUTS[node.__class__]
     if not names:
         return not (opaque or raising)
-    if not works():
+    if not answers().states:
         return False
     try:
         for _, raw_name, value_name in names:
@@ -72,18 +71,8 @@ def is_whole(node: Node) -> bool:
 
 
 def states(node: Node) -> list[str]:
-    """The states of a node's saved tensors; once one was freed, all were,
-    and the others are not looked at.
-    """
-    names = _LAYOUTS[type(node)].names
-    if not names or not works():
-        return [slot.state for slot in slots(node)]
-    states_of_slots: list[str] = []
-    for each in names:
-        states_of_slots += [slot[1] for slot in read(node, (each,))]
-        if states_of_slots and states_of_slots[-1] is FREED:
-            break
-    return states_of_slots
+    """The states of a node's saved tensors."""
+    return [slot.state for slot in slots(node)]
 
 
 _FREED: set[tuple[Any, ...]] = set()
@@ -102,7 +91,7 @@ def is_freed_like_others(node: Node) -> bool:
     sentences; a verdict asks (`states`).
     """
     names = _LAYOUTS[node.__class__].names
-    if not names or not works():
+    if not names or not answers().states:
         return False
     if _nodes.saved is not getattr:  # it has no data of what was changed
         return FREED in states(node)
@@ -124,12 +113,6 @@ def held_by_python(slot: SavedTensor, slots: list[SavedTensor]) -> bool:
     """Whether Python holds that very tensor, besides those slots of a node that hold it now."""
     others = sys.getrefcount(slot.value) - answers().references - 1
     return others > 0 and others >= [other.value is slot.value for other in slots].count(True)
-
-
-@cache
-def works() -> bool:
-    """Whether this PyTorch answers as this module expects."""
-    return answers().states
 
 
 # --- saved tensors --------------------------------------------------------------------------------
@@ -246,16 +229,6 @@ def _read_name(node: Node, name: str, raw_name: str, value_name: str) -> list[Sa
     return [SavedTensor(f"{name}[{index}]", *pair) for index, pair in enumerate(several)]
 
 
-def _is_alive(raw: Any) -> bool:
-    """Whether `state_of` would say so; of one that was freed it asks for what PyTorch says,
-    and that takes longer.
-    """
-    try:
-        return raw.unpack_hook is None and raw.data is not None
-    except RuntimeError:  # a strided nested tensor
-        return False
-
-
 def state_of(raw: Any) -> tuple[str, Tensor | None]:
     """The state of one saved tensor, but for staleness; and the tensor, while it is there."""
     hook = raw.unpack_hook
@@ -321,7 +294,7 @@ def release(node: Node) -> int:
 
     Returns how many were dropped.
     """
-    return drop(node) if works() else 0
+    return drop(node) if answers().states else 0
 
 
 def drop(node: Node) -> int:
@@ -337,7 +310,7 @@ def drop(node: Node) -> int:
             raws, told if isinstance(told, tuple) else [told] * len(raws), strict=True
         ):
             # a packed one has its hooks, and takes no second pair
-            if raw is not None and _is_alive(state):
+            if raw is not None and state_of(state)[0] == ALIVE:
                 raw.register_hooks(_forget, _raise_released)
                 dropped += 1
     return dropped
@@ -415,16 +388,6 @@ def _normal(undo: Undo) -> None:
     plain = torch.DisableTorchFunction()
     undo += [partial(plain.__exit__, None, None, None)]
     plain.__enter__()
-
-
-def modes() -> int:
-    """The number of modes that see this thread's calls now."""
-    return len(_settings.those_on(TorchFunctionMode))
-
-
-def innermost(mode: TorchFunctionMode) -> bool:
-    """Whether a mode is the first to see this thread's calls."""
-    return mode in _settings.those_on(TorchFunctionMode)[-1:]
 
 
 hooks_before_steps: dict[int, Any] = _optimizer._global_optimizer_pre_hooks
@@ -582,28 +545,26 @@ def _states_are_told() -> bool:
         return x, y, (y * y).sum()
 
     x, y, loss = fresh()
-    if _states(y.grad_fn) != {"self": NONE, "other": ALIVE}:
-        return False
     product = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    if _states(product) != {"self": ALIVE, "other": ALIVE}:
-        return False
-    if leaf(y.grad_fn.next_functions[0][0]) is not x:  # type: ignore[union-attr]
-        return False
+    told = [
+        _states(y.grad_fn) == {"self": NONE, "other": ALIVE},
+        _states(product) == {"self": ALIVE, "other": ALIVE},
+        leaf(y.grad_fn.next_functions[0][0]) is x,  # type: ignore[union-attr]
+    ]
     with _settings.grad_mode(False):
         y.add_(1)
-    if _states(product) != {"self": STALE, "other": STALE}:
-        return False
+    told += [_states(product) == {"self": STALE, "other": STALE}]
     x, y, loss = fresh()
     loss.backward()
-    if _states(y.grad_fn)["other"] != FREED or _states(y.grad_fn)["self"] not in (NONE, FREED):
-        return False
+    freed = _states(y.grad_fn)
+    told += [freed["other"] == FREED, freed["self"] in (NONE, FREED)]
     ran: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: ran.append(1) or t):
         x, y, loss = fresh()
-    if _states(y.grad_fn)["other"] != PACKED or ran:
-        return False
+    told += [_states(y.grad_fn)["other"] == PACKED, not ran]
     x, y, loss = fresh()
-    return drop(y.grad_fn) == 1 and _states(y.grad_fn)["other"] == RELEASED
+    told += [drop(y.grad_fn) == 1, _states(y.grad_fn)["other"] == RELEASED]
+    return all(told)
 
 
 def _references() -> int:

@@ -247,14 +247,13 @@ def receiver(line: Line, method: str) -> str:
     """The object whose method the statement at a line calls: `hx[i]` in
     `[hx[i].squeeze_(0) for i in ...]`.
     """
-    for each in nodes_at(line):
-        if (
-            isinstance(each, ast.Call)
-            and isinstance(each.func, ast.Attribute)
-            and each.func.attr == method
-        ):
-            return ast.unparse(each.func.value)
-    return ""
+    called = (each.func for each in nodes_at(line) if isinstance(each, ast.Call))
+    owners = [
+        ast.unparse(function.value)
+        for function in called
+        if isinstance(function, ast.Attribute) and function.attr == method
+    ]
+    return next(iter(owners), "")
 
 
 # --- what the user's source says of backward passes: what each differentiates ---------------------
@@ -266,22 +265,17 @@ def target_of(line: Line) -> str:
     """
     for call in nodes_at(line):
         if isinstance(call, ast.Call):
-            name = _called(call)
-            owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-            if name == "backward" and owner not in ("", "torch.autograd", "autograd", "torch"):
-                return owner
+            called = ast.unparse(call.func).rpartition(".")
+            of_torch = called[0] in ("", "torch.autograd", "autograd", "torch")
+            if called[2] == "backward" and not of_torch:
+                return called[0]
             if (
-                name in ("grad", "backward")
+                called[2] in ("grad", "backward")
                 and call.args
                 and isinstance(call.args[0], (ast.Name, ast.Attribute))
             ):
                 return ast.unparse(call.args[0])
     return ""
-
-
-def _called(call: ast.Call) -> str:
-    """The name of what is called, without what it belongs to."""
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 # --- lines: where they are, what they say ---------------------------------------------------------
@@ -352,15 +346,6 @@ def cell_of(file: str) -> int:
 
 
 # --- variables as they are written: `net.cell.h[0]` -----------------------------------------------
-
-
-_BASE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-
-
-def base(path: str) -> str:
-    """A path without its subscripts: `state[0]` -> `state`, `self.h` as it is."""
-    match = _BASE.match(path)
-    return match.group() if match else path
 
 
 def steps(path: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType
@@ -17,7 +16,7 @@ from hodiff.graph import _inspect, _names, _saved, _source
 from hodiff.graph._case import Explanation, Fact, FailedPass, callers, fact_of_pass
 from hodiff.graph._names import NamedVariable
 from hodiff.graph._record import Change, Pass, tensors_in
-from hodiff.graph._source import Frame, Line, Path, line_of, lines_of
+from hodiff.graph._source import Frame, Line, Path, lines_of
 
 
 @dataclass(frozen=True)
@@ -76,15 +75,19 @@ class SharedPart:
         """The nodes of the leaves below the part."""
         return [node for node in self.under if node.__class__ is _nodes.ACCUMULATE]
 
+    def change(self, leaf: Tensor) -> Change | None:
+        """The last change of a leaf in place, if that was seen since the part was freed."""
+        change = self.case.record.changed(leaf)
+        return change if change is not None and change.passes > self.freed_by.number else None
+
     @cached_property
     def moved(self) -> list[Tensor]:
         """The leaves below the part that were changed in place since it was freed."""
-        record, number = self.case.record, self.freed_by.number
+        tags = self.case.record.tags
         return [
             node.variable
             for node in self.ends
-            if ((change := record.changed(node.variable)) is not None and change.passes > number)
-            or record.tags.moved(node, self.freed_by)
+            if self.change(node.variable) is not None or tags.moved(node, self.freed_by)
         ]
 
     @property
@@ -152,9 +155,7 @@ def _recorded(case: FailedPass, part: SharedPart) -> Explanation:
     ]
     passes = dict.fromkeys(value.freed_by for value in part.values if value.freed_by is not None)
     compiled = type(first.node).__name__ == "CompiledFunctionBackward"
-    changes = {
-        line: None for leaf in part.moved if (line := _changed_at(case, leaf, freed)) is not None
-    }
+    changes = dict.fromkeys(change.line for change in map(part.change, part.moved) if change)
     return case.explanation(
         part.cause,
         *values[:SHOWN],
@@ -169,12 +170,6 @@ def _recorded(case: FailedPass, part: SharedPart) -> Explanation:
         fact_of_pass("failed", part.call),
         variable=first.variable,
     )
-
-
-def _changed_at(case: FailedPass, leaf: Tensor, since: Pass) -> Line | None:
-    """The line that changed a leaf last, since a pass."""
-    change = case.record.changed(leaf)
-    return change.line if change is not None and change.passes > since.number else None
 
 
 ONE_NODE = (
@@ -221,12 +216,7 @@ def _state(case: FailedPass, node: Node) -> Fact:
     """A node of a freed part: its variable, the one line that assigns it, its state."""
     state = "freed" if case.troubles.get(node) == "freed" else "it leads to freed nodes"
     name = case.names.nodes.get(node, "")
-    return Fact("part", name, _assigned_once(case, name), f"{_what(node)}; {state}")
-
-
-def _assigned_once(case: FailedPass, variable: str) -> Line | None:
-    lines = (_source.only_assignment(variable, line_of(frame)) for frame in case.frames)
-    return next(filter(None, lines), None)
+    return Fact("part", name, case.assigned(name), f"{_what(node)}; {state}")
 
 
 # --- from a record to the part --------------------------------------------------------------------
@@ -236,9 +226,9 @@ def gather(case: FailedPass) -> SharedPart | None:
     """The part that a case met; None if the record does not show which pass freed what."""
     if case.call is None:
         return None
-    tag, needs = case.record.tags.tag, _needing(case)
-    again = [root for root in case.roots if tag(root) is not None and needs(root)]
-    begin = again[:1] or [_named(case, node) for node in _begin(case, needs)]
+    tag = case.record.tags.tag
+    again = [root for root in case.roots if tag(root) is not None and _needs(case, root)]
+    begin = again[:1] or [_named(case, node) for node in _begin(case)]
     values = [_part(case, node, _last_pass(case, node)) for node in begin]
     values.sort(
         key=lambda value: (value.variable == "", not value.replaced, value.variable[:1] == "_")
@@ -247,29 +237,17 @@ def gather(case: FailedPass) -> SharedPart | None:
     return None if freed_by is None else SharedPart(case, case.call, freed_by, tuple(values))
 
 
-def _needing(case: FailedPass) -> Callable[[Node], bool]:
-    """Tells whether a node of the pass leads to one that cannot run: it was changed, or a pass
-    freed what it needs.
+def _needs(case: FailedPass, node: Node) -> bool:
+    """Whether a node leads to one of the pass that cannot run: it was changed, or a pass freed
+    what it needs.
     """
-    run, clear = set(case.nodes), set[Node]()
-
-    def needs(node: Node) -> bool:
-        reached = {node}
-        for each in (way := [node]):  # which grows
-            trouble = case.troubles.get(each) if each in run else None
-            if trouble == "stale" or (
-                trouble in ("freed", "unknown") and case.record.tags.tag(each) is not None
-            ):
-                return True
-            fresh = [
-                child for child in case.graph[each] if child not in clear and child not in reached
-            ]
-            reached.update(fresh)
-            way += fresh
-        clear.update(reached)
-        return False
-
-    return needs
+    for each in _nodes.walk([node]):
+        trouble = case.troubles.get(each)
+        if trouble == "stale" or (
+            trouble in ("freed", "unknown") and case.record.tags.tag(each) is not None
+        ):
+            return True
+    return False
 
 
 def _last_pass(case: FailedPass, node: Node) -> Pass | None:
@@ -279,11 +257,11 @@ def _last_pass(case: FailedPass, node: Node) -> Pass | None:
     """
     inner = (each for each in _nodes.walk([node]) if _saved.leaf(each) is None)
     tags = (tag for each in inner if (tag := case.record.tags.tag(each)) is not None)
-    held = case.record.tags.held_at(node)
-    return next(tags, held if held is not None and held.retained else None)
+    last, _ = case.record.tags.held(node)
+    return next(tags, last if last is not None and last.retained else None)
 
 
-def _begin(case: FailedPass, needs: Callable[[Node], bool]) -> list[Node]:
+def _begin(case: FailedPass) -> list[Node]:
     """The values at which the old part begins, met from the loss: those that an earlier pass ran or
     left behind.
 
@@ -308,18 +286,17 @@ def _begin(case: FailedPass, needs: Callable[[Node], bool]) -> list[Node]:
         reached.update(dict.fromkeys(fresh))
         way += fresh
     left = {node for node in old if _is_left(case, node)}
-    nodes = [node for node in old if needs(node)]
-    others = [node for node in old if node in left and not needs(node)]
+    nodes = [node for node in old if _needs(case, node)]
+    others = [node for node in old if node in left and node not in nodes]
     return nodes if left.isdisjoint(nodes) else nodes + others
 
 
 def _is_left(case: FailedPass, node: Node) -> bool:
-    tags = case.record.tags
-    call = tags.held_at(node)
+    call, variables = case.record.tags.held(node)
     if call is None:
         return False
     return case.record.ran_again(node, call) or any(
-        _replaced(case, held, node) for held in tags.held(node)
+        _replaced(case, held, node) for held in variables
     )
 
 
@@ -329,7 +306,7 @@ def _named(case: FailedPass, node: Node) -> Node:
     """
     here = node
     for _ in range(NEAR):
-        if case.record.tags.held(here) or here in case.names.nodes:
+        if case.record.tags.held(here)[1] or here in case.names.nodes:
             return here
         children = [child for child in _saved.children(here) if _saved.leaf(child) is None]
         if len(children) != 1 or _saved.slots(here):
@@ -353,16 +330,12 @@ def _part(case: FailedPass, node: Node, call: Pass | None) -> SharedValue:
     """The value of a node at which the old part begins,
     and what the pass that freed it tells of it.
     """
-    record = case.record
+    record, names = case.record, case.names
     path = record.path(node)
     again = call is not None and record.ran_again(node, call)
-    holding = [
-        path
-        for path, tensor in case.names.at.items()
-        if not tensor.is_leaf and tensor.grad_fn is node
-    ]
-    now = list(map(case.names.held, holding))
-    then = [held for held in record.tags.held(node) if _replaced(case, held, node)]
+    now = [names.held(at) for at, tensor in names.at.items() if tensor.grad_fn is node]
+    _, before = record.tags.held(node)
+    then = [held for held in before if _replaced(case, held, node)]
     likely = any(_unlikely(held, call)[0] < OTHER for held in then)
     replaced = False
     if now and (not likely or _among_entries(case, now)):  # the shortest way to it
@@ -370,10 +343,9 @@ def _part(case: FailedPass, node: Node, call: Pass | None) -> SharedValue:
     elif then:
         best, replaced = min(then, key=lambda held: _unlikely(held, call)), likely
     else:
-        before = record.tags.held(node)
         best = before[0] if before else NamedVariable(*_assigned(path))
     if not path and best.path:  # the result of a Python Function, which no watch sees made
-        made = _assigned_once(case, best.path)
+        made = case.assigned(best.path)
         path = (
             tuple(Frame(frame.f_code, made.number) for frame in case.frames[:1])
             if made is not None
@@ -407,8 +379,7 @@ def _unlikely(held: NamedVariable, call: Pass | None) -> tuple[int, int, int]:
     """A rank of a variable as the one that hands its value to the next step: high for one that is
     read first, or a member.
     """
-    member = held.path != _names.root(held.path)
-    if member:
+    if held.path != _names.root(held.path):
         return MEMBER, *_steps(held.path)
     for frame in call.path if call is not None else ():
         if frame.code is held.code and _source.hands_on(held.path, frame.line):
@@ -449,10 +420,11 @@ class _Stale(NamedTuple):
 
 
 def changed(case: FailedPass) -> Explanation | None:
-    """The explanation of "modified by an inplace operation"."""
-    stale = _find(case)
-    if stale is None:
+    """The explanation of "modified by an inplace operation"; a variable's value is preferred."""
+    values = _changed_values(case)
+    if not values:
         return _unnamed(case)
+    stale = next((each for each in values if each.variable), values[0])
     if stale.leaf is not None:
         left = left_behind(case)
         if left is not None:
@@ -470,7 +442,7 @@ def changed(case: FailedPass) -> Explanation | None:
         Fact("saved", stale.variable, case.record.made(stale.node), f"{shape}; {saved}"),
         *(Fact("changed", stale.variable, line, by) for line, by in _told(changes).items()),
         *(callers(changes[-1].path, lines_of(case.path))[:1] if changes else ()),
-        case.of_leaves(Fact("changed"), _moved(case)),
+        case.of_leaves(Fact("changed"), [each.leaf for each in values if each.leaf is not None]),
         variable=stale.variable,
     )
 
@@ -481,12 +453,6 @@ def _told(changes: list[Change]) -> dict[Line, str]:
     for change in changes:
         lines.setdefault(change.line, []).append(change.call)
     return {line: ", ".join(dict.fromkeys(calls)) for line, calls in list(lines.items())[-SHOWN:]}
-
-
-def _moved(case: FailedPass) -> list[Tensor]:
-    """The leaves that were changed after the pass's nodes had saved them."""
-    leaves = (_saved.leaf_of(value) for _, _, value in _stale_slots(case))
-    return list({id(leaf): leaf for leaf in leaves if leaf is not None}.values())
 
 
 def _unnamed(case: FailedPass) -> Explanation | None:
@@ -504,24 +470,17 @@ def _unnamed(case: FailedPass) -> Explanation | None:
     return None
 
 
-def _find(case: FailedPass) -> _Stale | None:
-    """The first such value; one that a variable holds is preferred."""
+def _changed_values(case: FailedPass) -> list[_Stale]:
+    """The changed values that the pass needs, as far as they are told."""
     values: list[_Stale] = []
-    for node, slot, value in _stale_slots(case):
-        leaf = _saved.leaf_of(value)
-        variable = (case.names.of(leaf) if leaf is not None else "") or case.names.memory(value)
-        values.append(_Stale(node, slot, variable, value, leaf))
-    return next((each for each in values if each.variable), values[0] if values else None)
-
-
-def _stale_slots(case: FailedPass) -> Iterator[tuple[Node, str, Tensor]]:
-    """The changed values that the pass needs: the node that saved each, its name for it, and the
-    value as it is.
-    """
     for node in case.nodes:
         for name, state, value in _saved.slots(node):
             if state == _saved.STALE and value is not None:
-                yield node, name, value
+                leaf = _saved.leaf_of(value)
+                variable = case.names.of(leaf) if leaf is not None else ""
+                variable = variable or case.names.memory(value)
+                values.append(_Stale(node, name, variable, value, leaf))
+    return values
 
 
 # --- operations that are refused in the forward, for the sake of gradients ------------------------

@@ -26,12 +26,14 @@ from hodiff._core._nodes import Node
 from hodiff._core._settings import Undo
 from hodiff.errors import GraphError
 from hodiff.graph import _explain, _inspect, _record, _saved
-from hodiff.graph._case import Explanation, FailedPass
+from hodiff.graph._case import Explanation, FailedPass, asked_for
 from hodiff.graph._names import USERS, marked, user_frames
 from hodiff.graph._record import (
     GRADIENT,
     INPLACE,
     MODE,
+    NOBODY,
+    NOTHING,
     OPERATION,
     PASS,
     PASSES,
@@ -90,27 +92,29 @@ class OptimizerSteps:
         hooks = _saved.hooks_before_steps
         # in one step of the interpreter: other threads register theirs
         for key, hook in list(hooks.items()):
-            if _owner(hook) is self:
+            if getattr(hook, "__self__", None) is self:
                 del hooks[key]
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return None
-        self._watch.stepping(optimizer)
+        self._watch.listener.stepping(optimizer)
         self._back()  # from a step that raised, if someone still holds its error
         # which ask for passes
         closures = [value for value in (*args[1:], *kwargs.values()) if value is not None]
         hooks = [
             hook
             for hook in _saved.step_hooks(optimizer)
-            if not isinstance(_owner(hook), OptimizerSteps)
+            if not isinstance(getattr(hook, "__self__", None), OptimizerSteps)
         ]
-        if closures or hooks or not _is_plain(optimizer) or not _saved.innermost(self._watch):
+        modes = _settings.those_on(TorchFunctionMode)
+        if closures or hooks or not _is_plain(optimizer) or modes[-1:] != [self._watch]:
             return None
         TorchFunctionMode.__exit__(self._watch, None, None, None)
         leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
         versions = [(leaf, _saved.version(leaf)) for leaf in leaves]
-        self._away = _Away(_saved.modes(), versions, self._watch.place(sys._getframe(1)), counter())
+        place = self._watch.place(sys._getframe(1))
+        self._away = _Away(len(modes) - 1, versions, place, counter())
         step = _Step((args, kwargs))
         step.back = self._back
         return step
@@ -118,7 +122,8 @@ class OptimizerSteps:
     def _back(self) -> None:
         """The step has ended: note what it changed, and see the calls again."""
         away = self._away
-        if away is None or threading.get_ident() != self._thread or _saved.modes() != away.depth:
+        depth = len(_settings.those_on(TorchFunctionMode))
+        if away is None or threading.get_ident() != self._thread or depth != away.depth:
             return
         self.settle()
         TorchFunctionMode.__enter__(self._watch)
@@ -129,10 +134,6 @@ class OptimizerSteps:
         if away is not None:
             changed = [leaf for leaf, before in away.leaves if _saved.version(leaf) != before]
             self._watch.note_change("step", changed, away.place, away.before)
-
-
-def _owner(hook: Any) -> Any:
-    return getattr(hook, "__self__", None)
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
@@ -157,9 +158,9 @@ class _Recording(threading.local):
 _recording = _Recording()
 
 
-def recording() -> WatchMode | None:
-    """The innermost watch around this code."""
-    return _recording.here[-1] if _recording.here else None
+def recording() -> Record:
+    """The record of the innermost watch around this code; an empty one where there is none."""
+    return _recording.here[-1] if _recording.here else NOTHING
 
 
 @final
@@ -169,8 +170,8 @@ class WatchMode(Record, TorchFunctionMode):
     It does not hold the watch, which ends with its last holder.
     """
 
-    def __init__(self, *listeners: Listener) -> None:
-        super().__init__(*listeners)
+    def __init__(self, listener: Listener) -> None:
+        super().__init__(listener)
         self._kinds: dict[Any, int] = {}
         self._repeats: dict[int, int] = {}
         self._undo: Undo = []
@@ -218,8 +219,8 @@ class WatchMode(Record, TorchFunctionMode):
                 self._note_gradient(result, args[0], frame)
             elif kind == MODE:
                 self.cuts.switched(args[0], frame)
-        for listener in self._listeners:
-            listener.called(func, (args, kwargs or {}), result, frame)
+        if self.listener is not NOBODY:
+            self.listener.called(func, (args, kwargs or {}), result, frame)
         return result
 
     def _operate(self, kind: int, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
@@ -236,7 +237,7 @@ class WatchMode(Record, TorchFunctionMode):
         after = counter()
         # argsort drops the node that it was given
         if after != before and (result.__class__ is not Tensor or result.requires_grad):
-            place = self._paths.number(frame, self._entered)
+            place = self.paths.number(frame, self._entered)
             self._log.add(before, after, place)
             self.cuts.enter((*args, *kwargs.values()) if kwargs else args, place, result)
         elif isinstance(result, (Tensor, tuple)) or kind != OPERATION:
@@ -254,8 +255,9 @@ class WatchMode(Record, TorchFunctionMode):
         """PyTorch refused an operation: if that is about gradients, say why."""
 
         def explanation() -> Explanation | None:
+            path = self.paths[self.place(frame)]
             return _explain.of_operation(
-                error, func, arguments, self._path_of(frame), list(user_frames(frame)), self
+                error, func, arguments, path, list(user_frames(frame)), self
             )
 
         _explain.note(error, explanation)
@@ -267,25 +269,19 @@ class WatchMode(Record, TorchFunctionMode):
         create = bool(given.get("create_graph"))
         retain = create if given.get("retain_graph") is None else bool(given["retain_graph"])
         place = self.place(frame)
-        path = self._paths[place]
+        path = self.paths[place]
         before = counter()
         repeat = self._repeats[place] = self._repeats.get(place, -1) + 1
         call = Pass(len(self.passes), name, path, retain, before, repeat, create)
         self.passes.append(call)
-        for listener in self._listeners:
-            listener.before(call, _inspect.executed(roots, inputs))
+        if self.listener is not NOBODY:
+            self.listener.before(call, _inspect.executed(roots, inputs))
         if create and path:
             self._note_functions(_inspect.executed(roots, inputs), call.stack[0])
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            outputs, starts = _record.as_list(given.get("tensors")), _record.starts_of(given)
-            tensors = [item for item in outputs or () if isinstance(item, Tensor)]
-            frames = list(user_frames(frame))
-            case = FailedPass(
-                error, name, roots, tensors, inputs, frames, self, call, outputs or (), starts
-            )
-            self._failed(case, call)
+            self._failed(asked_for(error, name, given, list(user_frames(frame)), self, call), call)
             raise
         after = counter()
         if after != before:
@@ -294,9 +290,8 @@ class WatchMode(Record, TorchFunctionMode):
             self.tags.freed(call, _inspect.executed(roots, inputs))
         # a kept graph may be met again when what it needs has changed
         if not (call.retained and create):
-            self.tags.name(frame)
-        for listener in self._listeners:
-            listener.after(self, call, failed=False)
+            self.tags.name(call, frame)
+        self.listener.after(self, call, failed=False)
         if isinstance(result, tuple) and path:
             self._without_graph(call, given, result, place, args)
         return result
@@ -319,7 +314,7 @@ class WatchMode(Record, TorchFunctionMode):
             kind, place, function or call.name, [each for each in graphs if each.requires_grad]
         )
         self.cuts.remember(lost, (cut,), place, call.name)
-        self._tell(cut, args)
+        self.listener.cut(cut, args)
 
     def _failed(self, case: FailedPass, call: Pass) -> None:
         """Explain, and then tag the nodes that the failing pass ran: what it freed, and all above,
@@ -328,8 +323,7 @@ class WatchMode(Record, TorchFunctionMode):
         _explain.note(case.error, partial(_explain.of_pass, case))
         fresh = {node: case.graph[node] for node in case.nodes if self.tags.tag(node) is None}
         self.tags.freed(call, list(_saved.leading_to(fresh, case.freed(fresh))))
-        for listener in self._listeners:
-            listener.after(self, call, failed=True)
+        self.listener.after(self, call, failed=True)
 
 
 # --- inference mode, which hands no call on: its two methods tell the watches of their thread while
@@ -374,16 +368,10 @@ class Watch(_settings.Offered[Any]):
         ['Tensor.backward']
     """
 
-    def __init__(self, *listeners: Listener) -> None:
-        self.record = WatchMode(*listeners)
+    def __init__(self, listener: Listener = NOBODY) -> None:
+        self.record = WatchMode(listener)
         super().__init__(self.record.begin, "hodiff.graph.watch")
         self.passes = self.record.passes
-
-    def __init_subclass__(cls) -> None:  # its frames would pass for the user's
-        if not cls.__module__.startswith("hodiff."):
-            raise TypeError(
-                "hodiff.graph.Watch cannot be subclassed; hold one, and read its .passes."
-            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied, or pickled."""
@@ -529,18 +517,14 @@ class Lifetime(Watch):
         super().__init__(recorder)
         self.spans = recorder.all_spans
 
-    def _rows(self) -> list[Line]:
-        return list(
-            dict.fromkeys(span.line for span in sorted(self.spans, key=lambda span: span.start))
-        )[:ROWS]
-
     def __str__(self) -> str:
         lines = [f"{len(self.passes)} backward passes"]
         lines += [
             f"  pass {call.number}: {call}{'   retained' if call.retained else ''}"
             for call in self.passes[:ROWS]
         ]
-        for line in self._rows():
+        spans = sorted(self.spans, key=lambda span: span.start)
+        for line in list(dict.fromkeys(span.line for span in spans))[:ROWS]:
             lines.append(f"{quoted(line)}")
             for span in [span for span in self.spans if span.line == line][:ROWS]:
                 verb = {"freed": "freed by", "held": "kept by", "missing": "MISSING in"}[span.state]

@@ -176,10 +176,9 @@ class CompiledStep(Unlike, Generic[R]):
             return self._whole(*args, **kwargs)
         result = self._run(args, kwargs)
         call = self._call
-        graph, inputs = call.graph, call.inputs
-        if graph is None:
+        if call.graph is None:
             return result
-        leaves = [inputs[i] for i in graph.wanted]
+        leaves = [call.inputs[i] for i in call.graph.wanted]
         check_wrappers(leaves)
         value, aux = result if self._has_aux else (result, None)
         value = HandOver.apply(value, call.gradients, *leaves)

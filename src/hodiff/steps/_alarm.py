@@ -27,12 +27,9 @@ class Before:
     """
 
     def __init__(self, graph: StepGraph, inputs: Sequence[Any]) -> None:
-        on_gpu = torch.cuda.is_initialized()
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        )
         self.tensors = [inputs[i] for i in graph.written]
-        self.random = RandomState(self.device)
+        on_gpu = torch.cuda.is_initialized()
+        self.random = RandomState(torch.device(torch.cuda.current_device() if on_gpu else "cpu"))
         self.values = [x.detach().clone() for x in self.tensors]
 
     def restore(self) -> None:
@@ -100,7 +97,7 @@ class EagerCheck:
         moved = self._moved()
         results = graph.run(*moved)
         close = [
-            results[graph.value],
+            results[0],
             *self._whole(results[graph.outputs :]),
             *(moved[i] for i in graph.written),
         ]

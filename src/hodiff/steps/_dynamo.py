@@ -215,9 +215,10 @@ class Followed:
         grads = [node for node in nodes if node.target is torch.autograd.grad]
         increments = sum("_grad_increment_nesting" in str(node.target) for node in nodes)
         self.order = 1 + len(grads) + increments + inside.order
-        self.batched = any("_vmap_increment_nesting" in str(node.target) for node in nodes)
-        self.batched |= (
-            any(node.kwargs.get("is_grads_batched") for node in grads) or inside.order > 0
+        self.batched = (
+            inside.order > 0
+            or any("_vmap_increment_nesting" in str(node.target) for node in nodes)
+            or any(node.kwargs.get("is_grads_batched") for node in grads)
         )
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.inner = [

@@ -58,11 +58,6 @@ class StepGraph:
         calls: How often it ran.
     """
 
-    value = 0
-    wanted: Sequence[int]
-    outputs: int
-    aux: tuple[Any, Any]
-
     def __init__(self, call: Any, given: Sequence[Any], followed: Any, backend: str) -> None:
         stand_ins = followed.stand_ins
         self.order, self.inner = followed.order, followed.inner
@@ -405,9 +400,10 @@ def clean(graph: fx.Graph) -> None:
             node.target = _aten.zeros.default
         same = _identical(node)
         if same is None and not _writes(node) and not _draws(node):
+            key = node.target, _plain(node.args), _plain(node.kwargs)
             touched = {_memory(each) for each in (node, *node.all_input_nodes)}
             if changed.isdisjoint(touched):
-                same = known.setdefault(_key(node), node)
+                same = known.setdefault(key, node)
         if same is not None and same is not node:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
@@ -421,10 +417,6 @@ def _identical(node: Any) -> Any:
     if node.target is _aten.t.default and getattr(node.args[0], "target", None) is _aten.t.default:
         return node.args[0].args[0]
     return None
-
-
-def _key(node: fx.Node) -> Any:
-    return node.target, _plain(node.args), _plain(node.kwargs)
 
 
 def _plain(argument: Any) -> Any:

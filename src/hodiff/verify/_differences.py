@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hodiff._core._arguments import Allowed
 from hodiff._core._messages import Reported
+from hodiff._core._vectors import draw
 from hodiff.calculus._first import grad
 from hodiff.graph._source import Line
 
@@ -125,14 +126,9 @@ def epsilon(point: Point) -> float:
     return torch.finfo(point[0].dtype).eps
 
 
-def normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Random numbers, shaped like a tensor."""
-    return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
-
-
 def random_direction(point: Point, generator: torch.Generator | None) -> Point:
     """A random direction of length about 1, so that one step suits every number of variables."""
-    parts = tuple(normal(leaf, generator) for leaf in point)
+    parts = tuple(draw(leaf.shape, leaf, "gaussian", generator) for leaf in point)
     length = norm(parts).clamp_min(torch.finfo(torch.float32).tiny)
     return tuple(part / length for part in parts)
 
@@ -263,9 +259,8 @@ class Cause:
 
 def cause(kind: Kind, line: Line | None, reason: str, fix: str) -> Cause:
     """A cause at a line of the user's code; None where no line is to blame."""
-    if line is None:
-        return Cause(kind, "", 0, "", f"{reason}.", fix)
-    return Cause(kind, line.file, line.number, line.text if line.file else "", f"{reason}.", fix)
+    line = line or Line("", 0)
+    return Cause(kind, line.file, line.number, line.text, f"{reason}.", fix)
 
 
 @dataclass(frozen=True, repr=False)

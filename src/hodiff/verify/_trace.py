@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, Self, final
 
@@ -24,12 +25,13 @@ from torch.overrides import TorchFunctionMode
 import hodiff.errors
 from hodiff._core import _arguments, _messages, _settings, _tree, _versions
 from hodiff._core._lending import EvaluationContext
+from hodiff._core._vectors import draw
 from hodiff.curvature._staleness import variables
 from hodiff.graph import _record
 from hodiff.graph._names import HIDDEN, marked, path_of, user_frames
 from hodiff.graph._record import CUT, GRADIENT, PASS, PLAIN, tensors_in
-from hodiff.graph._source import Line, lines_of
-from hodiff.verify._differences import Cause, Point, cause, normal
+from hodiff.graph._source import Line
+from hodiff.verify._differences import Cause, Point, cause
 
 Key = tuple[Any, ...]
 Function = Callable[..., Any]
@@ -50,22 +52,20 @@ _COPIES = (
 
 
 class Place(NamedTuple):
-    """The place of a call: the user's lines, innermost first, and every frame on the way there."""
+    """The place of a call: the innermost line of the user's, and every frame on the way there."""
 
-    lines: tuple[Line, ...]
+    line: Line
     frames: tuple[tuple[str, int, str], ...]
-
-    @property
-    def line(self) -> Line:
-        """The innermost line of the user's."""
-        return self.lines[0] if self.lines else Line("", 0)
 
     @property
     def inside(self) -> str:
         """The function of a library in which it was called; empty in the user's own code."""
         file, number, name = self.frames[0] if self.frames else ("", 0, "")
-        mine = self.lines and self.lines[0] == Line(file, number)
-        return "" if mine or not file else f"{name} ({os.path.basename(file)}:{number})"
+        return (
+            ""
+            if not file or self.line == Line(file, number)
+            else f"{name} ({os.path.basename(file)}:{number})"
+        )
 
     def is_named(self, places: Iterable[Any]) -> bool:
         """Whether one of `places` is a function, or a line (`net.py:12`), on the way to it."""
@@ -142,7 +142,8 @@ class _Counting(TorchFunctionMode):
 
     def place(self, frame: FrameType) -> Place:
         """The place of a call."""
-        lines = lines_of(path_of(frame, marked(self._entered)))
+        path = path_of(frame, marked(self._entered))
+        line = path[0].line if path else Line("", 0)
         frames, each = [], frame
         while each is not None and each is not self._entered:
             file = each.f_code.co_filename
@@ -152,7 +153,7 @@ class _Counting(TorchFunctionMode):
             if not thin:
                 frames.append((file, each.f_lineno or 0, each.f_code.co_name))
             each = each.f_back
-        return Place(lines, tuple(frames))
+        return Place(line, tuple(frames))
 
 
 def _is_ours(frame: FrameType | None) -> bool:
@@ -208,16 +209,13 @@ class Recorder(_Counting):
             if decided is not None:
                 self.choices[key] = decided, name, self.place(frame)
         if attached:
-            self._look(kind, key, name, _changed(name, args, result), frame)
+            changed = _changed(name, args, result)
+            cut = _cut_of(kind, name, changed, frame)
+            if cut not in ("", "inside a Function", "checkpoint"):
+                self.sites.append(Site(key, cut, name, self.place(frame), _constants(changed)))
             if before is not None and _differentiable(result):
                 self.calls.append(Called(func, *before, self.place(frame)))
         return result
-
-    def _look(self, kind: int, key: Key, name: str, result: Any, frame: FrameType) -> None:
-        """Note a result that should have a graph, and has none."""
-        cut = _cut_of(kind, name, result, frame)
-        if cut not in ("", "inside a Function", "checkpoint"):
-            self.sites.append(Site(key, cut, name, self.place(frame), _constants(result)))
 
 
 def _cut_of(kind: int, name: str, result: Any, frame: FrameType) -> str:
@@ -302,7 +300,7 @@ def _differentiable(result: Any) -> bool:
 def _decided(result: Any) -> Any:
     """The decision that a result carries: a truth value, an index; None for real numbers."""
     if isinstance(result, bool):
-        return result
+        return (torch.tensor(result, device="cpu"),)
     values = [
         t.detach().clone()
         for t in tensors_in(result)
@@ -326,19 +324,13 @@ def _at(*points: float) -> Sides:
     return lambda given, args, kwargs: [(given[0] - point).sign() for point in points]
 
 
-def _beyond(default: float, *names: str) -> Sides:
+def _beyond(
+    given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterable[Tensor]:
     """Kinks at plus and minus a number that is the second argument."""
-
-    def sides(
-        given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Iterable[Tensor]:
-        bound = next(
-            (kwargs[name] for name in names if name in kwargs),
-            args[1] if len(args) > 1 else default,
-        )
-        return (given[0] - bound).sign(), (given[0] + bound).sign()
-
-    return sides
+    named = [kwargs[name] for name in ("lambd", "threshold") if name in kwargs]
+    bound = [*named, *args[1:], 0.5][0]
+    return (given[0] - bound).sign(), (given[0] + bound).sign()
 
 
 def _clamped(
@@ -361,16 +353,12 @@ def _larger(
     return whole.flatten().argmax(), whole.flatten().argmin()
 
 
-def _pooled(name: str) -> Sides:
+def _pooled(
+    name: str, given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterable[Tensor]:
     """The place of each maximum."""
-
-    def sides(
-        given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Iterable[Tensor]:
-        options = {key: value for key, value in kwargs.items() if key != "return_indices"}
-        return (getattr(F, f"{name}_with_indices")(given[0], *args[1:], **options)[1],)
-
-    return sides
+    options = {key: value for key, value in kwargs.items() if key != "return_indices"}
+    return (getattr(F, f"{name}_with_indices")(given[0], *args[1:], **options)[1],)
 
 
 _POOLS = [f"{kind}max_pool{n}d" for n in (1, 2, 3) for kind in ("", "adaptive_")]
@@ -382,7 +370,7 @@ KINKS: dict[str, Sides] = {
     **dict.fromkeys(("abs", "abs_", "absolute", "__abs__", "sign", "sgn"), _at(0)),
     **dict.fromkeys(("hardswish", "hardsigmoid"), _at(-3, 3)),
     "relu6": _at(0, 6),
-    **dict.fromkeys(("hardshrink", "softshrink", "threshold"), _beyond(0.5, "lambd", "threshold")),
+    **dict.fromkeys(("hardshrink", "softshrink", "threshold", "_threshold"), _beyond),
     **dict.fromkeys(("clamp", "clamp_", "clip", "clamp_min", "clamp_max", "clamp_min_"), _clamped),
     "hardtanh": lambda given, args, kwargs: [
         *_clamped(given, args, kwargs),
@@ -393,16 +381,17 @@ KINKS: dict[str, Sides] = {
         lambda given, args, kwargs: (given[0].floor(), given[0].round(), given[0].sign()),
     ),
     **dict.fromkeys(
-        ("max", "min", "amax", "amin", "maximum", "minimum", "fmax", "fmin", "aminmax"), _larger
+        (
+            *("max", "min", "amax", "amin", "maximum", "minimum", "fmax", "fmin", "aminmax"),
+            "l1_loss",
+        ),
+        _larger,
     ),
     **dict.fromkeys(
         ("median", "nanmedian", "kthvalue", "quantile"),
         lambda given, args, kwargs: (given[0].flatten().argsort(stable=True),),
     ),
-    **{name: _pooled(name) for name in _POOLS},
-    "l1_loss": lambda given, args, kwargs: (
-        ((given[0] - given[1]).sign(),) if len(given) > 1 else ()
-    ),
+    **{name: partial(_pooled, name) for name in _POOLS},
 }
 """How each piecewise function's pieces are told apart, by the function's name."""
 
@@ -473,7 +462,7 @@ class ScalarEvaluation:
         self._weights = (
             torch.ones((), device="cpu")
             if self.output.numel() == 1
-            else normal(self.output, generator)
+            else draw(self.output.shape, self.output, "gaussian", generator)
         )
 
     def run(self, leaves: Point) -> Any:
@@ -529,6 +518,7 @@ class ScalarEvaluation:
 
 
 SHOWN = 4
+ELSEWHERE = "check at another point (move x a little), or write a function that is smooth there."
 
 
 def states(f: Callable[..., Any]) -> dict[str, Any]:
@@ -553,29 +543,15 @@ def _state(value: Any) -> Any:
 def remarks(
     evaluation: ScalarEvaluation, f: Callable[..., Any], before: Mapping[str, Any]
 ) -> list[Cause]:
-    """All that can be told, after the first run; `f` runs three times more.
+    """The state that `f` leaves behind for its next call, and random numbers; told after the
+    first run, and `f` runs once more.
 
     Args:
         f: The function.
         before: Its `states` before it ran.
     """
-    noted = _kept(evaluation, f, before)
-    if evaluation.drew:
-        noted.append(
-            cause(
-                "random",
-                None,
-                "it draws random numbers",
-                "each evaluation draws the same ones (dropout).",
-            )
-        )
-    return noted
-
-
-def _kept(
-    evaluation: ScalarEvaluation, f: Callable[..., Any], before: Mapping[str, Any]
-) -> list[Cause]:
-    """The state that `f` leaves behind for its next call."""
+    fix = "each evaluation draws the same ones (dropout)."
+    random = [cause("random", None, "it draws random numbers", fix)] if evaluation.drew else []
     now = states(f)
     changed = [name for name, state in before.items() if now.get(name, state) != state]
     names = [f"the variable {name}" for name in changed]
@@ -583,7 +559,7 @@ def _kept(
     again = evaluation.run(evaluation.point)
     differs = again.shape != evaluation.output.shape or not torch.equal(again, evaluation.output)
     if not names and not differs:
-        return []
+        return random
     shown = ", ".join(names[:SHOWN]) + (
         f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     )
@@ -598,7 +574,7 @@ def _kept(
         else ""
     )
     fix = "let f compute what it needs each time, and return what it would keep."
-    return [cause("state", None, f"{what}{value}", fix)]
+    return [cause("state", None, f"{what}{value}", fix), *random]
 
 
 # --- kinks and jumps: decisions that fall otherwise right beside a point --------------------------
@@ -618,21 +594,9 @@ def kinks(evaluation: ScalarEvaluation, direction: Point, step: float) -> list[C
     by_place: dict[tuple[Line, str], Cause] = {}
     for key in right.keys() & left.keys():
         (one, name, place), (other, *_) = right[key], left[key]
-        if not _same(one, other):
+        if len(one) != len(other) or not all(map(torch.equal, one, other)):
             reason = (
                 f"{name} has a kink or a jump here, at x: the derivatives of the two sides differ"
             )
-            fix = (
-                "check at another point (move x a little), or write a function that is smooth "
-                "there."
-            )
-            by_place[place.line, name] = cause("kink", place.line, reason, fix)
+            by_place[place.line, name] = cause("kink", place.line, reason, ELSEWHERE)
     return list(by_place.values())
-
-
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    return one == other

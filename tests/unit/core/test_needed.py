@@ -121,7 +121,7 @@ def test_a_public_name_that_is_gone_is_said_in_words() -> None:
 
 def test_explanations_that_are_off_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_saved, "_states_are_told", lambda: False)
-    for cached in (_saved.answers, _saved.works, _messages.warn_once):
+    for cached in (_saved.answers, _messages.warn_once):
         cached.cache_clear()
     y = torch.ones(2, requires_grad=True).sin().sum()
     try:
@@ -129,8 +129,7 @@ def test_explanations_that_are_off_say_so_once(monkeypatch: pytest.MonkeyPatch) 
             verdicts = [hodiff.graph.predict(y).verdict for _ in range(2)]
         assert verdicts == ["maybe", "maybe"] and len(caught) == 1
     finally:
-        for cached in (_saved.answers, _saved.works):
-            cached.cache_clear()
+        _saved.answers.cache_clear()
 
 
 def test_kernels_that_have_no_key_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:

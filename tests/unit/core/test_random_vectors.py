@@ -42,8 +42,6 @@ def test_nobody_else_draws_them():
         "hodiff._core._independence",
         "hodiff.curvature._process_group",  # the factors of a checksum, a seed for all processes
         "hodiff.sharded._layout",  # a seed for all processes
-        "hodiff.verify._differences",
-        "hodiff.verify._check",  # weights of an operation's outputs
         "hodiff.steps._backends",  # the name of an operation, for which it has another
         "hodiff.cli._tour",
     }

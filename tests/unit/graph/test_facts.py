@@ -934,9 +934,9 @@ def test_which_passes_look_for_names():
     with watch() as record:
         built, freed = w.exp(), w.sin()
         torch.autograd.grad(built.sum(), w, create_graph=True)
-        assert record.record.tags.held_at(built.grad_fn) is None  # the gradient's graph is differentiated at once
+        assert record.record.tags.held(built.grad_fn)[0] is None  # the gradient's graph is differentiated at once
         torch.autograd.grad(freed.sum(), w, create_graph=True, retain_graph=False)
-        assert record.record.tags.held_at(freed.grad_fn) is record.passes[1]
+        assert record.record.tags.held(freed.grad_fn)[0] is record.passes[1]
 
 
 def test_what_a_shell_keeps_is_no_name():
@@ -979,7 +979,6 @@ def test_paths_are_found_again_and_forgotten(monkeypatch):
     assert numbers[:5] == numbers[5:]
     assert len(set(numbers)) == 5
     assert len(paths._numbers) <= 3
-    assert len(paths._alive) <= 3
     assert [paths[number][0].number for number in numbers[:5]] == [2, 3, 4, 5, 6]
 
 

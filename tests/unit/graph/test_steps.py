@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import optimizer as _optimizer
 from torch.overrides import TorchFunctionMode
 
-from hodiff.graph import _saved
+from hodiff._core import _settings
 from hodiff.graph._record import Listener
 from hodiff.graph._watch import Watch
 from tests.support.limits import in_threads
@@ -198,7 +198,7 @@ def test_no_place_is_taken_above_a_mode_that_was_entered_since():
             kept = error
         with Outer() as outer:
             del kept  # and with it the frame of the step
-            assert _saved.innermost(outer)
+            assert _settings.those_on(TorchFunctionMode)[-1] is outer
         assert torch._C._len_torch_function_stack() == 1
     assert torch._C._len_torch_function_stack() == 0
 

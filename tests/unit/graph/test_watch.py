@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hodiff
-from hodiff.graph import Watch, _explain, _record, explain, watch
+from hodiff.graph import _explain, _record, explain, watch
 from hodiff.graph._case import Explanation
 from tests.support.limits import in_threads
 from tests.support.releases import since
@@ -235,7 +235,7 @@ def test_the_log_is_bounded_and_keeps_what_ran_once(monkeypatch):
         for _ in range(200):
             z = a.sin()
             z = z.cos()
-    assert len(record.record._log) <= 60
+    assert len(record.record._log._entries) <= 60
     assert record.record.made(y.grad_fn).text == "y = a.exp()"
     assert not record.record.ran_again(y.grad_fn, record.passes[0])
     assert record.record.ran_again(z.grad_fn, record.passes[0])
@@ -247,10 +247,10 @@ def test_the_log_itself(monkeypatch):
     log, lines = _record.Log(), range(3)
     log.add(0, 2, lines[0])
     log.add(2, 3, lines[0])  # the same line goes on: one entry
-    assert len(log) == 1
+    assert len(log._entries) == 1
     for place in range(5, 105, 2):
         log.add(place, place + 1, lines[1 + place // 2 % 2])
-    assert len(log) <= 9
+    assert len(log._entries) <= 9
     assert [log.line(place) for place in (0, 2, 3, 4, 5, 6, 103, 104)] == [
         *[lines[0], lines[0], None, None],  # nobody was seen at 3 and 4
         *[lines[1], None, lines[2], None],
@@ -268,7 +268,7 @@ def test_passes_that_build_graphs_do_not_outgrow_the_log(monkeypatch):
         for _ in range(200):
             torch.autograd.grad(y, a, create_graph=True)
             torch.autograd.grad(y, a, create_graph=True)
-    assert len(record.record._log) <= 60
+    assert len(record.record._log._entries) <= 60
 
 
 def test_what_was_cut_is_forgotten_with_its_tensor():
@@ -280,12 +280,6 @@ def test_what_was_cut_is_forgotten_with_its_tensor():
     assert list(record.record.cuts.known) == [id(kept)]
     (cut,) = record.record.cuts.places(kept)
     assert (cut.kind, cut.line.text, cut.leaves) == ("detached", "kept = a.detach()", [a])
-
-
-def test_a_subclass_is_refused():
-    """Its frames would pass for the user's, and every line reported would be its own."""
-    with pytest.raises(TypeError, match="Watch cannot be subclassed"):
-        type("Mine", (Watch,), {})
 
 
 def test_second_derivatives():

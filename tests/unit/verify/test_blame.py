@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hodiff
-from hodiff.verify import _check
+from hodiff import verify
 from tests.support.modules import BY_NAME
 
 HERE = Path(__file__)
@@ -163,6 +163,9 @@ def test_a_hook_of_a_module_is_named():
         (lambda x: torch.maximum(x, x**2).sum(), "maximum"),  # kink
         (lambda x: x**2 if x.sum() > 3 else x, "gt"),  # kink
         (lambda x: F.hardtanh(x).sum(), "hardtanh"),  # kink
+        (lambda x: F.threshold(x, 1.0, 0.0).sum(), "threshold"),  # kink
+        (lambda x: F.hardshrink(x, 1.0).sum(), "hardshrink"),  # kink
+        (lambda x: F.max_pool1d(x.unsqueeze(0), 2).sum(), "max_pool1d"),  # kink
         (lambda x: F.l1_loss(x, torch.ones_like(x)), "l1_loss"),  # kink
     ],
 )
@@ -192,10 +195,10 @@ def test_a_kink_of_a_function_of_torch_itself(f, at):
 def test_what_is_too_rough_to_compare_is_not_called_wrong(monkeypatch):
     """An operation, alone: only what disagrees is blamed."""
     x = point().requires_grad_()
-    wrong = lambda: _check._first_wrong(torch.sin, (x,), {}, 1, ())
-    monkeypatch.setattr(_check, "compare", lambda *_: SimpleNamespace(verdict="disagrees"))
+    wrong = lambda: verify._first_wrong(torch.sin, (x,), {}, 1, ())
+    monkeypatch.setattr(verify, "compare", lambda *_: SimpleNamespace(verdict="disagrees"))
     assert wrong() is not None
-    monkeypatch.setattr(_check, "compare", lambda *_: SimpleNamespace(verdict="inconclusive"))
+    monkeypatch.setattr(verify, "compare", lambda *_: SimpleNamespace(verdict="inconclusive"))
     assert wrong() is None
 
 

@@ -56,9 +56,7 @@ def test_vector_outputs_are_checked_by_random_weights():
 
 
 def test_a_stop_gradient_is_found_and_placed():
-    with pytest.raises(
-        hodiff.DerivativeError, match=r"disagrees.*along x\['b'\]\)\n  direction: x\['a'\] \+= t"
-    ) as info:
+    with pytest.raises(hodiff.DerivativeError, match=r"disagrees.*along x\['b'\]\)") as info:
         hodiff.check_derivatives(lambda p: (p["a"] * p["b"].detach()).sum(), {"a": point(2), "b": point(2)}, order=1)
     report = info.value.report
     assert not report.ok
