@@ -540,7 +540,7 @@ ENTERED: dict[str, Call] = {
     "curvature/_process_group.py: _exchanging": _shared,
     "curvature/_process_group.py: raise_on_all_ranks": _shared,
     "sharded/_ranks.py: exchanging": _fully_sharded,
-    "sharded/_groups.py: Scope(self._meet)": _straight,
+    "sharded/_groups.py: Scope(self._watch)": _straight,
     "sharded/_groups.py: Scope(partial(self._enter, held))": _fully_sharded,
     "curvature/_staleness.py: one_look": lambda _: hodiff.HessianOperator(_cube, X).dense(),
     "curvature/_probes.py: EstimatorProgress": CALLS["trace"],
