@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, final, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _locks, _messages, _settings
+from hodiff._core import _arguments, _call, _locks, _settings
 from hodiff._core._arguments import SupportsArray
 from hodiff._core._records import Unlike
 from hodiff._core._tree import Leaves
-from hodiff._core._vectors import Space, sum_dtype
+from hodiff._core._vectors import Space
 from hodiff.calculus._factors import Outer, Stack
 from hodiff.curvature._memory import free_bytes, readable
 from hodiff.curvature._process_group import ProcessGroupSum
+from hodiff.curvature._records import Described
 from hodiff.curvature._staleness import one_look
 from hodiff.curvature._thin import NUMBERS, Thin, ThinMatrix
 from hodiff.errors import GraphError, HodiffWarning, InputError
@@ -37,7 +38,7 @@ Scalar = float | Tensor
 """A number, or a tensor of one element."""
 
 
-class LinearOperator(Unlike):
+class LinearOperator(Described, Unlike):
     r"""A matrix A of shape `(M, D)`, represented by its products A v.
 
     A vector has one of these forms, and the product has the same: the structure of the point (a
@@ -211,12 +212,6 @@ class LinearOperator(Unlike):
                 self._recorded(self._domain.split(normal(rows)), len(rows)), len(rows)
             )
 
-    def _recorded_forms(self, rows: Tensor) -> Tensor:
-        """The forms v'Av of each flat row, in the dtype of sums, likewise."""
-        dtype = sum_dtype(self.dtype)
-        with _settings.recording():
-            return (normal(rows).to(dtype) * self._recorded_rows(rows).to(dtype)).sum(-1)
-
     # --- size
 
     @property
@@ -241,12 +236,6 @@ class LinearOperator(Unlike):
             "dtype": str(self.dtype).removeprefix("torch."),
             "made of": self._about(),
         }
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(filter(None, self._facts().values()))})"
-
-    def _repr_html_(self) -> str:
-        return _messages.table([*self._facts().items()], type(self).__name__)
 
     # --- copies
 
