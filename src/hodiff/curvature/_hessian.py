@@ -23,8 +23,7 @@ from hodiff.curvature._data import (
     add_batch,
     check_signature,
 )
-from hodiff.curvature._data_operator import SummedOperator
-from hodiff.curvature._graph_cache import BatchGraph, Builder
+from hodiff.curvature._data_operator import BatchGraph, Builder, SummedOperator
 from hodiff.curvature._process_group import ProcessGroup
 from hodiff.errors import InputError
 
@@ -58,14 +57,10 @@ class HessianBuilder(Builder[BatchGraph]):
             else [partial(self.f, *self.args, **(self.kwargs or {}))]
         )
 
-    def evaluation(self, where: Where, batch: Any) -> OutputGraph:
-        """The sum over a batch, not yet entered."""
-        return self._evaluation(where, batch, 0, create_graph=False)
-
     def build(self, where: Where, batch: Any, number: int) -> BatchGraph:
         """The graph of one batch."""
         computed = isinstance(self.f, Tensor)
-        with self._evaluation(where, batch, number, create_graph=False) as evaluation:
+        with self.evaluation(where, batch, number) as evaluation:
             random = not computed and evaluation.context.random.moved()
             calls_back = _nodes.runs_hooks(_nodes.survey(evaluation.tensors()))
             graph = _reverse.gradient(evaluation, differentiated=True)
@@ -88,7 +83,7 @@ class HessianBuilder(Builder[BatchGraph]):
         """The products of one batch's sum with `count` vectors, which can be differentiated,
         and the batch's weight.
         """
-        with self._evaluation(where, batch, number, create_graph=True) as graph:
+        with self.evaluation(where, batch, number, create_graph=True) as graph:
             gradient = _reverse.gradient(graph, differentiated=True)
             own, leaves = (
                 [values[index] for index in chosen] for values in (gradient, graph.leaves)
@@ -98,9 +93,10 @@ class HessianBuilder(Builder[BatchGraph]):
             )
         return products, 1.0 if isinstance(self.f, Tensor) else graph.aux
 
-    def _evaluation(
-        self, where: Where, batch: Any, number: int, *, create_graph: bool
+    def evaluation(
+        self, where: Where, batch: Any, number: int = 0, *, create_graph: bool = False
     ) -> OutputGraph:
+        """The sum over a batch, not yet entered."""
         f, computed = self.f, isinstance(self.f, Tensor)
 
         def weighed(point: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -253,8 +249,7 @@ class HessianOperator(SummedOperator[BatchGraph]):
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, batch_ndim=batch_ndim, reduction=reduction,
         )  # fmt: skip
-        if checkpoint is not False:
-            self._check_blocks(f, checkpoint)
+        self._check_blocks(f, checkpoint)
 
     def _apply(self, graph: BatchGraph, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         ends = (graph.roots, graph.evaluation.leaves)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,15 +34,9 @@ def free_bytes(device: torch.device) -> int:
 
 def _machine() -> int:
     try:
-        for line in Path("/proc/meminfo").read_text("ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        said = Path("/proc/meminfo").read_text("ascii").partition("MemAvailable:")[2]
+        return int(said.split()[0]) * 1024
     except (OSError, ValueError, IndexError) as error:
-        if not is_fault(error):
-            raise
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, OSError, ValueError) as error:
         if not is_fault(error):
             raise
         return UNKNOWN
@@ -51,16 +44,11 @@ def _machine() -> int:
 
 def _container(group: Path = Path("/sys/fs/cgroup")) -> int:
     """The memory that the limit of a container leaves."""
-    if not (group / "memory.max").exists():
-        return 1 << 62
+    files = group / "memory.max", group / "memory.current"
     try:
-        limit = (group / "memory.max").read_text("ascii").strip()
-        return (
-            int(limit) - int((group / "memory.current").read_text("ascii"))
-            if limit != "max"
-            else 1 << 62
-        )
-    except (OSError, ValueError) as error:
+        limit, taken = (int(file.read_text("ascii")) for file in files)
+        return limit - taken
+    except (OSError, ValueError) as error:  # no such file, or "max"
         if not is_fault(error):
             raise
         return 1 << 62

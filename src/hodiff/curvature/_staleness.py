@@ -34,12 +34,8 @@ class Modules:
         """Raise where a module is put together otherwise than it was."""
         # what is lent just now is looked at another time; what is not, stays so while it is read
         with _locks.lock:
-            if _locks.claimed(self._assemblies):
-                return
-            for module, assembly in self._assemblies.items():
-                if _assembly(module) != assembly:
-                    break
-            else:
+            known = self._assemblies
+            if _locks.claimed(known) or known == {m: _assembly(m) for m in known}:
                 return
         raise GraphError(
             "the model has changed since the operator was made: a parameter, a submodule or its "
@@ -89,18 +85,16 @@ class Values:
         self._versions, self._fingerprint = self._now(), Fingerprint(where.tensors)
         self._looked: object = None
 
-    def check_versions(self) -> None:
-        """Raise where PyTorch has seen a tensor change."""
+    def check(self) -> None:
+        """Raise where PyTorch has seen a tensor change, or it has other values, however they came
+        there.
+
+        Several products may have one look at the values.
+        """
         versions = self._now()
         if versions != self._versions:
             pairs = zip(versions, self._versions, self._names, strict=True)
             _refuse([name for now, before, name in pairs if now != before])
-
-    def check(self) -> None:
-        """Raise where a tensor has other values, however they came there.
-
-        Several products may have one look.
-        """
         if _look.now is not None and self._looked is _look.now:
             return
         self._looked = _look.now
