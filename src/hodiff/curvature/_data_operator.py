@@ -204,7 +204,7 @@ class GraphCache(Generic[G, B]):
         self.group_sum = group_sum
         self._point = point
         self.batches = batches
-        self._budget = memory_budget
+        self.budget = memory_budget
         self._undivided = undivided
         self.where = where
         self.device = self.where.tensors[0].device
@@ -277,8 +277,8 @@ class GraphCache(Generic[G, B]):
         """The sums over this process's own batches; graphs to keep are put into `graphs`."""
         point = Values(self.where, builder.functions)
         autocast = _settings.autocast_now(self.device.type)
-        keeping = self._budget > 0
-        limit = _memory.budget(self._budget, self.device) if self.batches.given and keeping else 0
+        keeping = self.budget > 0
+        limit = _memory.budget(self.budget, self.device) if self.batches.given and keeping else 0
         sums: Leaves = []
         weights: list[float | None] = []
         dtype, largest = None, self._probed or 0
@@ -388,7 +388,7 @@ class GraphCache(Generic[G, B]):
         """Show the graph of each batch, kept or made again,
         in the state in which a product may run.
         """
-        if self.first is None and not self._budget and self.group_sum is None:
+        if self.first is None and not self.budget and self.group_sum is None:
             shown: list[int] = []
 
             def show(graph: G, number: int) -> None:
@@ -486,10 +486,6 @@ class GraphCache(Generic[G, B]):
             return self._probed or 1
         return (self.first or self.evaluate()).everywhere.largest or 1
 
-    def keeps(self, size: int) -> bool:
-        """Whether graphs of so many bytes are kept."""
-        return size <= _memory.budget(self._budget, self.device)
-
     def cached_bytes(self) -> int:
         """Bytes that the kept graphs hold; of a function without data they are
         counted by evaluating it again.
@@ -536,7 +532,7 @@ class GraphCache(Generic[G, B]):
             self._point,
             where,
             self.batches,
-            self._budget,
+            self.budget,
             self.group_sum,
             self._undivided,
         )
@@ -610,11 +606,11 @@ class Cost(_messages.Reported):
 # --- what operators over data have in common: by-products, lifetime, cost; and sums over batches --
 
 
+@dataclass(eq=False)
 class CurrentGraphs(Generic[G]):
     """The graphs of the evaluation at hand, for an operator and its blocks."""
 
-    def __init__(self, graphs: GraphCache[G, Any]) -> None:
-        self.graphs = graphs
+    graphs: GraphCache[G, Any]
 
     def _fixed(self, made: dict[int, Any]) -> Self:
         _call.refuse_stand_ins()  # of what takes several products
@@ -741,6 +737,7 @@ class DataOperator(LinearOperator, Generic[G]):
         rows, columns = self.shape[-2:]
         chunk = self._chunk_size or graphs.auto_chunk(self._domain.numel)
         chunks = -(-min(rows, columns) // chunk)
+        fits = size * count <= _memory.budget(graphs.budget, graphs.device)
         return Cost(
             size=columns,
             dense_bytes=self.shape.numel() * itemsize,
@@ -753,7 +750,7 @@ class DataOperator(LinearOperator, Generic[G]):
             evaluations=again,
             passes=count * through + again * build,
             dense_passes=count * through * chunks + again * build,
-            peak_bytes=peak + (size * (count - 1) if graphs.keeps(size * count) else 0),
+            peak_bytes=peak + (size * (count - 1) if fits else 0),
         )
 
     def _try(self, parts: Leaves, graph: G) -> None:

@@ -26,7 +26,6 @@ from hodiff.curvature._probes import (
     flat_product,
     is_recorded,
     kept_vectors,
-    power_of_two,
     source,
     warn_not_converged,
 )
@@ -494,8 +493,10 @@ class Search:
 
 def _unit(products: Tensor, inner: Inner) -> float:
     """The unit of products: 1 where their squares have room, 0 where all are 0."""
-    unit = power_of_two(products, inner)
-    return 1.0 if 2**-20 < unit < 2**20 else unit
+    largest = inner.amax(products.reshape(-1))
+    if 2**-20 < largest < 2**20 or not largest:
+        return float(largest > 0)
+    return float(_vectors.near(products.new_tensor(largest)))
 
 
 # --- an orthonormal basis of a Krylov space with full reorthogonalization -------------------------

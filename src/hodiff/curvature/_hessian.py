@@ -36,26 +36,21 @@ class HessianBuilder(Builder[BatchGraph]):
     Attributes:
         f: The function, or a tensor already computed.
         weigh: Turns what the function returns into `(sum, weight)`.
-        strict: And the rest: keywords of the operator, as they were given.
+        checkpoint: `checkpoint=` of the operator.
+        options: Its keywords that a call takes, as they were given.
     """
 
     f: Callable[..., Any] | Tensor
     weigh: Weighted
-    strict: bool | None
-    allow: Allowed
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any] | None
-    batch_ndim: int = 0
-    checkpoint: Checkpoint = False
+    checkpoint: Checkpoint
+    options: Mapping[str, Any]
 
     @property
     def functions(self) -> Sequence[Any]:
         """The function, with its further arguments."""
-        return (
-            ()
-            if isinstance(self.f, Tensor)
-            else [partial(self.f, *self.args, **(self.kwargs or {}))]
-        )
+        if isinstance(self.f, Tensor):
+            return ()
+        return [partial(self.f, *self.options["args"], **(self.options["kwargs"] or {}))]
 
     def build(self, where: Where, batch: Any, number: int) -> BatchGraph:
         """The graph of one batch."""
@@ -114,8 +109,7 @@ class HessianBuilder(Builder[BatchGraph]):
             what = _blocks.in_blocks(what, where, self.checkpoint)
         return OutputGraph(call(
             what, where, passes=2, create_graph=create_graph, has_aux=not computed,
-            keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args,
-            kwargs=self.kwargs, batch_ndim=self.batch_ndim,
+            keep=not create_graph, **self.options,
         ))  # fmt: skip
 
 
@@ -240,11 +234,14 @@ class HessianOperator(SummedOperator[BatchGraph]):
     ) -> None:
         _arguments.check_arguments(args, kwargs)
         _check_function(f, data, args, kwargs)
+        options = {
+            "strict": strict, "allow": allow, "args": args, "kwargs": kwargs,
+            "batch_ndim": batch_ndim,
+        }  # fmt: skip
         super().__init__(
             where, data,
             lambda batches, _: HessianBuilder(
-                f, Weighted(batches, batch_weight, reduction=reduction), strict, allow, args,
-                kwargs, batch_ndim, checkpoint,
+                f, Weighted(batches, batch_weight, reduction=reduction), checkpoint, options
             ),
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, batch_ndim=batch_ndim, reduction=reduction,

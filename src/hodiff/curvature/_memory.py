@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _settings
-from hodiff._core._arguments import kind
+from hodiff._core._arguments import is_number, shown
 from hodiff._core._faults import is_fault
 from hodiff._core._settings import DispatchMode
 from hodiff.errors import InputError
@@ -44,11 +44,16 @@ def _machine() -> int:
 
 def _container(group: Path = Path("/sys/fs/cgroup")) -> int:
     """The memory that the limit of a container leaves."""
-    files = group / "memory.max", group / "memory.current"
+    if not (group / "memory.max").exists():
+        return 1 << 62
     try:
-        limit, taken = (int(file.read_text("ascii")) for file in files)
-        return limit - taken
-    except (OSError, ValueError) as error:  # no such file, or "max"
+        limit = (group / "memory.max").read_text("ascii").strip()
+        return (
+            int(limit) - int((group / "memory.current").read_text("ascii"))
+            if limit != "max"
+            else 1 << 62
+        )
+    except (OSError, ValueError) as error:
         if not is_fault(error):
             raise
         return 1 << 62
@@ -72,13 +77,9 @@ def budget(value: float, device: torch.device) -> int:
 
 def check_budget(value: Any) -> None:
     """Raise unless `memory_budget=` is a number of bytes or a fraction."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value) or value < 0 or (isinstance(value, float) and value > 1):
         raise InputError(
-            f"memory_budget: got {kind(value)}, expected bytes (int) or a fraction (float)."
-        )
-    if not value >= 0 or (isinstance(value, float) and value > 1):
-        raise InputError(
-            f"memory_budget: got {value!r}, expected bytes (an int, 0 to keep nothing), or a "
+            f"memory_budget: got {shown(value)}, expected bytes (an int, 0 to keep nothing), or a "
             f"fraction of the free memory (a float from 0.0 to 1.0)."
         )
 
@@ -130,19 +131,15 @@ class LiveBytes(DispatchMode):
         outputs = func(*args, **(kwargs or {}))
         before = {storage._cdata for storage in _storages([*args, *(kwargs or {}).values()])}
         for storage in _storages([outputs]):
+            now, key = self.now, storage._cdata
             # a view, or an argument changed in place, is no new memory
-            if storage._cdata not in before:
-                self._count(storage)
+            if key not in before and key not in self._known:
+                reference, size = weakref.ref(storage, self._gone.append), storage.nbytes()
+                self._known.add(key)
+                self._alive[id(reference)] = reference, key, size
+                self._now = now + size
+                self.peak = max(self.peak, self._now)
         return outputs
-
-    def _count(self, storage: Any) -> None:
-        now, key = self.now, storage._cdata
-        if key not in self._known:
-            reference, size = weakref.ref(storage, self._gone.append), storage.nbytes()
-            self._known.add(key)
-            self._alive[id(reference)] = reference, key, size
-            self._now = now + size
-            self.peak = max(self.peak, self._now)
 
 
 def _storages(values: Sequence[Any]) -> list[Any]:

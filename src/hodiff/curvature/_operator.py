@@ -287,32 +287,23 @@ class LinearOperator(Described, Unlike):
     def __rmatmul__(self, u: Any) -> Any:
         """`u @ A`: the row vector u'A, or, for a `(K, M)` matrix, K of them as rows."""
         u = self._range.as_tensors(u)
-        if self._domain.batch:
-            return self.T @ u
-        if isinstance(u, Tensor) and u.ndim == 2 and u.shape[1] == self.shape[0]:
+        rows = isinstance(u, Tensor) and u.ndim == 2 and not self._domain.batch
+        if rows and u.shape[1] == self.shape[0]:
             return (self.T @ u.T).T
-        if (
-            isinstance(u, Tensor)
-            and u.ndim == 2
-            and u.shape[0] == self.shape[0]
-            and [u.shape] != self._range.shapes
-        ):
+        if rows and u.shape[0] == self.shape[0] and [u.shape] != self._range.shapes:
             raise InputError(
                 f"u has shape {tuple(u.shape)}, expected ({len(u)},), or (K, {len(u)}) for K "
                 f"vectors; several vectors on the left are rows: give u.T."
             )
         return self.T @ u
 
-    def _applied(self, v: Any, live: str | None = None) -> Any:
-        """`A @ v`; without `live`, of which nobody is told that it is detached:
-        a step on the way to another result.
-        """
+    def _applied(self, v: Any, live: str) -> Any:
+        """`A @ v`, of which it is said that it is detached, if something is `live`."""
         domain, target = self._domain, self._range
         with self._raise_on_all_ranks():
             kind, parts, count, tree = domain.parse(v)
             requiring = True in [part.requires_grad for part in parts]
-            if live is not None:
-                say_detached("A @ v", live or ("v requires grad" if requiring else ""))
+            say_detached("A @ v", live or ("v requires grad" if requiring else ""))
             if requiring:
                 _call.refuse_transforms()
                 parts = [part.detach() for part in parts]
@@ -425,11 +416,10 @@ class LinearOperator(Described, Unlike):
         """
         if self._domain.layout is not None:
             self._domain.layout.refuse_flat("A.flatten")
+        v = self._domain.as_tensors(v)
         vectors = self._domain.parse(v)
-        if vectors.kind == "columns":
-            return v if self._domain.batch else vectors.parts[0]
-        if vectors.kind == "flat":
-            return v if isinstance(v, Tensor) else self._domain.join(vectors.parts, None)
+        if vectors.kind in ("flat", "columns"):
+            return v
         joined = self._domain.join(vectors.parts, vectors.number)
         return joined if vectors.number is None else joined.movedim(0, -1)
 
@@ -649,15 +639,12 @@ def as_number(value: object, sign: str) -> float:
     if isinstance(value, Tensor):
         _call.refuse_stand_ins()
         _call.refuse_tangent(value, f"the number after {sign}")
-        single = not value.is_nested and value.numel() == 1
-        if single and not value.requires_grad:
+        if not (value.is_nested or value.requires_grad) and value.numel() == 1:
             return float(value)
-        kind = "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
-        what = "a tensor that requires grad" if single else kind
     elif isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)
-    else:
-        what = _arguments.kind(value)
+    live = isinstance(value, Tensor) and value.requires_grad
+    what = "a tensor that requires grad" if live else _arguments.kind(value)
     raise InputError(
         f"operator {sign} {what}: expected a number or an operator; wrap a matrix: "
         "hodiff.MatrixOperator(A)."

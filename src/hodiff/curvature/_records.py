@@ -40,9 +40,6 @@ class Described(ABC):
 class Shown(Described, NoNumber):
     """A record that shows what a reader asks first: the value, how good it is, what it took."""
 
-    value: Any
-    products: int
-
 
 def _bare(text: str, heading: str) -> str:
     """The text of a fact, without the heading that stands before it."""

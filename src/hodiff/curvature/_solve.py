@@ -51,7 +51,6 @@ from hodiff.curvature._probes import (
 from hodiff.curvature._records import SolveRecord, Status
 from hodiff.errors import InputError
 
-Ints = list[int]
 Method = Literal["cg", "minres", "gmres", "neumann"]
 V = TypeVar("V")
 
@@ -307,7 +306,6 @@ def attempt(
     operator = check_square(
         operator, "solve", symmetric=symmetric, instead="method='gmres'", stacks=True
     )
-    as_float(damping, "damping")
     limit = _limit(operator, method, rtol, products, iterations)
     sides = Sides(operator, b)
     every = [rtol or default_rtol(operator.dtype)] * sides.count
@@ -327,7 +325,9 @@ def attempt(
 
     with EstimatorProgress("solve", operator, limit, callback, progress) as watch:
 
-        def run(r: Tensor, goals: list[float], left: Ints, at: Ints, end: Solutions) -> Solutions:
+        def run(
+            r: Tensor, goals: list[float], left: list[int], at: list[int], end: Solutions
+        ) -> Solutions:
             def shown(spent: int) -> SolveRecord[Any]:
                 now = end.running(at, block.so_far(), sides.sizes)
                 return sides.record(now, spent, asked=False)

@@ -440,9 +440,8 @@ def attached(
     if check(given["batch_ndim"], "batch_ndim", least=0):
         check_stack(where, None, given["batch_ndim"])
     limit = given["gradient_tol"]
-    number = _arguments.is_number(limit) or (isinstance(limit, float) and limit == math.inf)
-    if limit is not None and not (number and limit >= 0):
-        raise InputError(f"gradient_tol: got {limit!r}, expected a number of at least 0, or None.")
+    if limit is not None and limit != math.inf:
+        _arguments.check_number(limit, "gradient_tol", least=0, more=", or None")
     # The residual at the values; and in a differentiable result, with a derivative for each link.
     linked = _call.call(
         f, where, 1, True, args=args, kwargs=kwargs, batch_ndim=given["batch_ndim"],
@@ -639,9 +638,9 @@ class Transposed(LinearOperator):
         self._symmetric = symmetric
         self._space = graph.call.where.space().side(graph.call.batch_ndim)
         self._linear: tuple[Leaves, Leaves] | None = None
-        self._calls_back = _nodes.runs_hooks(
-            _nodes.survey([part for part in residual if part.requires_grad])
-        )
+        survey = _nodes.survey([part for part in residual if part.requires_grad])
+        self._calls_back = _nodes.runs_hooks(survey)
+        self._together = _reverse.auto_chunk(survey, graph.leaves)
 
     @property
     def symmetric(self) -> bool:
@@ -651,11 +650,6 @@ class Transposed(LinearOperator):
     def ready(self) -> AbstractContextManager[Any]:
         """The state in which passes may run."""
         return self._graph.resumed() if self._calls_back else _settings.recording()
-
-    @functools.cached_property
-    def _together(self) -> int:
-        survey = _nodes.survey([part for part in self._residual if part.requires_grad])
-        return _reverse.auto_chunk(survey, self._graph.leaves)
 
     def _chunk(self, count: int) -> int:
         return min(count, self._together)

@@ -112,65 +112,62 @@ class Move(NamedTuple):
     def _group(self, dim: int) -> Any:
         return self.mesh.get_group(dim % self.mesh.ndim)
 
+    def adjoint(self) -> Move:
+        """The move back."""
+        return self._replace(gathers=not self.gathers)
+
+
+class Mean(NamedTuple):
+    """The mean over the processes of tensors that each has whole, or what is averaged in each pass.
+
+    Attributes:
+        mesh: The mesh of the processes that share the data.
+        taken: Whether it is the mean, and not the tensors themselves.
+    """
+
+    mesh: Any
+    taken: bool
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors, or their means."""
+        if not self.taken:
+            return [x.view_as(x) for x in tensors]
+        means = [x.clone() for x in tensors]
+        with exchanging():
+            for dim in range(self.mesh.ndim):
+                for x in means:
+                    dist.all_reduce(x, group=self.mesh.get_group(dim))
+        return [x.div_(self.mesh.size()) for x in means]
+
+    def adjoint(self) -> Mean:
+        """The mean, of the identity, and the identity, of the mean."""
+        return self._replace(taken=not self.taken)
+
 
 @final
 class Moved(Chunked):
-    """Tensors, moved: linear in them, so that nothing is kept."""
+    """Tensors, moved or averaged: linear in them, so that nothing is kept."""
 
     @staticmethod
     def forward(*given: Any) -> Any:
         """The tensors in the other form."""
-        *tensors, move = given
-        return tuple(move(tensors))
+        *tensors, form = given
+        return tuple(form(tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the move; a cotangent that is absent on this process may be there on others."""
+        """Keep the form; a cotangent that is absent on this process may be there on others."""
         ctx.form = inputs[-1]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The adjoint, of which the same may be asked."""
-        back = ctx.form._replace(gathers=not ctx.form.gathers)
-        return (*Moved.apply(*cotangents, back), None)
+        return (*Moved.apply(*cotangents, ctx.form.adjoint()), None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """The tangents of the results: the same move."""
+        """The tangents of the results: the same form."""
         return Moved.apply(*tangents[:-1], ctx.form)
-
-
-@final
-class Averaged(Chunked):
-    """A tensor that each process has whole: itself, and a mean over the processes in each pass."""
-
-    @staticmethod
-    def forward(*given: Any) -> Any:
-        """The tensor, or its mean over the processes."""
-        x, mesh, again = given[0], *given[-1]
-        if not again:
-            return x.view_as(x)
-        x = x.clone()
-        with exchanging():
-            for dim in range(mesh.ndim):
-                dist.all_reduce(x, group=mesh.get_group(dim))
-        return x.div_(mesh.size())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the mesh, and which of the two it is."""
-        ctx.form = inputs[-1]
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        """The adjoint: of the identity the mean, of the mean the identity."""
-        mesh, again = ctx.form
-        return Averaged.apply(cotangents[0], (mesh, not again)), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        """The tangent of the result, made in the same way."""
-        return Averaged.apply(tangents[0], ctx.form)
 
 
 # --- groups ---------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.memory._blocks import Blocks
 from hodiff.sharded import _groups
-from hodiff.sharded._groups import SHARD, Averaged, Gathering, Groups
+from hodiff.sharded._groups import SHARD, Gathering, Groups, Mean, Moved
 from hodiff.sharded._ranks import PLAIN, ShardRanks
 
 
@@ -223,7 +223,7 @@ class Layout:
         made: list[Any] = self.placed(leaves)
         for number, (leaf, theirs) in enumerate(zip(leaves, self.given, strict=True)):
             if self.groups is not None and made[number] is leaf:
-                made[number] = Averaged.apply(leaf, (self.groups.mesh, False))
+                [made[number]] = Moved.apply(leaf, Mean(self.groups.mesh, False))
             elif self.groups is not None:
                 made[number].__dict__[SHARD] = leaf
             mark_as_parameter(made[number], theirs)
@@ -317,7 +317,7 @@ class Layout:
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of the value over the processes that share the data."""
-        return value if self.groups is None else Averaged.apply(value, (self.groups.mesh, True))
+        return value if self.groups is None else Moved.apply(value, Mean(self.groups.mesh, True))[0]
 
 
 def _weighed(part: Tensor) -> Tensor:
