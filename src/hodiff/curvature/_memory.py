@@ -131,9 +131,11 @@ class LiveBytes(DispatchMode):
         outputs = func(*args, **(kwargs or {}))
         before = {storage._cdata for storage in _storages([*args, *(kwargs or {}).values()])}
         for storage in _storages([outputs]):
-            now, key = self.now, storage._cdata
-            # a view, or an argument changed in place, is no new memory
-            if key not in before and key not in self._known:
+            key = storage._cdata
+            if key in before:  # a view, or an argument changed in place, is no new memory
+                continue
+            now = self.now
+            if key not in self._known:
                 reference, size = weakref.ref(storage, self._gone.append), storage.nbytes()
                 self._known.add(key)
                 self._alive[id(reference)] = reference, key, size
