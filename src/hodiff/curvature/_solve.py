@@ -51,6 +51,7 @@ from hodiff.curvature._probes import (
 from hodiff.curvature._records import SolveRecord, Status
 from hodiff.errors import InputError
 
+Ints = list[int]
 Method = Literal["cg", "minres", "gmres", "neumann"]
 V = TypeVar("V")
 
@@ -325,9 +326,7 @@ def attempt(
 
     with EstimatorProgress("solve", operator, limit, callback, progress) as watch:
 
-        def run(
-            r: Tensor, goals: list[float], left: list[int], at: list[int], end: Solutions
-        ) -> Solutions:
+        def run(r: Tensor, goals: list[float], left: Ints, at: Ints, end: Solutions) -> Solutions:
             def shown(spent: int) -> SolveRecord[Any]:
                 now = end.running(at, block.so_far(), sides.sizes)
                 return sides.record(now, spent, asked=False)

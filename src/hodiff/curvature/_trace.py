@@ -330,8 +330,7 @@ def diagonal(
     size, domain = operator.shape[-1], operator._domain
     inner = _krylov.of(operator)
     exact = method == "exact" or drawn.exhaust(drawn.number)
-    if recorded and rtol is not None:
-        raise InputError("create_graph: a differentiable diagonal takes no rtol=.")
+    most = size if exact else drawn.number
 
     def record(
         value: Tensor, stderr: Tensor | None, rtol_asked: float | None, spent: int, route: Route
@@ -343,14 +342,14 @@ def diagonal(
         met = reached(inner.measure(value), inner.measure(stderr), rtol_asked, len(domain.batch))
         return DiagonalRecord(shaped[0], shaped[1], met, spent, route)
 
+    if recorded and rtol is not None:
+        raise InputError("create_graph: a differentiable diagonal takes no rtol=.")
     if recorded:
         with _settings.recording():
             value, stderr, spent = _differentiable(operator, drawn, exact=exact, summed=False)
             return record(value, stderr, None, spent, "columns" if exact else "vectors")
-    with EstimatorProgress(
-        "diagonal", operator, size if exact else drawn.number, callback, progress
-    ) as watch:
-        value, route = exact_diagonal(operator, size if exact else drawn.spare(drawn.number))
+    with EstimatorProgress("diagonal", operator, most, callback, progress) as watch:
+        value, route = exact_diagonal(operator, size if exact else drawn.spare(most))
         if value is not None:
             stderr = torch.zeros_like(value)
         else:
