@@ -8,6 +8,7 @@ is differentiated twice, which concerns the outputs only and is cheap.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -213,12 +214,18 @@ def check_loss(loss: Any, batch_weight: Any) -> None:
         raise InputError(f"loss: got the class {loss.__name__}; give an instance of it.")
     if is_of_torch(loss):
         if type(loss) not in LIKELIHOODS:  # a subclass computes what it likes
+            takes = list(inspect.signature(loss.forward).parameters)
+            more = (
+                ["outputs", "batch[1]"]
+                if len(takes) == 2
+                else [*takes[:1], *(f"... {name}" for name in takes[1:])]
+            )
             raise InputError(
                 f"loss: hodiff knows the sums and weights of {likelihood_names()}, not of "
                 f"{type(loss).__name__}. Give a function that returns (sum, weight):\n"
                 f"    def loss(outputs, batch):\n"
-                f"        return {type(loss).__name__}(reduction='sum')(outputs, batch[1]), "
-                f"len(outputs)"
+                f"        return {type(loss).__name__}(reduction='sum')({', '.join(more)}), "
+                "len(outputs)"
             )
         if loss.reduction == "none":
             raise InputError('loss: reduction="none" gives no scalar; use "mean" or "sum".')

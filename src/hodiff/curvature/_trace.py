@@ -327,10 +327,9 @@ def diagonal(
     recorded = is_recorded("diagonal", operator, create_graph, vectors=vectors)
     drawn = RandomVectors(operator, samples, probes, vectors, generator, live=recorded)
     check_rtol(rtol, None if method == "exact" else drawn.number)
-    size, domain = operator.shape[-1], operator._domain
-    inner = _krylov.of(operator)
+    domain, inner = operator._domain, _krylov.of(operator)
     exact = method == "exact" or drawn.exhaust(drawn.number)
-    most = size if exact else drawn.number
+    most = operator.shape[-1] if exact else drawn.number
 
     def record(
         value: Tensor, stderr: Tensor | None, rtol_asked: float | None, spent: int, route: Route
@@ -349,7 +348,7 @@ def diagonal(
             value, stderr, spent = _differentiable(operator, drawn, exact=exact, summed=False)
             return record(value, stderr, None, spent, "columns" if exact else "vectors")
     with EstimatorProgress("diagonal", operator, most, callback, progress) as watch:
-        value, route = exact_diagonal(operator, size if exact else drawn.spare(most))
+        value, route = exact_diagonal(operator, most if exact else drawn.spare(most))
         if value is not None:
             stderr = torch.zeros_like(value)
         else:
