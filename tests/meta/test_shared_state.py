@@ -24,7 +24,6 @@ DISCIPLINE = {
     "_core._messages.warn_once": CACHE,
     "_core._versions.passing": OWN,
     "_core._versions._reading": "a lock, held for a read in C that runs no Python code",
-    "implicit._together": SAME,
     "steps.watch_wrappers": CACHE,
     "steps._wrappers": "a weak set, which only grows",
     "steps._dynamo.lock": "a lock, held while a step is compiled",

@@ -113,7 +113,7 @@ class Move(NamedTuple):
         return self.mesh.get_group(dim % self.mesh.ndim)
 
     def adjoint(self) -> Move:
-        """The move back."""
+        """The move of whole tensors back to shards, or of shards to whole ones."""
         return self._replace(gathers=not self.gathers)
 
 
