@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 import hodiff
 from hodiff._core import _kernels, _locks, _settings
 from hodiff._core._where import Where
+from hodiff.curvature import _memory
 from hodiff.curvature._memory import LiveBytes
 from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.sparse import plan_hessian
@@ -967,7 +968,7 @@ def test_a_thread_that_was_woken_is_in_no_circle() -> None:
         del _locks._waiting[other]
 
 
-def test_the_gauge_of_bytes_counts_what_goes_in_the_middle_of_a_line() -> None:
+def test_the_gauge_of_bytes_counts_what_goes_in_the_middle_of_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with LiveBytes() as live:
         kept = [torch.zeros(10), torch.zeros(10)]
 
@@ -979,7 +980,8 @@ def test_the_gauge_of_bytes_counts_what_goes_in_the_middle_of_a_line() -> None:
                 return 8
 
         storage = Storage()
-        live._count(storage)
+        monkeypatch.setattr(_memory, "_storages", lambda values: [x for x in values if x is storage])
+        live.__torch_dispatch__(lambda: storage, ())
         kept.clear()
         assert live.now == 8
 
