@@ -543,7 +543,6 @@ ENTERED: dict[str, Call] = {
     "sharded/_ranks.py: exchanging": _fully_sharded,
     "sharded/_groups.py: Scope(self._watch)": _straight,
     "sharded/_groups.py: Scope(partial(self._enter, held))": _fully_sharded,
-    "curvature/_staleness.py: one_look": lambda _: hodiff.HessianOperator(_cube, X).dense(),
     "curvature/_probes.py: EstimatorProgress": CALLS["trace"],
     "_core/_lending.py: Scope(resume)": _swapped,
     "_core/_graph.py: Watched": CALLS["laplacian, reverse, module in f"],

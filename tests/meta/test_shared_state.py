@@ -71,7 +71,6 @@ DISCIPLINE = {
     "calculus._factors.READERS": IMPORT,
     "curvature._process_group._made": LOCKED,
     "curvature._process_group._threads": LOCKED,
-    "curvature._staleness._look": OWN,
     "curvature._staleness._names": CACHE,
     "graph._growth._serial": ONE_STEP,
     "graph._record._serial": ONE_STEP,

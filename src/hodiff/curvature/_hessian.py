@@ -48,9 +48,11 @@ class HessianBuilder(Builder[BatchGraph]):
     @property
     def functions(self) -> Sequence[Any]:
         """The function, with its further arguments."""
-        if isinstance(self.f, Tensor):
-            return ()
-        return [partial(self.f, *self.options["args"], **(self.options["kwargs"] or {}))]
+        return (
+            ()
+            if isinstance(self.f, Tensor)
+            else [partial(self.f, *self.options["args"], **(self.options["kwargs"] or {}))]
+        )
 
     def build(self, where: Where, batch: Any, number: int) -> BatchGraph:
         """The graph of one batch."""

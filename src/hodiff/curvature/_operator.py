@@ -26,7 +26,6 @@ from hodiff.calculus._factors import Outer, Stack
 from hodiff.curvature._memory import free_bytes, readable
 from hodiff.curvature._process_group import ProcessGroupSum
 from hodiff.curvature._records import Described
-from hodiff.curvature._staleness import one_look
 from hodiff.curvature._thin import NUMBERS, Thin, ThinMatrix
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
@@ -323,10 +322,9 @@ class LinearOperator(Described, Unlike):
         """Products with stacked vectors, some at a time."""
         count = len(parts[0])
         size, results = self._chunk(count), self._range.empty(count)
-        with one_look():
-            for start in range(0, count, size):
-                for result, part in zip(results, self._some(parts, start, size), strict=True):
-                    result[start : start + size] = part
+        for start in range(0, count, size):
+            for result, part in zip(results, self._some(parts, start, size), strict=True):
+                result[start : start + size] = part
         return results
 
     def _columns(self, columns: Tensor) -> Tensor:
@@ -337,12 +335,11 @@ class LinearOperator(Described, Unlike):
             columns.new_empty((count, self._range.size), dtype=self._range.dtype),
         )
         block = self._domain.turned_at_once(size)
-        with one_look():
-            for first in range(0, count, block):
-                parts = self._domain.rows(columns[:, first : first + block])
-                for start in range(0, len(parts[0]), size):
-                    products = self._some(parts, start, size)
-                    self._range.join_into(rows[first + start :][: len(products[0])], products)
+        for first in range(0, count, block):
+            parts = self._domain.rows(columns[:, first : first + block])
+            for start in range(0, len(parts[0]), size):
+                products = self._some(parts, start, size)
+                self._range.join_into(rows[first + start :][: len(products[0])], products)
         return rows.T
 
     def _some(self, parts: Leaves, start: int, size: int) -> Leaves:
@@ -574,11 +571,10 @@ class LinearOperator(Described, Unlike):
         domain, size = A._domain, A._chunk(A._domain.size)
         shape = (domain.size, *domain.batch, A._range.size)
         turned = torch.empty(shape, dtype=A._range.dtype, device=A._range.device)
-        with one_look():
-            for start in range(0, domain.size, size):
-                stop = min(start + size, domain.size)
-                products = A._product(domain.split(domain.units(start, stop)), stop - start)
-                A._range.join_into(turned[start:stop], products)
+        for start in range(0, domain.size, size):
+            stop = min(start + size, domain.size)
+            products = A._product(domain.split(domain.units(start, stop)), stop - start)
+            A._range.join_into(turned[start:stop], products)
         return turned.movedim(0, -2 if A is not self else -1)
 
     def to_scipy(self) -> Any:
@@ -643,7 +639,7 @@ def as_number(value: object, sign: str) -> float:
             return float(value)
     elif isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)
-    live = isinstance(value, Tensor) and value.requires_grad
+    live = getattr(value, "requires_grad", False)
     what = "a tensor that requires grad" if live else _arguments.kind(value)
     raise InputError(
         f"operator {sign} {what}: expected a number or an operator; wrap a matrix: "
