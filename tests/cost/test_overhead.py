@@ -32,7 +32,7 @@ BOUNDS = {
     # three ask whether a product has lost a tangent; steps have names of their own; four ask whether processes share
     # the vectors, once in a solution, and how long a process's part of one is
     "three steps of a solve": (420, 420),
-    "solution and its backward pass": (484, 486),
+    "solution and its backward pass": (475, 477),
 }
 """How many; and in a process that has made an optimizer, as every training loop has: that loads Dynamo and DTensor.
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hodiff
-from hodiff.curvature import _staleness
 from tests.support.operators import LABELS, D, X, draw, network, plain_jacobian, predict, split, sum_of_cross_entropy
 from tests.support.properties import agree, right_or_refused
 
