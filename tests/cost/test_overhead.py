@@ -26,13 +26,13 @@ BOUNDS = {
     "gradient of a module": (48, 60),
     "gradient of a tensor": (33, 35),
     "vjp": (36, 38),
-    "cached product": (-22, -22),  # one asks whether a tracer looks on
+    "cached product": (-25, -25),  # one asks whether a tracer looks on
     "gradient penalty": (185, 194),
     "tall jacobian": (-47, -45),  # one asks for room, one takes a view that tracers follow
     # three ask whether a product has lost a tangent; steps have names of their own; four ask whether processes share
     # the vectors, once in a solution, and how long a process's part of one is
-    "three steps of a solve": (426, 426),
-    "solution and its backward pass": (508, 510),
+    "three steps of a solve": (420, 420),
+    "solution and its backward pass": (475, 477),
 }
 """How many; and in a process that has made an optimizer, as every training loop has: that loads Dynamo and DTensor.
 

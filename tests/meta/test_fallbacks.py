@@ -37,7 +37,7 @@ STANDING = {
     ("_core._reverse", "unaliased", "(RuntimeError, NotImplementedError)"): GETTER,
     ("cli", "explain", "BaseException"): "the exception of the script that is run: it is the command's subject",
     (
-        "curvature._graph_cache",
+        "curvature._data_operator",
         "GraphCache._shape",
         "(RuntimeError, TypeError, ValueError, LookupError, AttributeError)",
     ): "what the user's function raises for one row of a batch, or for two samples stacked: it does not take them",

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hodiff._core import _arguments, _settings
+from hodiff._core import _arguments, _settings, _tree
 from hodiff._core._arguments import Probes
 from hodiff._core._vectors import empty, near, standard_error, sum_dtype
 from hodiff.curvature import _krylov
@@ -370,17 +370,12 @@ def _logs(nodes: Tensor, weights: Tensor, shift: float, eps: float) -> Tensor:
     seen = torch.where(weights > 0, shifted, math.inf)  # a node without weight stands for nothing
     lost = ~(seen.amin(-1) > 10 * eps * nodes.abs().amax(-1).clamp_min(abs(shift)))
     if bool(lost.any()):
-        least, largest = float(seen.amin(-1)[lost][0]), float(nodes.abs().amax(-1)[lost][0])
-        below = shift - least > 10 * eps * largest
-        other = (
-            " hodiff.GaussNewtonOperator approximates a Hessian and is never negative."
-            if below
-            else ""
-        )
+        least = float(seen.amin(-1)[lost][0])
         raise InputError(
             f"logdet: the operator has an eigenvalue of about {least - shift:.3g}, which with "
             f"shift={shift:g} is not positive (up to rounding), so the log-determinant does not "
-            f"exist; give a larger shift=.{other}"
+            f"exist; give a larger shift=. (In place of a Hessian, hodiff.GaussNewtonOperator is "
+            f"never negative.)"
         )
     return (weights * torch.where(weights > 0, shifted, 1.0).log()).sum(-1)
 
@@ -479,11 +474,7 @@ def rules(
     if whole or not size:
         return exact_rules(operator, name, columns)
     steps = min(steps, operator.shape[-1])
-    together = max(
-        1,
-        BASIS_BYTES
-        // (size * (steps + 1) * torch.empty((), dtype=dtype, device="cpu").element_size()),
-    )
+    together = max(1, BASIS_BYTES // (size * (steps + 1) * dtype.itemsize))
     count = min(together, 8 if look else drawn.number)
     quadrature = _of(operator, drawn.take(min(count, drawn.number)).to(dtype), steps, name, shift)
     while not (look and look(quadrature)) and len(quadrature.nodes) < drawn.number:
@@ -493,11 +484,10 @@ def rules(
 
 
 def _joined(first: GaussRules, second: GaussRules) -> GaussRules:
-    pairs = zip(first.coarser, second.coarser, strict=True)
-    coarser = tuple((torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])) for a, b in pairs)
-    both = zip((*first[:3], first.solutions), (*second[:3], second.solutions), strict=True)
-    nodes, weights, whole, solutions = (torch.cat(pair) for pair in both)
-    return GaussRules(nodes, weights, whole, coarser, solutions)
+    """The rules of both, one behind the other."""
+    tensors, _, tree = _tree.flatten(first)
+    pairs = zip(tensors, _tree.flatten(second)[0], strict=True)
+    return _tree.rebuild(tree, iter([torch.cat(pair) for pair in pairs]))
 
 
 def _of(

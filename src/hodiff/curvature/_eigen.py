@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from hodiff._core import _arguments, _settings, _vectors
 from hodiff.curvature import _krylov
-from hodiff.curvature._krylov import Basis, Inner
+from hodiff.curvature._krylov import Inner
 from hodiff.curvature._matrix import MatrixOperator
 from hodiff.curvature._operator import WAYS, LinearOperator, as_given, normal
 from hodiff.curvature._probes import (
@@ -25,7 +26,6 @@ from hodiff.curvature._probes import (
     flat_product,
     is_recorded,
     kept_vectors,
-    power_of_two,
     source,
     warn_not_converged,
 )
@@ -297,6 +297,9 @@ class Search:
     """The locked pairs, and the basis that looks for better ones.
 
     Attributes:
+        locked: The vectors that have converged, as rows.
+        inner: The inner products of vectors.
+        eps: The rounding of products; a basis may be more precise.
         scale: The largest entry of a projection seen: an estimate of |A|, below it.
         complete: Whether nothing better is left.
         unit: What products are measured in; 0 until one is not zero.
@@ -319,42 +322,34 @@ class Search:
         self._rtol = rtol
         self._max_basis = max_basis
         self._limit = limit
-        self._generator, self._inner = source(operator, generator), _krylov.of(operator)
+        self._generator, self.inner = source(operator, generator), _krylov.of(operator)
         self._look = look
         self.scale = 0.0
         self.complete = False
         self.unit = 0.0
-        self._eps = torch.finfo(operator.dtype).eps
+        self.eps = torch.finfo(operator.dtype).eps
         # Products round as the operator does; a basis that rounds less keeps residuals at that
         # level.
         dtype = (
             _vectors.sum_dtype(operator.dtype)
-            if rtol >= 100 * self._eps or operator.device.type == "mps"
+            if rtol >= 100 * self.eps or operator.device.type == "mps"
             else torch.float64
         )
-        self._locked = torch.empty((0, operator._domain.width), dtype=dtype, device=operator.device)
+        self.locked = torch.empty((0, operator._domain.width), dtype=dtype, device=operator.device)
         self._values = torch.empty(0, dtype=torch.float64, device="cpu")
 
     def run(self) -> None:
         """Search, lock what has converged, and search again beside it,
         until nothing better is left.
         """
-        size = self._operator.shape[0]
-        while (
-            not self.complete and len(self._locked) < size and self._operator.products < self._limit
-        ):
-            max_basis = min(self._max_basis, size - len(self._locked))
-            self._grow_and_restart(  # no name keeps one basis while the next is made
-                Basis(
-                    self._images, self._draw(), max_basis, self._eps,
-                    draw=self._draw, locked=self._locked, scale=self.scale,
-                    check=partial(check_finite, name="eigsh", inner=self._inner),
-                    inner=self._inner, most=size - len(self._locked),
-                ),
-                max_basis,
-            )  # fmt: skip
-        if len(self._locked) == size:
-            self.complete = True
+        while not self.complete and self.left() and self._operator.products < self._limit:
+            # no name keeps one basis while the next is made
+            self._grow_and_restart(Basis(self, min(self._max_basis, self.left())))
+        self.complete = self.complete or not self.left()
+
+    def left(self) -> int:
+        """The number of eigenvectors beside the locked ones."""
+        return self._operator.shape[0] - len(self.locked)
 
     def by_rows(self) -> bool:
         """Whether the operator's thin side has told the vectors, all at once."""
@@ -363,20 +358,21 @@ class Search:
         if pairs is None:
             return False
         values, rows = pairs
-        self.unit = _unit(values, self._inner) or 1.0
+        self.unit = _unit(values, self.inner) or 1.0
         self.scale, self.complete = float(values.abs().max()) / self.unit, True
-        self._locked = self._inner.orthonormal(rows.to(self._locked))
+        self.locked = self.inner.orthonormal(rows.to(self.locked))
         return True
 
-    def _draw(self) -> Tensor:
-        return self._inner.draw(self._locked.shape[1:], self._locked, "gaussian", self._generator)
+    def draw(self) -> Tensor:
+        """A random vector to start from."""
+        return self.inner.draw(self.locked.shape[1:], self.locked, "gaussian", self._generator)
 
-    def _images(self, rows: Tensor) -> Tensor:
+    def images(self, rows: Tensor) -> Tensor:
         """A times a flat vector, which its norm will check, or each row; in a unit by the first."""
         products = flat_product(self._operator, rows).to(rows.dtype)
         if rows.ndim == 2:
-            check_finite(products, "eigsh", inner=self._inner)
-        unit = self.unit = self.unit or _unit(products, self._inner)
+            check_finite(products, "eigsh", inner=self.inner)
+        unit = self.unit = self.unit or _unit(products, self.inner)
         return products / unit if unit not in (0, 1) else products
 
     def _rank(self, values: Tensor) -> Tensor:
@@ -386,15 +382,14 @@ class Search:
     def _order(self, values: Tensor) -> Tensor:
         return self._rank(values).argsort(descending=True, stable=True)
 
-    def _grow_and_restart(self, basis: Basis, max_basis: int) -> None:
+    def _grow_and_restart(self, basis: Basis) -> None:
         """One search: it ends with new locked vectors, or with the proof that none is missing."""
-        first = not len(self._values)
+        max_basis, first = len(basis.vectors) - 1, not len(self._values)
         looked = 0
         while True:
             left = self._limit - self._operator.products
             looked = min(max_basis, max(basis.size, looked) + 5, basis.size + left)
             basis.grow(looked)
-            self.scale = max(self.scale, basis.scale)
             values, coordinates = torch.linalg.eigh(basis.square)
             residuals = (basis.remainder @ coordinates).abs()
             order = self._order(values)
@@ -452,8 +447,8 @@ class Search:
     def _lock(self, basis: Basis, values: Tensor, coordinates: Tensor) -> None:
         if not len(values):
             return
-        rows = torch.cat([self._locked, basis.combine(coordinates)])
-        self._locked = self._inner.orthonormal(rows)
+        rows = torch.cat([self.locked, basis.combine(coordinates)])
+        self.locked = self.inner.orthonormal(rows)
         self._values = torch.cat([self._values, values])
 
     def polished(self) -> Pairs:
@@ -463,8 +458,8 @@ class Search:
         In single precision rounding may leave them above the tolerance; their residuals then show
         the way.
         """
-        space, inner = self._locked, self._inner
-        images = self._images(space)
+        space, inner = self.locked, self.inner
+        images = self.images(space)
         values, vectors, rest = self._projected(space, images)
         for _ in range(3):
             lengths = inner.norms(rest).to(rest)
@@ -479,7 +474,7 @@ class Search:
             tiny = torch.finfo(missing.dtype).tiny
             missing = missing / lengths[large].clamp_min(tiny).unsqueeze(1)
             space = inner.orthonormal(torch.cat([space, missing]))
-            images = self._images(space)
+            images = self.images(space)
             values, vectors, rest = self._projected(space, images)
         residuals = inner.norms(rest).to(rest) * self.unit
         return values.to(images.device) * self.unit, vectors, residuals
@@ -487,7 +482,7 @@ class Search:
     def _projected(self, space: Tensor, images: Tensor) -> Pairs:
         """The k best Ritz pairs in a space, and what is left of their images."""
         with as_given(space):
-            projection = self._inner.gram(space, images).cpu().double()
+            projection = self.inner.gram(space, images).cpu().double()
             values, coordinates = torch.linalg.eigh((projection + projection.T) / 2)
             best = self._order(values)[: self._k]
             turn = coordinates[:, best].T.to(space)
@@ -498,5 +493,122 @@ class Search:
 
 def _unit(products: Tensor, inner: Inner) -> float:
     """The unit of products: 1 where their squares have room, 0 where all are 0."""
-    unit = power_of_two(products, inner)
-    return 1.0 if 2**-20 < unit < 2**20 else unit
+    largest = inner.amax(products.reshape(-1))
+    if 2**-20 < largest < 2**20 or not largest:
+        return float(largest > 0)
+    return float(_vectors.near(products.new_tensor(largest)))
+
+
+# --- an orthonormal basis of a Krylov space with full reorthogonalization -------------------------
+
+
+class Basis:
+    r"""An orthonormal basis \(V\) of a Krylov space, and the operator's projection \(T = V A
+    V^\top\) on it.
+
+    The operator is symmetric: Lanczos' iteration with thick restarts, Wu and Simon (2000),
+    doi:10.1137/S0895479898334605. The lower half of the projection is kept.
+
+    Different from there:
+
+    1. Every new vector is made orthogonal to all before, and to the locked ones, so that no
+       eigenvalue appears twice unless it is so.
+    2. When the space is exhausted (the remainder vanishes: a breakdown), it goes on with a random
+       vector orthogonal to all: thus the identity and matrices of low rank are no special case,
+       and multiplicities come out.
+    3. A product whose rest has no finite length is refused.
+
+    Attributes:
+        vectors: The basis as rows, `(room + 1, D)`; the first `size` are in use, one more is the
+            next.
+        projection: The lower half of `T`, with one row more, on the CPU in double precision.
+        size: How many columns of `T` are known.
+        exhausted: Whether the basis and the locked vectors span everything.
+    """
+
+    def __init__(self, search: Search, room: int) -> None:
+        """A basis of one random vector, for a search, with room for so many."""
+        self._search = search
+        start = search.draw()
+        self.vectors = _vectors.empty(
+            "eigsh: the basis",
+            (room + 1, len(start)),
+            start,
+            "Ask for fewer eigenvalues, or give basis=.",
+        )
+        self.projection = torch.zeros((room + 1, room + 1), dtype=torch.float64, device="cpu")
+        self.size, self.exhausted = 0, False
+        if not self._put(0, start):
+            self._fresh(0)
+
+    def grow(self, stop: int) -> None:
+        """Extend the basis to `stop` vectors, or until everything is spanned."""
+        while self.size < stop and not self.exhausted:
+            self._step()
+
+    def _step(self) -> None:
+        """One product; its remainder is the next vector."""
+        search, j = self._search, self.size
+        image = search.images(self.vectors[j])
+        column, w, norm = self._orthogonalized(image, j + 1)
+        if not math.isfinite(norm):
+            check_finite(image, "eigsh", inner=search.inner)
+        self.projection[j, : j + 1] = column
+        search.scale = max(search.scale, norm, *map(abs, column.tolist()))
+        self.size = j + 1
+        if norm > 10 * search.eps * search.scale:
+            self.projection[j + 1, j] = norm
+            torch.div(w, norm, out=self.vectors[j + 1])
+        else:
+            self._fresh(j + 1)
+
+    def _orthogonalized(self, w: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
+        """`w` without its parts in the basis and the locked vectors."""
+        search = self._search
+        bases = [self.vectors[:count], search.locked][: 1 + bool(len(search.locked))]
+        return search.inner.orthogonalized(w, bases, search.eps * search.scale)
+
+    def _fresh(self, count: int) -> None:
+        """Put a random vector orthogonal to all others at `count`, if there is one left."""
+        if count >= self._search.left():
+            self.exhausted = True
+            self.vectors[count].zero_()
+            return
+        self.exhausted = not any(self._put(count, self._search.draw()) for _ in range(5))
+
+    def _put(self, count: int, w: Tensor) -> bool:
+        """Put what the others leave of a vector at `count`; False where that is nothing."""
+        _, w, norm = self._orthogonalized(w / self._search.inner.norms(w), count)
+        if norm > 0:
+            torch.div(w, norm, out=self.vectors[count])
+        return norm > 0
+
+    @property
+    def remainder(self) -> Tensor:
+        """The part of `A V'` along the next vector, `(size,)`: what the projection leaves out."""
+        return self.projection[self.size, : self.size]
+
+    @property
+    def square(self) -> Tensor:
+        """The projection on the vectors in use, `(size, size)`."""
+        return self.projection[: self.size, : self.size]
+
+    def combine(self, coordinates: Tensor) -> Tensor:
+        """The vectors, as rows, with these coordinates in the basis, as columns."""
+        coordinates = coordinates.to(self.vectors)
+        with as_given(coordinates):
+            return coordinates.T @ self.vectors[: len(coordinates)]
+
+    def restart(self, coordinates: Tensor, values: Tensor) -> None:
+        """Keep only these eigenvectors of the projection, with their values,
+        and the vector that was next.
+        """
+        count = coordinates.shape[1]
+        kept, left = self.combine(coordinates), self.remainder @ coordinates
+        following = self.vectors[self.size].clone()
+        self.vectors[:count] = kept
+        self.vectors[count] = following
+        self.projection.zero_()
+        self.projection.diagonal()[:count] = values
+        self.projection[count, :count] = left
+        self.size = count

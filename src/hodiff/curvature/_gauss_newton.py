@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar, final, get_args
+from typing import Any, Literal, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,7 @@ from hodiff.curvature._data import (
     Weighted,
     check_predict,
 )
-from hodiff.curvature._data_operator import DataOperator, SummedOperator
-from hodiff.curvature._graph_cache import BatchGraph, Builder
+from hodiff.curvature._data_operator import BatchGraph, Builder, DataOperator, SummedOperator
 from hodiff.curvature._losses import (
     LIKELIHOODS,
     Curvature,
@@ -96,11 +95,6 @@ def predicted(
         predict, where, passes=2, create_graph=create_graph, args=given,
         keep=keep and not create_graph, allow=allow, batch_ndim=batch_ndim,
     ))  # fmt: skip
-
-
-def is_gathered(where: Where) -> bool:
-    """Whether the parameters of a point are whole in blocks alone."""
-    return where.layout is not None and where.layout.groups is not None
 
 
 def linearize(graph: OutputGraph, outputs: Leaves, at: list[Tensor]) -> tuple[Leaves, Leaves]:
@@ -285,7 +279,8 @@ class PullbackBuilder(Builder[CurvedOutputs]):
             from hodiff.memory import _blocks
 
             predict = _blocks.in_blocks(predict, where, self.checkpoint)
-        lean = self.checkpoint is not False or is_gathered(where)
+        in_blocks_alone = where.layout is not None and where.layout.groups is not None
+        lean = self.checkpoint is not False or in_blocks_alone  # where parameters are whole
         keep = self.keep or not lean
         with predicted(predict, where, batch, self.allow, keep=keep) as graph:
             random, outputs = graph.context.random.moved(), graph.tensors()
@@ -350,23 +345,12 @@ class PullbackOperator(SummedOperator[CurvedOutputs], RowsOperator[CurvedOutputs
 
     def _apply(self, graph: CurvedOutputs, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         if count is None or count <= chunk:
-            return self._through(graph, parts, count, chunk)
-        products: Leaves = []
-        for start in range(0, count, chunk):  # the tangents at the outputs are temporaries too
-            number = min(chunk, count - start)
-            own = self._through(
-                graph, [part[start : start + number] for part in parts], number, chunk
-            )
-            products = products or [part.new_empty((count, *part.shape[1:])) for part in own]
-            for whole, part in zip(products, own, strict=True):
-                whole[start : start + number] = part
-        return products
-
-    def _through(
-        self, graph: CurvedOutputs, parts: Leaves, count: int | None, chunk: int
-    ) -> Leaves:
-        tangents = graph.jvp(parts, count, self._chosen, chunk)
-        return graph.vjp(graph.curvature.times(tangents, count), count, self._chosen, chunk)
+            tangents = graph.jvp(parts, count, self._chosen, chunk)
+            return graph.vjp(graph.curvature.times(tangents, count), count, self._chosen, chunk)
+        # some at a time, for the tangents at the outputs are temporaries too
+        pieces = zip(*(part.split(chunk) for part in parts), strict=True)
+        products = [self._apply(graph, [*some], len(some[0]), chunk) for some in pieces]
+        return [torch.cat(column) for column in zip(*products, strict=True)]
 
     def _thin(self) -> Thin:
         """The factored form: where B is a sum of outer products s s',
@@ -518,8 +502,7 @@ class GaussNewtonOperator(PullbackOperator):
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, reduction=reduction,
         )  # fmt: skip
-        if checkpoint is not False:
-            self._check_blocks(predict, checkpoint)
+        self._check_blocks(predict, checkpoint)
         form = "closed-form" if type(loss) in LIKELIHOODS else "differentiated"
         self._route = f"linearized outputs, {form} loss"
 
@@ -700,8 +683,7 @@ class FisherOperator(PullbackOperator):
             where, data, builder, memory_budget=memory_budget, chunk_size=chunk_size,
             progress=progress, process_group=process_group, keep=kind == "mc", reduction=reduction,
         )  # fmt: skip
-        if checkpoint is not False:
-            self._check_blocks(predict, checkpoint)
+        self._check_blocks(predict, checkpoint)
         self.kind, self._route = kind, f"{kind}, linearized outputs"
 
 
@@ -712,10 +694,7 @@ def _check_kind(kind: Any, loss: Any) -> None:
             'distribution; "mc" estimates it from samples= drawn labels; "empirical" uses the '
             "labels of the data, which is not the Fisher information."
         )
-    if not isinstance(kind, str) or kind not in get_args(Kind):
-        raise InputError(
-            f"kind: got {kind!r}, expected one of {', '.join(map(repr, get_args(Kind)))}."
-        )
+    _arguments.check_option(kind, Kind, "kind")
     if kind == "empirical":
         return
     if callable(loss) and not isinstance(loss, type) and type(loss) not in LIKELIHOODS:

@@ -23,8 +23,7 @@ from hodiff.curvature._data import (
     add_batch,
     check_signature,
 )
-from hodiff.curvature._data_operator import SummedOperator
-from hodiff.curvature._graph_cache import BatchGraph, Builder
+from hodiff.curvature._data_operator import BatchGraph, Builder, SummedOperator
 from hodiff.curvature._process_group import ProcessGroup
 from hodiff.errors import InputError
 
@@ -37,17 +36,14 @@ class HessianBuilder(Builder[BatchGraph]):
     Attributes:
         f: The function, or a tensor already computed.
         weigh: Turns what the function returns into `(sum, weight)`.
-        strict: And the rest: keywords of the operator, as they were given.
+        checkpoint: `checkpoint=` of the operator.
+        options: Its keywords that a call takes, as they were given.
     """
 
     f: Callable[..., Any] | Tensor
     weigh: Weighted
-    strict: bool | None
-    allow: Allowed
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any] | None
-    batch_ndim: int = 0
-    checkpoint: Checkpoint = False
+    checkpoint: Checkpoint
+    options: Mapping[str, Any]
 
     @property
     def functions(self) -> Sequence[Any]:
@@ -55,17 +51,13 @@ class HessianBuilder(Builder[BatchGraph]):
         return (
             ()
             if isinstance(self.f, Tensor)
-            else [partial(self.f, *self.args, **(self.kwargs or {}))]
+            else [partial(self.f, *self.options["args"], **(self.options["kwargs"] or {}))]
         )
-
-    def evaluation(self, where: Where, batch: Any) -> OutputGraph:
-        """The sum over a batch, not yet entered."""
-        return self._evaluation(where, batch, 0, create_graph=False)
 
     def build(self, where: Where, batch: Any, number: int) -> BatchGraph:
         """The graph of one batch."""
         computed = isinstance(self.f, Tensor)
-        with self._evaluation(where, batch, number, create_graph=False) as evaluation:
+        with self.evaluation(where, batch, number) as evaluation:
             random = not computed and evaluation.context.random.moved()
             calls_back = _nodes.runs_hooks(_nodes.survey(evaluation.tensors()))
             graph = _reverse.gradient(evaluation, differentiated=True)
@@ -88,7 +80,7 @@ class HessianBuilder(Builder[BatchGraph]):
         """The products of one batch's sum with `count` vectors, which can be differentiated,
         and the batch's weight.
         """
-        with self._evaluation(where, batch, number, create_graph=True) as graph:
+        with self.evaluation(where, batch, number, create_graph=True) as graph:
             gradient = _reverse.gradient(graph, differentiated=True)
             own, leaves = (
                 [values[index] for index in chosen] for values in (gradient, graph.leaves)
@@ -98,9 +90,10 @@ class HessianBuilder(Builder[BatchGraph]):
             )
         return products, 1.0 if isinstance(self.f, Tensor) else graph.aux
 
-    def _evaluation(
-        self, where: Where, batch: Any, number: int, *, create_graph: bool
+    def evaluation(
+        self, where: Where, batch: Any, number: int = 0, *, create_graph: bool = False
     ) -> OutputGraph:
+        """The sum over a batch, not yet entered."""
         f, computed = self.f, isinstance(self.f, Tensor)
 
         def weighed(point: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -118,8 +111,7 @@ class HessianBuilder(Builder[BatchGraph]):
             what = _blocks.in_blocks(what, where, self.checkpoint)
         return OutputGraph(call(
             what, where, passes=2, create_graph=create_graph, has_aux=not computed,
-            keep=not create_graph, strict=self.strict, allow=self.allow, args=self.args,
-            kwargs=self.kwargs, batch_ndim=self.batch_ndim,
+            keep=not create_graph, **self.options,
         ))  # fmt: skip
 
 
@@ -244,17 +236,19 @@ class HessianOperator(SummedOperator[BatchGraph]):
     ) -> None:
         _arguments.check_arguments(args, kwargs)
         _check_function(f, data, args, kwargs)
+        options = {
+            "strict": strict, "allow": allow, "args": args, "kwargs": kwargs,
+            "batch_ndim": batch_ndim,
+        }  # fmt: skip
         super().__init__(
             where, data,
             lambda batches, _: HessianBuilder(
-                f, Weighted(batches, batch_weight, reduction=reduction), strict, allow, args,
-                kwargs, batch_ndim, checkpoint,
+                f, Weighted(batches, batch_weight, reduction=reduction), checkpoint, options
             ),
             memory_budget=memory_budget, chunk_size=chunk_size, progress=progress,
             process_group=process_group, batch_ndim=batch_ndim, reduction=reduction,
         )  # fmt: skip
-        if checkpoint is not False:
-            self._check_blocks(f, checkpoint)
+        self._check_blocks(f, checkpoint)
 
     def _apply(self, graph: BatchGraph, parts: Leaves, count: int | None, chunk: int) -> Leaves:
         ends = (graph.roots, graph.evaluation.leaves)

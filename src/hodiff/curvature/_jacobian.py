@@ -18,8 +18,8 @@ from hodiff._core._vectors import Space, sum_dtype
 from hodiff._core._where import Where
 from hodiff.calculus._factors import units
 from hodiff.curvature._data import check_predict
+from hodiff.curvature._data_operator import Builder, GraphCache, accumulate
 from hodiff.curvature._gauss_newton import Linearized, RowsOperator, linearize, predicted
-from hodiff.curvature._graph_cache import Builder, GraphCache, accumulate
 from hodiff.curvature._operator import LinearOperator, TransposedOperator, TwoSpaces, say_detached
 from hodiff.errors import InputError
 
@@ -112,8 +112,8 @@ class JacobianOperator(RowsOperator[Linearized], TwoSpaces):
         """The outputs at the point, of all batches."""
         say_detached("A.value", self._live)
         graphs = self._graphs
-        graphs.check()
-        outputs = _outputs(graphs)
+        graphs.evaluate()
+        outputs = graphs.builder.outputs
         return outputs.space().result([part.clone() for part in outputs.whole()])
 
     @property

@@ -157,8 +157,6 @@ class LevenbergMarquardt(torch.optim.Optimizer):
         *("_functions", "_where", "_damping", "_momentum", "_least"),
         *("_search", "_tries", "_budget", "_unread", "last"),
     )
-    _alone: Sequence[bool] = ()
-    """For which functions it is known that they take *where* alone, or a batch beside it."""
 
     def __init__(
         self,
@@ -179,8 +177,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
             raise InputError(
                 "residuals: expected a function of where and a batch, or a list of such functions."
             )
-        given = FIRST if damping is None else damping
-        _arguments.check_number(given, "damping", positive=True)
+        _arguments.check_number(FIRST if damping is None else damping, "damping", positive=True)
         _arguments.check_number(0 if min_damping is None else min_damping, "min_damping", least=0)
         _arguments.check_number(momentum, "momentum", least=0, below=1.0)
         self._damping, self._momentum = damping, float(momentum)
@@ -250,23 +247,14 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 f"expected {len(self._functions)}: one for each function of residuals (a batch of "
                 "several tensors as a tuple), or None."
             )
-        self._check_signatures([batch is None for batch in batches])
+        for number, (function, batch) in enumerate(zip(self._functions, batches, strict=True)):
+            names, given = ("where", "batch"), "in step(batch)"
+            if batch is None:
+                names, given = ("where",), "in step()"
+            _data.check_signature(function, f"residuals[{number}]", names, given=given)
         refuse_stand_ins()
         with _locks.ThreadClaim(self):  # of several threads one steps
             return self._stepped(batches)
-
-    def _check_signatures(self, alone: list[bool]) -> None:
-        """Raise where a function does not take what it is given; looked at once,
-        not in each step.
-        """
-        if alone == self._alone:
-            return
-        for number, (function, without) in enumerate(zip(self._functions, alone, strict=True)):
-            names, given = (
-                (("where",), "in step()") if without else (("where", "batch"), "in step(batch)")
-            )
-            _data.check_signature(function, f"residuals[{number}]", names, given=given)
-        self._alone = alone
 
     def _stepped(self, batches: Sequence[Any]) -> Tensor:
         joint = _Joint(self._functions, batches)

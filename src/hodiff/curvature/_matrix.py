@@ -18,7 +18,6 @@ from hodiff.curvature._operator import LinearOperator, SymmetricOperator, as_giv
 from hodiff.curvature._probes import (
     check_square,
     flat_product,
-    power_of_two,
     source,
 )
 from hodiff.errors import InputError
@@ -128,21 +127,6 @@ class MatrixOperator(LinearOperator):
             if rows.ndim < matrix.ndim:
                 return (matrix @ rows.unsqueeze(-1)).squeeze(-1)
             return (matrix @ rows.movedim(0, -1)).movedim(-1, 0)
-
-    def _times_some(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """Products as for any operator; but where few matrices are asked for,
-        the others are not read.
-        """
-        batch, count = self._space.batch, self._space.batch.numel()
-        places, inside = (numbers % count).unique(return_inverse=True)
-        if 4 * len(places) > count:
-            return super()._times_some(rows, numbers)
-        few = copy.copy(self)
-        few._matrix = self._matrix.flatten(0, len(batch) - 1)[places.to(self.device)]
-        hollow = self._matrix.new_empty(()).expand(len(places), self._space.size)
-        few._space = few._rows = Space.line(hollow, batch_ndim=1)
-        few._fixed_of = self
-        return few._times_some(rows, numbers // count * len(places) + inside)
 
     def _transposed(self) -> LinearOperator:
         turned = copy.copy(self)
@@ -269,7 +253,7 @@ def nystrom(
 def nystrom_eigenpairs(omega: Tensor, images: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The eigenvectors, as columns, and eigenvalues of Nyström's approximation, falling."""
     double = images.dtype if images.device.type == "mps" else torch.float64
-    unit = power_of_two(images) or 1.0
+    unit = _vectors.near(images.abs().amax())
     omega, images = omega.to(double), images.to(double) / unit
     least = len(omega) ** 0.5 * torch.finfo(dtype).eps * float(images.norm())
     if least == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _settings
-from hodiff._core._arguments import kind
+from hodiff._core._arguments import is_number, shown
 from hodiff._core._faults import is_fault
 from hodiff._core._settings import DispatchMode
 from hodiff.errors import InputError
@@ -35,15 +34,9 @@ def free_bytes(device: torch.device) -> int:
 
 def _machine() -> int:
     try:
-        for line in Path("/proc/meminfo").read_text("ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        said = Path("/proc/meminfo").read_text("ascii").partition("MemAvailable:")[2]
+        return int(said.split()[0]) * 1024
     except (OSError, ValueError, IndexError) as error:
-        if not is_fault(error):
-            raise
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, OSError, ValueError) as error:
         if not is_fault(error):
             raise
         return UNKNOWN
@@ -84,13 +77,9 @@ def budget(value: float, device: torch.device) -> int:
 
 def check_budget(value: Any) -> None:
     """Raise unless `memory_budget=` is a number of bytes or a fraction."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value) or value < 0 or (isinstance(value, float) and value > 1):
         raise InputError(
-            f"memory_budget: got {kind(value)}, expected bytes (int) or a fraction (float)."
-        )
-    if not value >= 0 or (isinstance(value, float) and value > 1):
-        raise InputError(
-            f"memory_budget: got {value!r}, expected bytes (an int, 0 to keep nothing), or a "
+            f"memory_budget: got {shown(value)}, expected bytes (an int, 0 to keep nothing), or a "
             f"fraction of the free memory (a float from 0.0 to 1.0)."
         )
 
@@ -142,19 +131,17 @@ class LiveBytes(DispatchMode):
         outputs = func(*args, **(kwargs or {}))
         before = {storage._cdata for storage in _storages([*args, *(kwargs or {}).values()])}
         for storage in _storages([outputs]):
-            # a view, or an argument changed in place, is no new memory
-            if storage._cdata not in before:
-                self._count(storage)
+            key = storage._cdata
+            if key in before:  # a view, or an argument changed in place, is no new memory
+                continue
+            now = self.now
+            if key not in self._known:
+                reference, size = weakref.ref(storage, self._gone.append), storage.nbytes()
+                self._known.add(key)
+                self._alive[id(reference)] = reference, key, size
+                self._now = now + size
+                self.peak = max(self.peak, self._now)
         return outputs
-
-    def _count(self, storage: Any) -> None:
-        now, key = self.now, storage._cdata
-        if key not in self._known:
-            reference, size = weakref.ref(storage, self._gone.append), storage.nbytes()
-            self._known.add(key)
-            self._alive[id(reference)] = reference, key, size
-            self._now = now + size
-            self.peak = max(self.peak, self._now)
 
 
 def _storages(values: Sequence[Any]) -> list[Any]:

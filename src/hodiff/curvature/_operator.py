@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, final, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _locks, _messages, _settings
+from hodiff._core import _arguments, _call, _locks, _settings
 from hodiff._core._arguments import SupportsArray
 from hodiff._core._records import Unlike
 from hodiff._core._tree import Leaves
-from hodiff._core._vectors import Space, sum_dtype
+from hodiff._core._vectors import Space
 from hodiff.calculus._factors import Outer, Stack
 from hodiff.curvature._memory import free_bytes, readable
 from hodiff.curvature._process_group import ProcessGroupSum
-from hodiff.curvature._staleness import one_look
+from hodiff.curvature._records import Described
 from hodiff.curvature._thin import NUMBERS, Thin, ThinMatrix
 from hodiff.errors import GraphError, HodiffWarning, InputError
 
@@ -37,7 +37,7 @@ Scalar = float | Tensor
 """A number, or a tensor of one element."""
 
 
-class LinearOperator(Unlike):
+class LinearOperator(Described, Unlike):
     r"""A matrix A of shape `(M, D)`, represented by its products A v.
 
     A vector has one of these forms, and the product has the same: the structure of the point (a
@@ -211,12 +211,6 @@ class LinearOperator(Unlike):
                 self._recorded(self._domain.split(normal(rows)), len(rows)), len(rows)
             )
 
-    def _recorded_forms(self, rows: Tensor) -> Tensor:
-        """The forms v'Av of each flat row, in the dtype of sums, likewise."""
-        dtype = sum_dtype(self.dtype)
-        with _settings.recording():
-            return (normal(rows).to(dtype) * self._recorded_rows(rows).to(dtype)).sum(-1)
-
     # --- size
 
     @property
@@ -241,12 +235,6 @@ class LinearOperator(Unlike):
             "dtype": str(self.dtype).removeprefix("torch."),
             "made of": self._about(),
         }
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(filter(None, self._facts().values()))})"
-
-    def _repr_html_(self) -> str:
-        return _messages.table([*self._facts().items()], type(self).__name__)
 
     # --- copies
 
@@ -298,32 +286,23 @@ class LinearOperator(Unlike):
     def __rmatmul__(self, u: Any) -> Any:
         """`u @ A`: the row vector u'A, or, for a `(K, M)` matrix, K of them as rows."""
         u = self._range.as_tensors(u)
-        if self._domain.batch:
-            return self.T @ u
-        if isinstance(u, Tensor) and u.ndim == 2 and u.shape[1] == self.shape[0]:
+        rows = isinstance(u, Tensor) and u.ndim == 2 and not self._domain.batch
+        if rows and u.shape[1] == self.shape[0]:
             return (self.T @ u.T).T
-        if (
-            isinstance(u, Tensor)
-            and u.ndim == 2
-            and u.shape[0] == self.shape[0]
-            and [u.shape] != self._range.shapes
-        ):
+        if rows and u.shape[0] == self.shape[0] and [u.shape] != self._range.shapes:
             raise InputError(
                 f"u has shape {tuple(u.shape)}, expected ({len(u)},), or (K, {len(u)}) for K "
                 f"vectors; several vectors on the left are rows: give u.T."
             )
         return self.T @ u
 
-    def _applied(self, v: Any, live: str | None = None) -> Any:
-        """`A @ v`; without `live`, of which nobody is told that it is detached:
-        a step on the way to another result.
-        """
+    def _applied(self, v: Any, live: str) -> Any:
+        """`A @ v`, of which it is said that it is detached, if something is `live`."""
         domain, target = self._domain, self._range
         with self._raise_on_all_ranks():
             kind, parts, count, tree = domain.parse(v)
             requiring = True in [part.requires_grad for part in parts]
-            if live is not None:
-                say_detached("A @ v", live or ("v requires grad" if requiring else ""))
+            say_detached("A @ v", live or ("v requires grad" if requiring else ""))
             if requiring:
                 _call.refuse_transforms()
                 parts = [part.detach() for part in parts]
@@ -343,10 +322,9 @@ class LinearOperator(Unlike):
         """Products with stacked vectors, some at a time."""
         count = len(parts[0])
         size, results = self._chunk(count), self._range.empty(count)
-        with one_look():
-            for start in range(0, count, size):
-                for result, part in zip(results, self._some(parts, start, size), strict=True):
-                    result[start : start + size] = part
+        for start in range(0, count, size):
+            for result, part in zip(results, self._some(parts, start, size), strict=True):
+                result[start : start + size] = part
         return results
 
     def _columns(self, columns: Tensor) -> Tensor:
@@ -357,12 +335,11 @@ class LinearOperator(Unlike):
             columns.new_empty((count, self._range.size), dtype=self._range.dtype),
         )
         block = self._domain.turned_at_once(size)
-        with one_look():
-            for first in range(0, count, block):
-                parts = self._domain.rows(columns[:, first : first + block])
-                for start in range(0, len(parts[0]), size):
-                    products = self._some(parts, start, size)
-                    self._range.join_into(rows[first + start :][: len(products[0])], products)
+        for first in range(0, count, block):
+            parts = self._domain.rows(columns[:, first : first + block])
+            for start in range(0, len(parts[0]), size):
+                products = self._some(parts, start, size)
+                self._range.join_into(rows[first + start :][: len(products[0])], products)
         return rows.T
 
     def _some(self, parts: Leaves, start: int, size: int) -> Leaves:
@@ -436,11 +413,10 @@ class LinearOperator(Unlike):
         """
         if self._domain.layout is not None:
             self._domain.layout.refuse_flat("A.flatten")
+        v = self._domain.as_tensors(v)
         vectors = self._domain.parse(v)
-        if vectors.kind == "columns":
-            return v if self._domain.batch else vectors.parts[0]
-        if vectors.kind == "flat":
-            return v if isinstance(v, Tensor) else self._domain.join(vectors.parts, None)
+        if vectors.kind in ("flat", "columns"):
+            return v
         joined = self._domain.join(vectors.parts, vectors.number)
         return joined if vectors.number is None else joined.movedim(0, -1)
 
@@ -595,11 +571,10 @@ class LinearOperator(Unlike):
         domain, size = A._domain, A._chunk(A._domain.size)
         shape = (domain.size, *domain.batch, A._range.size)
         turned = torch.empty(shape, dtype=A._range.dtype, device=A._range.device)
-        with one_look():
-            for start in range(0, domain.size, size):
-                stop = min(start + size, domain.size)
-                products = A._product(domain.split(domain.units(start, stop)), stop - start)
-                A._range.join_into(turned[start:stop], products)
+        for start in range(0, domain.size, size):
+            stop = min(start + size, domain.size)
+            products = A._product(domain.split(domain.units(start, stop)), stop - start)
+            A._range.join_into(turned[start:stop], products)
         return turned.movedim(0, -2 if A is not self else -1)
 
     def to_scipy(self) -> Any:
@@ -660,15 +635,12 @@ def as_number(value: object, sign: str) -> float:
     if isinstance(value, Tensor):
         _call.refuse_stand_ins()
         _call.refuse_tangent(value, f"the number after {sign}")
-        single = not value.is_nested and value.numel() == 1
-        if single and not value.requires_grad:
+        if not (value.is_nested or value.requires_grad) and value.numel() == 1:
             return float(value)
-        kind = "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
-        what = "a tensor that requires grad" if single else kind
     elif isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)
-    else:
-        what = _arguments.kind(value)
+    live = getattr(value, "requires_grad", False)
+    what = "a tensor that requires grad" if live else _arguments.kind(value)
     raise InputError(
         f"operator {sign} {what}: expected a number or an operator; wrap a matrix: "
         "hodiff.MatrixOperator(A)."

@@ -305,15 +305,6 @@ _NOT_FINITE = (
 )
 
 
-def power_of_two(product: Tensor, inner: Inner = ALONE) -> float:
-    """One near the largest entry, to measure products in: squares of very large or small ones have
-    no place; or 0.
-    """
-    largest: Any = inner.amax(product.reshape(-1))
-    room = 1000 if product.dtype is torch.float64 else 120
-    return 2.0 ** max(-room, min(room, math.frexp(largest)[1])) if largest else 0.0
-
-
 def flat_product(operator: LinearOperator, rows: Tensor) -> Tensor:
     """A times a flat vector, or each row of `(K, D)`,
     in the precision of sums (the product itself has its own).

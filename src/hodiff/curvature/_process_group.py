@@ -68,7 +68,6 @@ class ProcessGroupSum:
         self._head = self.world * LENGTH
         self._buffer: Tensor | None = None
         self._greeted = self._inside = False
-        self._threads: list[int] = []
         self.digest = Digest(self._device)
 
     def _numbered(self) -> int:
@@ -158,11 +157,8 @@ class ProcessGroupSum:
         """Raise, once, where the ranks' points differ, for then the sizes of the buffers would."""
         if self._greeted:
             return
-        threads = torch.get_num_threads()
-        mine = (self._owner, self._number, self._structure, self._chunk_size, threads)
-        owners, numbers, structures, chunks, self._threads = map(
-            list, zip(*self._all_of(mine), strict=True)
-        )
+        mine = (self._owner, self._number, self._structure, self._chunk_size)
+        owners, numbers, structures, chunks = map(list, zip(*self._all_of(mine), strict=True))
         if _differ(owners):
             raise _told(
                 InputError(
@@ -315,7 +311,7 @@ class ProcessGroupSum:
             )
         odd = [rank for rank, status in enumerate(said) if status.digest != said[0].digest]
         if odd:
-            raise _told(InputError(_different(said[0].step, odd, self._threads)))
+            raise _told(InputError(_different(said[0].step, odd)))
 
 
 def is_wrapped(where: Where) -> bool:
@@ -382,7 +378,7 @@ def _ranks(numbers: list[int]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {numbers}"
 
 
-def _different(step: Step, odd: list[int], threads: list[int]) -> str:
+def _different(step: Step, odd: list[int]) -> str:
     ranks = _ranks(odd)
     if step == "evaluates":
         return (
@@ -390,14 +386,11 @@ def _different(step: Step, odd: list[int], threads: list[int]) -> str:
             f"common point. Broadcast them: torch.distributed.broadcast(p, 0) for each parameter "
             f"and buffer."
         )
-    rounding = ""
-    if _differ(threads):
-        rounding = f" (Ranks of {threads} threads round differently: torch.set_num_threads.)"
     return (
         f"process_group: {ranks} {'multiplies' if len(odd) == 1 else 'multiply'} a different "
         f"vector from rank 0, so the sum would be meaningless. Draw it from generators with the "
         f"same seed, or broadcast it; estimators draw the same vectors on all ranks, unless "
-        f"generator= differs.{rounding}"
+        f"generator= differs. (Other numbers of threads round differently: torch.set_num_threads.)"
     )
 
 

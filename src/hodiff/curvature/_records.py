@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
@@ -21,23 +21,24 @@ from hodiff.errors import HodiffError, InputError
 # --- how records look: a line in a console, a table in a notebook, a sentence, a picture ----------
 
 
-class Shown(NoNumber):
-    """A record that shows what a reader asks first: the value, how good it is, what it took."""
-
-    value: Any
-    products: int
+class Described(ABC):
+    """Something that is shown by some facts."""
 
     @abstractmethod
     def _facts(self) -> dict[str, str]:
         """The facts to show, by their headings in a table; short."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self._facts().values())})"
+        return f"{type(self).__name__}({', '.join(filter(None, self._facts().values()))})"
 
     def _repr_html_(self) -> str:
         return table(
             [(at, _bare(text, at)) for at, text in self._facts().items()], type(self).__name__
         )
+
+
+class Shown(Described, NoNumber):
+    """A record that shows what a reader asks first: the value, how good it is, what it took."""
 
 
 def _bare(text: str, heading: str) -> str:

@@ -307,7 +307,6 @@ def attempt(
     operator = check_square(
         operator, "solve", symmetric=symmetric, instead="method='gmres'", stacks=True
     )
-    as_float(damping, "damping")
     limit = _limit(operator, method, rtol, products, iterations)
     sides = Sides(operator, b)
     every = [rtol or default_rtol(operator.dtype)] * sides.count

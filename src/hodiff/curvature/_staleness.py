@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dis
 import numbers
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from types import CellType, CodeType
 from typing import Any
@@ -34,12 +32,8 @@ class Modules:
         """Raise where a module is put together otherwise than it was."""
         # what is lent just now is looked at another time; what is not, stays so while it is read
         with _locks.lock:
-            if _locks.claimed(self._assemblies):
-                return
-            for module, assembly in self._assemblies.items():
-                if _assembly(module) != assembly:
-                    break
-            else:
+            known = self._assemblies
+            if _locks.claimed(known) or known == {m: _assembly(m) for m in known}:
                 return
         raise GraphError(
             "the model has changed since the operator was made: a parameter, a submodule or its "
@@ -60,24 +54,6 @@ def _assembly(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
-class _Look(threading.local):
-    now: object = None
-
-
-_look = _Look()
-
-
-@contextmanager
-def one_look() -> Iterator[None]:
-    """Within it the values of a point are compared once, however many products are taken."""
-    outer = _look.now
-    _look.now = outer or object()
-    try:
-        yield
-    finally:
-        _look.now = outer
-
-
 class Values:
     """The values of a point's tensors, as they were,
     and what `functions` read besides their arguments.
@@ -87,23 +63,15 @@ class Values:
         self._names, self._tensors = where.names, where.tensors
         self.closed_over = ClosedOver(functions, where)
         self._versions, self._fingerprint = self._now(), Fingerprint(where.tensors)
-        self._looked: object = None
 
-    def check_versions(self) -> None:
-        """Raise where PyTorch has seen a tensor change."""
+    def check(self) -> None:
+        """Raise where PyTorch has seen a tensor change, or it has other values, however they came
+        there.
+        """
         versions = self._now()
         if versions != self._versions:
             pairs = zip(versions, self._versions, self._names, strict=True)
             _refuse([name for now, before, name in pairs if now != before])
-
-    def check(self) -> None:
-        """Raise where a tensor has other values, however they came there.
-
-        Several products may have one look.
-        """
-        if _look.now is not None and self._looked is _look.now:
-            return
-        self._looked = _look.now
         _refuse([self._names[number] for number in self._fingerprint.changed()])
         self.closed_over.check()
 

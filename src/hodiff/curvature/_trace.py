@@ -127,7 +127,11 @@ def trace(
     check_rtol(rtol, drawn.number)
     leaves = _leaves_of(operator, blocks, method)
     if recorded:
-        return _differentiable(operator, drawn, blocks, method, rtol)
+        if method != "hutchinson" or blocks or rtol is not None:
+            raise InputError("create_graph needs method='hutchinson', without blocks= and rtol=.")
+        exact = drawn.exhaust(drawn.number)
+        value, error, spent = _differentiable(operator, drawn, exact=exact, summed=True)
+        return TraceRecord(value, error, None, spent)
     # two products for one of the sketch
     needed = drawn.number + (drawn.number // 2 if method == "hutch++" else 0)
     with EstimatorProgress("trace", operator, needed, callback, progress) as watch:
@@ -150,23 +154,22 @@ def trace(
 
 
 def _differentiable(
-    operator: LinearOperator,
-    drawn: RandomVectors,
-    blocks: Sequence[str],
-    method: str,
-    rtol: float | None,
-) -> TraceRecord:
-    """The mean of z'Az with its graph, or the sum over unit vectors."""
-    if method != "hutchinson" or blocks or rtol is not None:
-        raise InputError("create_graph needs method='hutchinson', without blocks= and rtol=.")
-    before, size = operator.products, operator.shape[-1]
-    exact = drawn.exhaust(drawn.number)
-    rows = operator._domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype)
-    forms = operator._recorded_forms(rows)
+    operator: LinearOperator, drawn: RandomVectors, *, exact: bool, summed: bool
+) -> tuple[Tensor, Tensor | None, int]:
+    """The mean of z * Az, or of z'Az (`summed`), with its graph; if `exact`, the sum over unit
+    vectors. With its standard error, and how many products it took.
+    """
+    before, dtype = operator.products, sum_dtype(operator.dtype)
+    units = operator._domain.units(0, operator.shape[-1]) if exact else None
+    rows = drawn.take(drawn.number).to(operator.dtype) if units is None else units
     with _settings.recording():
+        rows = normal(rows)
+        forms = rows.to(dtype) * operator._recorded_rows(rows).to(dtype)
+        forms = forms.sum(-1) if summed else forms
         value = forms.sum(0) if exact else forms.mean(0)
-    error = torch.zeros_like(value) if exact else standard_error(forms.detach())
-    return TraceRecord(value, error, None, operator.products - before)
+    known = forms.detach()
+    error = torch.zeros_like(known[0]) if exact else standard_error(known)
+    return value, error, operator.products - before
 
 
 def _leaves_of(
@@ -324,11 +327,9 @@ def diagonal(
     recorded = is_recorded("diagonal", operator, create_graph, vectors=vectors)
     drawn = RandomVectors(operator, samples, probes, vectors, generator, live=recorded)
     check_rtol(rtol, None if method == "exact" else drawn.number)
-    size, domain = operator.shape[-1], operator._domain
-    inner = _krylov.of(operator)
+    domain, inner = operator._domain, _krylov.of(operator)
     exact = method == "exact" or drawn.exhaust(drawn.number)
-    if recorded:
-        return _differentiable_diagonal(operator, drawn, rtol, exact=exact)
+    most = operator.shape[-1] if exact else drawn.number
 
     def record(
         value: Tensor, stderr: Tensor | None, rtol_asked: float | None, spent: int, route: Route
@@ -340,10 +341,14 @@ def diagonal(
         met = reached(inner.measure(value), inner.measure(stderr), rtol_asked, len(domain.batch))
         return DiagonalRecord(shaped[0], shaped[1], met, spent, route)
 
-    with EstimatorProgress(
-        "diagonal", operator, size if exact else drawn.number, callback, progress
-    ) as watch:
-        value, route = exact_diagonal(operator, size if exact else drawn.spare(drawn.number))
+    if recorded and rtol is not None:
+        raise InputError("create_graph: a differentiable diagonal takes no rtol=.")
+    if recorded:
+        with _settings.recording():
+            value, stderr, spent = _differentiable(operator, drawn, exact=exact, summed=False)
+            return record(value, stderr, None, spent, "columns" if exact else "vectors")
+    with EstimatorProgress("diagonal", operator, most, callback, progress) as watch:
+        value, route = exact_diagonal(operator, most if exact else drawn.spare(most))
         if value is not None:
             stderr = torch.zeros_like(value)
         else:
@@ -369,27 +374,6 @@ def _part_of(error: Tensor, value: Tensor, inner: _krylov.Inner) -> float:
     error, value = error.reshape(-1), value.reshape(-1)
     largest = inner.amax(value) or math.nan
     return float(inner.norms(error / largest) / inner.norms(value / largest))
-
-
-def _differentiable_diagonal(
-    operator: LinearOperator, drawn: RandomVectors, rtol: float | None, *, exact: bool
-) -> DiagonalRecord:
-    """The mean of z * Az with its graph, or that of the unit vectors, where it is exact."""
-    if rtol is not None:
-        raise InputError("create_graph: a differentiable diagonal takes no rtol=.")
-    before, size = operator.products, operator.shape[-1]
-    rows = operator._domain.units(0, size) if exact else drawn.take(drawn.number).to(operator.dtype)
-    with _settings.recording():
-        rows = normal(rows)
-        forms = rows * operator._recorded_rows(rows)
-        value = forms.sum(0) if exact else forms.mean(0)
-        known = forms.detach()
-        error = torch.zeros_like(known[0]) if exact else None
-        if error is None and len(known) > 1:
-            error = known.std(0) / len(known) ** 0.5
-        shaped = [None if part is None else operator.unflatten(part) for part in (value, error)]
-    route = "columns" if exact else "vectors"
-    return DiagonalRecord(shaped[0], shaped[1], None, operator.products - before, route)
 
 
 def _estimate(

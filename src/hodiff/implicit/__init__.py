@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, final, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, final, overload
 
 import torch
 from torch import Tensor, nn
@@ -182,11 +182,12 @@ def argmin(
         arXiv:2105.15183. Lorraine, J., Vicol, P., Duvenaud, D. (2020). Optimizing millions of
         hyperparameters by implicit differentiation. AISTATS. arXiv:1911.02590.
     """
-    given = Given(
-        batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart,
-        scale, polish, gradient_tol, check_independence,
+    return attached(
+        "argmin", f, x_star, args, kwargs, batch_ndim=batch_ndim, order=order, method=method,
+        damping=damping, preconditioner=preconditioner, rtol=rtol, products=products,
+        iterations=iterations, restart=restart, scale=scale, polish=polish,
+        gradient_tol=gradient_tol, check_independence=check_independence,
     )  # fmt: skip
-    return attached("argmin", f, x_star, args, kwargs, given)
 
 
 @overload
@@ -287,11 +288,12 @@ def root(
         Blondel, M. et al. (2022). Efficient and modular implicit differentiation. NeurIPS.
         arXiv:2105.15183.
     """
-    given = Given(
-        batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart,
-        scale, polish, gradient_tol, check_independence,
+    return attached(
+        "root", F, x_star, args, kwargs, batch_ndim=batch_ndim, order=order, method=method,
+        damping=damping, preconditioner=preconditioner, rtol=rtol, products=products,
+        iterations=iterations, restart=restart, scale=scale, polish=polish,
+        gradient_tol=gradient_tol, check_independence=check_independence,
     )  # fmt: skip
-    return attached("root", F, x_star, args, kwargs, given)
 
 
 @overload
@@ -398,11 +400,12 @@ def fixed_point(
         arXiv:1909.01377. Fung, S. W. et al. (2022). JFB: Jacobian-free backpropagation for implicit
         networks. AAAI. arXiv:2103.12803.
     """
-    given = Given(
-        batch_ndim, order, method, damping, preconditioner, rtol, products, iterations, restart,
-        scale, polish, gradient_tol, check_independence,
+    return attached(
+        "fixed_point", g, x_star, args, kwargs, batch_ndim=batch_ndim, order=order, method=method,
+        damping=damping, preconditioner=preconditioner, rtol=rtol, products=products,
+        iterations=iterations, restart=restart, scale=scale, polish=polish,
+        gradient_tol=gradient_tol, check_independence=check_independence,
     )  # fmt: skip
-    return attached("fixed_point", g, x_star, args, kwargs, given)
 
 
 # --- what they share: the residual at a point, its checks, the chain of links ---------------------
@@ -411,59 +414,43 @@ def fixed_point(
 Kind = Literal["argmin", "root", "fixed_point"]
 
 
-class Given(NamedTuple):
-    """The options, as they were given."""
-
-    batch_ndim: int
-    order: int | None
-    method: Method
-    damping: float
-    preconditioner: LinearOperator | None
-    rtol: float | None
-    products: int | None
-    iterations: int | None
-    restart: int | None
-    scale: float
-    polish: int
-    gradient_tol: float | None
-    check_independence: bool
-
-
 def attached(
     kind: Kind,
     f: Callable[..., Any],
     x_star: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-    given: Given,
+    *,
+    order: int | None,
+    **given: Any,
 ) -> Any:
     """The solution, attached to the graph of everything that `f` depends on."""
     if torch.is_inference_mode_enabled():
         with _settings.recording(), _settings.grad_mode(False):
-            return attached(kind, f, x_star, args, kwargs, given)
+            return attached(kind, f, x_star, args, kwargs, order=order, **given)
     _call.refuse_stand_ins()
     where, line = Where(x_star, "x_star"), CallSite.now()
     if not callable(f) or isinstance(f, Tensor):
         raise InputError(f"f: got {_arguments.kind(f)}, expected a function, evaluated at x_star.")
     check = _arguments.check_integer
-    _arguments.check_option(given.method, Method if kind == "argmin" else AnySystem, "method")
-    order = _call.outer_order() if given.order is None else check(given.order, "order", least=1)
-    check(given.polish, "polish", least=0)
-    as_float(given.damping, "damping")
-    if check(given.batch_ndim, "batch_ndim", least=0):
-        check_stack(where, None, None, given.batch_ndim)
-    limit = given.gradient_tol
-    number = _arguments.is_number(limit) or (isinstance(limit, float) and limit == math.inf)
-    if limit is not None and not (number and limit >= 0):
-        raise InputError(f"gradient_tol: got {limit!r}, expected a number of at least 0, or None.")
+    _arguments.check_option(given["method"], Method if kind == "argmin" else AnySystem, "method")
+    order = _call.outer_order() if order is None else check(order, "order", least=1)
+    check(given["polish"], "polish", least=0)
+    as_float(given["damping"], "damping")
+    if check(given["batch_ndim"], "batch_ndim", least=0):
+        check_stack(where, None, given["batch_ndim"])
+    limit = given["gradient_tol"]
+    if limit is not None and limit != math.inf:
+        _arguments.check_number(limit, "gradient_tol", least=0, more=", or None")
     # The residual at the values; and in a differentiable result, with a derivative for each link.
-    batch: Any = {n: getattr(given, n) for n in ("batch_ndim", "check_independence")}
-    linked = _call.call(f, where, 1, True, args=args, kwargs=kwargs, **batch)
-    linked = linked._replace(order=1 + order)
+    linked = _call.call(
+        f, where, 1, True, args=args, kwargs=kwargs, batch_ndim=given["batch_ndim"],
+        check_independence=given["check_independence"],
+    )._replace(order=1 + order)  # fmt: skip
     plain = linked._replace(create_graph=False, keep=True, order=2)
     problem = Problem(kind, where, given, order, line)
     values = _values(where)
-    for _ in range(given.polish):
+    for _ in range(given["polish"]):
         values = problem.polished(plain, values)
     if not torch.is_grad_enabled():
         problem.solved(*problem.residual(plain, _leaves(values)), values)
@@ -500,7 +487,7 @@ def _values(where: Where) -> Leaves:
 class Problem:
     """The residual whose zero is the solution: a gradient, F(x), or x - g(x)."""
 
-    def __init__(self, kind: Kind, where: Where, given: Given, order: int, line: CallSite) -> None:
+    def __init__(self, kind: Kind, where: Where, given: Any, order: int, line: CallSite) -> None:
         self.kind: Kind = kind
         # Each evaluation draws what the first one drew.
         self._random = _settings.RandomState(where.tensors[0].device)
@@ -526,7 +513,7 @@ class Problem:
 
     def held(self, residual: Leaves, x: Leaves, values: Leaves) -> Leaves:
         """The residual of the solution that `damping` holds near where it is."""
-        damping = self._given.damping
+        damping = self._given["damping"]
         if not damping:
             return residual
         return [
@@ -558,17 +545,17 @@ class Problem:
             self._line,
             solver=functools.partial(
                 attempt,
-                method=given.method,
-                damping=given.damping,
-                products=given.products,
-                iterations=given.iterations,
-                restart=given.restart,
-                scale=given.scale,
+                method=given["method"],
+                damping=given["damping"],
+                products=given["products"],
+                iterations=given["iterations"],
+                restart=given["restart"],
+                scale=given["scale"],
                 soon=0,  # each product is a pass, and all of a small matrix are one
             ),
-            preconditioner=given.preconditioner,
-            rtol=given.rtol,
-            steps=given.iterations is not None,
+            preconditioner=given["preconditioner"],
+            rtol=given["rtol"],
+            steps=given["iterations"] is not None,
             order=self._order,
             fatal=NO_DERIVATIVE,
         )
@@ -601,7 +588,7 @@ class Problem:
         with _settings.grad_mode(False):
             image = system.operator._times(x)  # of a linear problem, the residual at zero
         scales = listed(norms(image.reshape(r.shape)))
-        limit = self._given.gradient_tol
+        limit = self._given["gradient_tol"]
         if limit is None:
             limit = 1e-3 if torch.finfo(r.dtype).bits > 16 else 0.1
         pairs = [*zip(sizes, scales, strict=True)]
@@ -651,9 +638,9 @@ class Transposed(LinearOperator):
         self._symmetric = symmetric
         self._space = graph.call.where.space().side(graph.call.batch_ndim)
         self._linear: tuple[Leaves, Leaves] | None = None
-        self._calls_back = _nodes.runs_hooks(
-            _nodes.survey([part for part in residual if part.requires_grad])
-        )
+        survey = _nodes.survey([part for part in residual if part.requires_grad])
+        self._calls_back = _nodes.runs_hooks(survey)
+        self._together = _reverse.auto_chunk(survey, graph.leaves)
 
     @property
     def symmetric(self) -> bool:
@@ -663,11 +650,6 @@ class Transposed(LinearOperator):
     def ready(self) -> AbstractContextManager[Any]:
         """The state in which passes may run."""
         return self._graph.resumed() if self._calls_back else _settings.recording()
-
-    @functools.cached_property
-    def _together(self) -> int:
-        survey = _nodes.survey([part for part in self._residual if part.requires_grad])
-        return _reverse.auto_chunk(survey, self._graph.leaves)
 
     def _chunk(self, count: int) -> int:
         return min(count, self._together)

@@ -30,7 +30,7 @@ from hodiff._core._where import Where
 from hodiff.errors import InputError
 from hodiff.memory import _blocks
 from hodiff.memory._chunked import Chunked
-from hodiff.sharded._ranks import PLAIN, ShardRanks, exchanging
+from hodiff.sharded._ranks import ShardRanks, exchanging
 
 # --- shards made whole, and whole tensors reduced to shards ---------------------------------------
 
@@ -112,65 +112,62 @@ class Move(NamedTuple):
     def _group(self, dim: int) -> Any:
         return self.mesh.get_group(dim % self.mesh.ndim)
 
+    def adjoint(self) -> Move:
+        """The move of whole tensors back to shards, or of shards to whole ones."""
+        return self._replace(gathers=not self.gathers)
+
+
+class Mean(NamedTuple):
+    """The mean over the processes of tensors that each has whole, or what is averaged in each pass.
+
+    Attributes:
+        mesh: The mesh of the processes that share the data.
+        taken: Whether it is the mean, and not the tensors themselves.
+    """
+
+    mesh: Any
+    taken: bool
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors, or their means."""
+        if not self.taken:
+            return [x.view_as(x) for x in tensors]
+        means = [x.clone() for x in tensors]
+        with exchanging():
+            for dim in range(self.mesh.ndim):
+                for x in means:
+                    dist.all_reduce(x, group=self.mesh.get_group(dim))
+        return [x.div_(self.mesh.size()) for x in means]
+
+    def adjoint(self) -> Mean:
+        """The mean, of the identity, and the identity, of the mean."""
+        return self._replace(taken=not self.taken)
+
 
 @final
 class Moved(Chunked):
-    """Tensors, moved: linear in them, so that nothing is kept."""
+    """Tensors, moved or averaged: linear in them, so that nothing is kept."""
 
     @staticmethod
     def forward(*given: Any) -> Any:
         """The tensors in the other form."""
-        *tensors, move = given
-        return tuple(move(tensors))
+        *tensors, form = given
+        return tuple(form(tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the move; a cotangent that is absent on this process may be there on others."""
+        """Keep the form; a cotangent that is absent on this process may be there on others."""
         ctx.form = inputs[-1]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The adjoint, of which the same may be asked."""
-        back = ctx.form._replace(gathers=not ctx.form.gathers)
-        return (*Moved.apply(*cotangents, back), None)
+        return (*Moved.apply(*cotangents, ctx.form.adjoint()), None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """The tangents of the results: the same move."""
+        """The tangents of the results: the same form."""
         return Moved.apply(*tangents[:-1], ctx.form)
-
-
-@final
-class Averaged(Chunked):
-    """A tensor that each process has whole: itself, and a mean over the processes in each pass."""
-
-    @staticmethod
-    def forward(*given: Any) -> Any:
-        """The tensor, or its mean over the processes."""
-        x, mesh, again = given[0], *given[-1]
-        if not again:
-            return x.view_as(x)
-        x = x.clone()
-        with exchanging():
-            for dim in range(mesh.ndim):
-                dist.all_reduce(x, group=mesh.get_group(dim))
-        return x.div_(mesh.size())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the mesh, and which of the two it is."""
-        ctx.form = inputs[-1]
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        """The adjoint: of the identity the mean, of the mean the identity."""
-        mesh, again = ctx.form
-        return Averaged.apply(cotangents[0], (mesh, not again)), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        """The tangent of the result, made in the same way."""
-        return Averaged.apply(tangents[0], ctx.form)
 
 
 # --- groups ---------------------------------------------------------------------------------------
@@ -326,11 +323,8 @@ class Gathering(_blocks.Blocks):
         return self._straight
 
     def _straight(self, *args: Any, **kwargs: Any) -> Any:
-        with Scope(self._meet):
+        with Scope(self._watch):
             return self.__wrapped__(*args, **kwargs)
-
-    def _meet(self, undo: Undo) -> None:
-        self._watch(undo)
 
     def _call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._begun:
@@ -356,69 +350,40 @@ def _muted(x: Any) -> Any:
     return x.detach() + 0 * (x - x.detach()) if varies else x
 
 
-class Groups:
-    """The groups of all modules of a point."""
+class Groups(NamedTuple):
+    """The groups of all modules of a point, and the processes that share the data."""
 
-    def __init__(self, groups: Sequence[Group], mesh: Any) -> None:
-        self.groups, self.mesh = groups, mesh
+    groups: Sequence[Group]
+    mesh: Any
 
-    def check(self, where: Where) -> None:
-        """Raise where a tensor of the point belongs to no group, or to several."""
-        owner: dict[int, Group] = {}
-        for group in self.groups:
-            for _, name, parameter in group.slots():
-                if (
-                    not isinstance(parameter, DTensor)
-                    or owner.setdefault(id(parameter), group) is not group
-                ):
-                    raise InputError(
-                        f"{where.name}: the parameter {name!r} of {group.name} is not sharded with "
-                        f"its group (it was ignored, or is tied to one of another group)."
-                    )
-        for each in where.module_slices:
-            end = each.start + len(each.names)
-            for number in range(each.start, end):
-                if id(where.tensors[number]) not in owner:
-                    raise InputError(
-                        f"{where.name}: {where.names[number]} is in no module under fully_shard, "
-                        f"but others are; "
-                        f"nobody would add up its gradients. Call fully_shard on the whole model "
-                        f"as well."
-                    )
-        free = [x for x in where.tensors if id(x) not in owner]
-        if any(isinstance(x, DTensor) for x in free):
-            raise InputError(
-                f"{where.name}: a DTensor beside a module under fully_shard is not served."
-            )
 
-    def dressed(
-        self, made: list[Any], leaves: Sequence[Tensor], given: Sequence[Tensor]
-    ) -> list[Any]:
-        """Tensors for `f`, each of which knows the leaf it is made of."""
-        for number, (tensor, leaf, theirs) in enumerate(zip(made, leaves, given, strict=True)):
-            if tensor is leaf:
-                made[number] = tensor = Averaged.apply(leaf, (self.mesh, False))
-            else:
-                tensor.__dict__[SHARD] = leaf
-            mark_as_parameter(tensor, theirs)
-        return made
-
-    def served(self, what: Any, ranks: ShardRanks) -> Any:
-        """The function whose groups gather."""
-        if isinstance(what, _blocks.Blocks):
-            raise InputError(
-                "checkpoint: the groups of fully_shard are the blocks of a sharded model, always. "
-                "Leave it out."
-            )
-        return Gathering(what, self.groups, ranks)
-
-    def ranks(self, where: Where, owner: str = PLAIN, chunk_size: object = None) -> ShardRanks:
-        """The processes that share the model."""
-        return ShardRanks(self.mesh, where, owner, chunk_size)
-
-    def mean(self, value: Tensor) -> Tensor:
-        """The mean over the processes that share the data."""
-        return Averaged.apply(value, (self.mesh, True))
+def _check_owners(groups: Sequence[Group], where: Where) -> None:
+    """Raise where a tensor of the point belongs to no group, or to several."""
+    owner: dict[int, Group] = {}
+    for group in groups:
+        for _, name, parameter in group.slots():
+            if (
+                not isinstance(parameter, DTensor)
+                or owner.setdefault(id(parameter), group) is not group
+            ):
+                raise InputError(
+                    f"{where.name}: the parameter {name!r} of {group.name} is not sharded with "
+                    f"its group (it was ignored, or is tied to one of another group)."
+                )
+    for each in where.module_slices:
+        end = each.start + len(each.names)
+        for number in range(each.start, end):
+            if id(where.tensors[number]) not in owner:
+                raise InputError(
+                    f"{where.name}: {where.names[number]} is in no module under fully_shard, but "
+                    f"others are; nobody would add up its gradients. Call fully_shard on the whole "
+                    f"model as well."
+                )
+    free = [x for x in where.tensors if id(x) not in owner]
+    if any(isinstance(x, DTensor) for x in free):
+        raise InputError(
+            f"{where.name}: a DTensor beside a module under fully_shard is not served."
+        )
 
 
 def any_in(where: Where) -> bool:
@@ -427,7 +392,7 @@ def any_in(where: Where) -> bool:
 
 
 def of(where: Where) -> Groups:
-    """The groups of a point's modules."""
+    """The groups of a point's modules; raise for what is not served."""
     groups: list[Group] = []
     for each in where.module_slices:
         root = as_called(each.module)
@@ -441,6 +406,7 @@ def of(where: Where) -> Groups:
     meshes = [mesh for group in groups for mesh in group.meshes]
     if any(mesh != meshes[0] for mesh in meshes):
         raise InputError(f"{where.name}: its modules are sharded over several meshes; use one.")
+    _check_owners(groups, where)
     return Groups(groups, meshes[0])
 
 

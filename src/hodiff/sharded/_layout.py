@@ -22,8 +22,9 @@ from hodiff._core._tree import mark_as_parameter
 from hodiff._core._vectors import generic
 from hodiff._core._where import Where
 from hodiff.errors import InputError
+from hodiff.memory._blocks import Blocks
 from hodiff.sharded import _groups
-from hodiff.sharded._groups import Groups
+from hodiff.sharded._groups import SHARD, Gathering, Groups, Mean, Moved
 from hodiff.sharded._ranks import PLAIN, ShardRanks
 
 
@@ -123,7 +124,7 @@ class Layout:
             for x in self.given
         ]
         where.layout = self
-        self.ranks = None if groups is None else groups.ranks(where)
+        self.ranks = None if groups is None else ShardRanks(groups.mesh, where, PLAIN, None)
         meshes = [place.mesh for place in self.places if place is not None]
         self.mesh = max(meshes, key=lambda mesh: mesh.size())
         names = self.mesh.mesh_dim_names or ()
@@ -220,34 +221,35 @@ class Layout:
     def dressed(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that `f` is given in place of the point's, made of leaves."""
         made: list[Any] = self.placed(leaves)
-        if self.groups is not None:
-            return self.groups.dressed(made, leaves, self.given)
-        for tensor, theirs in zip(made, self.given, strict=True):
-            mark_as_parameter(tensor, theirs)
+        for number, (leaf, theirs) in enumerate(zip(leaves, self.given, strict=True)):
+            if self.groups is not None and made[number] is leaf:
+                [made[number]] = Moved.apply(leaf, Mean(self.groups.mesh, False))
+            elif self.groups is not None:
+                made[number].__dict__[SHARD] = leaf
+            mark_as_parameter(made[number], theirs)
         return made
 
     def parsed(self, value: Any, tree: _tree.Tree, name: str) -> tuple[list[Tensor], int | None]:
         """The parts of a vector like the point, or of several stacked; how many they are."""
         with nullcontext() if self.ranks is None else self.ranks.raise_on_all_ranks():
-            return self._parsed(value, tree, name)
-
-    def _parsed(self, value: Any, tree: _tree.Tree, name: str) -> tuple[list[Tensor], int | None]:
-        if isinstance(value, Tensor) and tree is not _tree.LEAF:
-            self.refuse_flat(name)
-        different = _tree.difference(tree, _tree.flatten(value, name)[2], name)
-        if different:
-            raise InputError(f"{different}; it must be like the point, of DTensors placed as its.")
-        counts, parts = set[int | None](), list[Tensor]()
-        leaves = _tree.leaves_like(tree, value)
-        labels = _tree.paths(tree, name)
-        for leaf, label, place, theirs in zip(leaves, labels, self.places, self.given, strict=True):
-            _check_like(leaf, theirs, label)
-            parts += [leaf.detach() if place is None else place.part(leaf, label)]
-            counts |= {len(leaf) if leaf.ndim > theirs.ndim else None}
-        if len(counts) > 1:
-            raise InputError(f"{name}: the leaves hold different numbers of vectors.")
-        self._check_copies(parts, name)
-        return parts, counts.pop()
+            if isinstance(value, Tensor) and tree is not _tree.LEAF:
+                self.refuse_flat(name)
+            different = _tree.difference(tree, _tree.flatten(value, name)[2], name)
+            if different:
+                raise InputError(
+                    f"{different}; it must be like the point, of DTensors placed as its."
+                )
+            counts, parts = set[int | None](), list[Tensor]()
+            leaves, labels = _tree.leaves_like(tree, value), _tree.paths(tree, name)
+            each = zip(leaves, labels, self.places, self.given, strict=True)
+            for leaf, label, place, theirs in each:
+                _check_like(leaf, theirs, label)
+                parts += [leaf.detach() if place is None else place.part(leaf, label)]
+                counts |= {len(leaf) if leaf.ndim > theirs.ndim else None}
+            if len(counts) > 1:
+                raise InputError(f"{name}: the leaves hold different numbers of vectors.")
+            self._check_copies(parts, name)
+            return parts, counts.pop()
 
     def _check_copies(self, parts: list[Tensor], name: str) -> None:
         """Raise, in all processes, where some have been given other copies of an entry: by more
@@ -290,7 +292,12 @@ class Layout:
             )
         if self.groups is None or self.ranks is None:
             return what
-        return self.groups.served(what, self.ranks)
+        if isinstance(what, Blocks):
+            raise InputError(
+                "checkpoint: the groups of fully_shard are the blocks of a sharded model, always. "
+                "Leave it out."
+            )
+        return Gathering(what, self.groups.groups, self.ranks)
 
     def shared(self, process_group: Any, where: Where, owner: str, chunk_size: object) -> Any:
         """The processes that share an operator at this point, which are those of the model."""
@@ -300,7 +307,7 @@ class Layout:
                 "share the data too. Leave it out."
             )
         if self.groups is not None:
-            self.ranks = self.groups.ranks(where, owner, chunk_size)
+            self.ranks = ShardRanks(self.groups.mesh, where, owner, chunk_size)
         return self.ranks
 
     def total(self, sums: Sequence[Tensor]) -> Tensor:
@@ -310,7 +317,7 @@ class Layout:
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of the value over the processes that share the data."""
-        return value if self.groups is None else self.groups.mean(value)
+        return value if self.groups is None else Moved.apply(value, Mean(self.groups.mesh, True))[0]
 
 
 def _weighed(part: Tensor) -> Tensor:
@@ -339,7 +346,4 @@ def of(where: Where) -> Layout | None:
             f"{where.name} is sharded over processes, which needs PyTorch 2.13 or newer; this is "
             f"{torch.__version__}. Or gather a plain copy: p.full_tensor() for each parameter p."
         )
-    groups = _groups.of(where) if grouped else None
-    if groups is not None:
-        groups.check(where)
-    return Layout(where, groups)
+    return Layout(where, _groups.of(where) if grouped else None)

@@ -612,7 +612,7 @@ DIFFERENCES = {
     other_order_at_first: "process_group: the ranks use different operators at the same time: numbers",
     other_rounding: "process_group: rank 1 multiplies a different vector from rank 0, so the sum would be meaningless. "
     "Draw it from generators with the same seed, or broadcast it; estimators draw the same vectors on all ranks, "
-    "unless generator= differs. (Ranks of [1, 2, 1] threads round differently",
+    "unless generator= differs. (Other numbers of threads round differently: torch.set_num_threads.)",
 }
 
 
