@@ -185,30 +185,30 @@ rule = RULES.register
 Formula = Callable[..., Any]
 
 
-def first_order(*names: str) -> Callable[[Formula], Formula]:
-    """Register a formula for first order in one direction, of the operation's own arguments.
-
-    It takes these apart by `value_and_tangent`, and gives such a pair; or NotImplemented, where the
-    rule for any order is to be asked.
-    """
+def by_formula(kind: str, *names: str) -> Callable[[Formula], Formula]:
+    """Register a function of the operations' own arguments under their names."""
 
     def register(formula: Formula) -> Formula:
         def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
             kept = {name: kwargs[name] for name in kwargs if name not in OF_NO_EFFECT}
-            return of_first_order(formula(*args, **kept))
+            made = formula(*args, **kept)
+            if kind != "fused" or made is NotImplemented:
+                return made
+            value, tangent = made
+            return [value, tangent.to(value.dtype).expand(value.shape).unsqueeze(0)]
 
-        rule("fused", *names)(apply)
+        rule(kind, *names)(apply)
         return formula
 
     return register
 
 
-def of_first_order(made: Any) -> Any:
-    """The series of a value and its tangent."""
-    if made is NotImplemented:
-        return made
-    value, tangent = made
-    return [value, tangent.to(value.dtype).expand(value.shape).unsqueeze(0)]
+first_order = partial(by_formula, "fused")
+"""Register a formula for first order in one direction.
+
+It takes its arguments apart by `value_and_tangent`, and gives such a pair; or NotImplemented, where
+the rule for any order is to be asked.
+"""
 
 
 OF_NO_EFFECT = ("inplace", "out", "_stacklevel")
