@@ -496,8 +496,6 @@ def second_order_operator(
         check_independence=check_independence,
         has_aux=has_aux,
     ).checked()
-    if isinstance(C, Tensor):
-        _call.refuse_tangent(C, "C")
     with _settings.grad_mode(call.record):
         directions = _of_matrix(x, batch_ndim, C)
         value, _, second = second_order(call, directions, None if b is None else _drift(b, call))
@@ -651,6 +649,7 @@ def _of_matrix(x: Any, batch_ndim: int, weight: Any) -> Directions:
 def _matrix(C: Any, x: Any, batch_ndim: int, size: int) -> Tensor:
     """The matrix of an operator, in any of its forms."""
     _arguments.check_real_tensor(C, "C")
+    _call.refuse_tangent(C, "C")
     batch, shape = tuple(x.shape[:batch_ndim]), tuple(C.shape)
     fits = (
         shape == (size,)

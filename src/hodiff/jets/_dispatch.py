@@ -6,6 +6,7 @@ import functools
 import time
 import types
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -139,15 +140,11 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
 
 def _latest(name: str, args: Any, kwargs: Any) -> Expansion:
     """The latest expansion among the jets of the arguments: it handles the operation."""
-    latest = None
-    for jet in jets_among((*args, *kwargs.values()) if kwargs else args):
+    jets = jets_among((*args, *kwargs.values()) if kwargs else args)
+    for jet in jets:
         if value_of(jet).dtype.is_complex:
             _check_complex(name)
-        if latest is None or jet.expansion.number > latest.number:
-            latest = jet.expansion
-    if latest is None:
-        raise NoRule("an operation without a jet")
-    return latest
+    return max(jets, key=attrgetter("expansion.number")).expansion
 
 
 def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:

@@ -98,8 +98,6 @@ ALIASES = {
     "__rsub__": "rsub",
     "__rdiv__": "rdiv",
     "__rtruediv__": "rdiv",
-    "__rpow__": "rpow",
-    "__rmatmul__": "rmatmul",
     "__getitem__": "getitem",
     "__setitem__": "setitem",
     "__eq__": "eq",
@@ -127,7 +125,7 @@ METADATA = frozenset(
 
 COMPLEX = frozenset(
     str.split(
-        "add sub rsub radd neg mul rmul div rdiv matmul rmatmul mm bmm mv dot einsum linear sum "
+        "add sub rsub neg mul div rdiv matmul __rmatmul__ mm bmm mv dot einsum linear sum "
         "mean clone contiguous to type type_as cpu cuda alias cfloat cdouble complex real imag "
         "conj conj_physical resolve_conj resolve_neg view_as_real view_as_complex view view_as "
         "reshape reshape_as flatten unflatten ravel permute transpose swapaxes swapdims t mT "
@@ -157,10 +155,10 @@ class JetRules:
     def __init__(self) -> None:
         self.known: dict[str, JetRule] = {}
         self.first: dict[str, JetRule] = {}
-        self.read: Callable[[str], None] | None = _none
+        self.read: Callable[[str], None] | None = None
         self.registered: dict[bool, dict[str, JetRule]] = {False: {}, True: {}}
-        self.fallback: Callable[..., Any] = _none
-        self.dispatch: Callable[[Any, Any, Any], Any] = _none
+        self.fallback: Callable[..., Any]
+        self.dispatch: Callable[[Any, Any, Any], Any]
 
     def register(
         self, kind: str, *names: str
@@ -172,10 +170,6 @@ class JetRules:
             return apply
 
         return register
-
-
-def _none(*args: Any) -> Any:
-    raise NoRule("anything", "hodiff.jets was not imported as a whole")
 
 
 RULES = JetRules()

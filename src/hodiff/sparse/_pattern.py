@@ -362,9 +362,7 @@ def _sequence(degrees: Tensor, order: Order) -> list[int]:
 
 def _crowded(degrees: Tensor) -> Tensor:
     """The vertices with far more neighbors than most."""
-    if not len(degrees):
-        return degrees.bool()
-    return degrees > max(64, 20 * int(degrees.median()))
+    return degrees > max(64, 20 * int(degrees.median()) if len(degrees) else 0)
 
 
 def _lists(heads: Tensor, tails: Tensor, count: int) -> list[list[int]]:

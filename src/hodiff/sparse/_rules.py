@@ -296,12 +296,9 @@ def convolution(op: OperatorCall) -> OutputSets:
     (output,) = op.outputs
     if input.ndim != weight.ndim or (bias is not None and op.sets(bias) is not None):
         return None
-    total = Sets.empty(output.numel(), op.tracer.width)
     if op.sets(weight) is not None:
-        total = op.everything(output)
-    elif (sets := op.sets(input)) is not None:
-        total = _convolved(op, sets, input.shape, output.shape, forth=True)
-    return [total]
+        return [op.everything(output)]
+    return [_convolved(op, op.live[id(input)], input.shape, output.shape, forth=True)]
 
 
 def convolution_backward(op: OperatorCall) -> OutputSets:
@@ -429,8 +426,6 @@ def reduction(op: OperatorCall) -> OutputSets:
         return None
     count, of_entry = along(tensor.shape, _dims(op, tensor))
     union = sets.grouped(of_entry, count)
-    if any(output.numel() != count for output in op.outputs):
-        return None
     return [union] * len(op.outputs)
 
 
@@ -465,8 +460,6 @@ def matrices(op: OperatorCall) -> OutputSets:
     batch = op.inputs[0].shape[:-2]
     # but pivots
     if any(t.ndim < 2 or t.shape[:-2] != batch for t in op.inputs if t.dtype != torch.int32):
-        return None
-    if any(t.shape[: len(batch)] != batch for t in op.outputs):
         return None
     count = batch.numel()
     union = Sets.empty(count, op.tracer.width)
@@ -541,10 +534,7 @@ def moved(op: OperatorCall) -> OutputSets:
         kwargs.pop(name, None)
     if op.name == "constant_pad_nd":  # what it pads with is not a number of an entry
         args, kwargs = args[:2], {}
-    function = op.function
-    if function._schema.is_mutable:
-        function = getattr(getattr(torch.ops.aten, op.name), function._overloadname)
-    numbers = list(tensors_in(function(*args, **kwargs)))
+    numbers = list(tensors_in(op.function(*args, **kwargs)))
     whole = Sets.joined(parts)
     return [whole.take(n.reshape(-1).long() - 1) for n in numbers]
 
@@ -582,8 +572,6 @@ def scattered(op: OperatorCall) -> OutputSets:
         op.argument("self"),
         op.argument("src", op.argument("source", op.argument("values"))),
     )
-    if not isinstance(base, Tensor):
-        return None
     kept = op.sets(base) or Sets.empty(base.numel(), op.tracer.width)
     sets = op.sets(source) if isinstance(source, Tensor) else None
     if sets is None:
@@ -630,8 +618,6 @@ def adjoint(
             op, torch.arange(1, count + 1, dtype=torch.float64, device="cpu").reshape(tuple(size))
         )
         targets = numbers.reshape(-1).long() - 1
-        if len(targets) != gradient.numel():
-            return None
         held = targets >= 0
         return [sets.take(held.nonzero()[:, 0]).grouped(targets[held], count)]
 

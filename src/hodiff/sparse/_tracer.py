@@ -292,14 +292,11 @@ class OperatorCall:
 
     def everything(self, output: Tensor) -> Sets:
         """The sets of an output each of whose elements depends on all that any argument does."""
-        return _united(list(self.live.values()), self.tracer.width, output)
+        return _united(list(self.live.values()), output)
 
 
-def _united(parts: Sequence[Sets], width: int, output: Tensor) -> Sets:
+def _united(parts: Sequence[Sets], output: Tensor) -> Sets:
     """The sets of a tensor, each of which is the union of all."""
-    parts = [sets for sets in parts if not sets.is_empty()]
-    if not parts:
-        return Sets.empty(_length(output), width)
     whole = Sets.joined(parts)
     return whole.grouped(_zeros(len(whole)), 1).take(_zeros(_length(output)))
 
@@ -466,7 +463,7 @@ class Tracer(DispatchMode):
         if live:
             self.unknown[str(func)] = None
             for tensor in tensors_in(result):
-                self.write(tensor, _united(live, self.width, tensor))
+                self.write(tensor, _united(live, tensor))
         return result
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -490,10 +487,9 @@ class Tracer(DispatchMode):
                 self.write(tensor, operation.everything(tensor))
             return result
         for tensor, sets in zip(operation.outputs, of_outputs, strict=True):
-            if any(tensor is other for other in written):
-                self.write(
-                    tensor, sets if sets is not None else Sets.empty(_length(tensor), self.width)
-                )
+            self.write(
+                tensor, sets if sets is not None else Sets.empty(_length(tensor), self.width)
+            )
         return result
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:

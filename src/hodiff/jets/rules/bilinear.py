@@ -33,7 +33,7 @@ from hodiff.jets._series import (
 )
 
 
-@rule("bilinear", "mul", "rmul")
+@rule("bilinear", "mul")
 def multiply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The product a b."""
     a, b = (series_of(x, expansion) for x in (*args, *kwargs.values()))
@@ -43,22 +43,18 @@ def multiply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 @rule("bilinear", "div", "rdiv")
 def divide(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The quotient a / b."""
-    kwargs = dict(kwargs)
-    if kwargs.pop("rounding_mode", None) is not None:
-        return func(*_jet.replaced(args, _jet.value_of), rounding_mode="floor")
-    a, b = [*args, *kwargs.values()]
+    if kwargs.get("rounding_mode") is not None:
+        return func(*_jet.replaced(args, _jet.value_of), **_jet.replaced(kwargs, _jet.value_of))
+    a, b = [*args, *(kwargs[name] for name in kwargs if name != "rounding_mode")]
     if operation(func) == "rdiv":
         a, b = b, a
     return quotient(expansion, series_of(a, expansion), series_of(b, expansion))
 
 
-@rule("bilinear", "matmul", "rmatmul", "mm", "bmm", "mv", "dot")
+@rule("bilinear", "matmul", "mm", "bmm", "mv", "dot")
 def matmul(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """A @ b, by NumPy's rules for vectors and stacks."""
-    a, b = [*args, *kwargs.values()]
-    if operation(func) == "rmatmul":
-        a, b = b, a
-    a, b = series_of(a, expansion), series_of(b, expansion)
+    a, b = (series_of(x, expansion) for x in (*args, *kwargs.values()))
     row, column = a[0].ndim == 1, b[0].ndim == 1
     a = _matrices(a, -2) if row else _contracted(a, -1)
     b = _matrices(b, -1) if column else _contracted(b, -2)
@@ -132,12 +128,10 @@ def convolution(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     spatial, shape = w[0].ndim - 2, x[0].shape
 
     def convolve(a: Any, b: Any) -> Any:
-        """A convolution of values, or of coefficients,
-        which have a dimension for directions in front.
+        """A convolution of coefficients, which have a dimension for directions in front; of one
+        factor it may be the value.
         """
         if b.ndim == w[0].ndim:
-            if a.ndim == len(shape):
-                return func(a, b, None, **given)
             made = func(full(a, shape).flatten(0, -spatial - 2), b, None, **given)
             return made.unflatten(0, (a.shape[0], *shape[: -spatial - 1]))
         kernels, apart = full(b, w[0].shape), a.ndim > len(shape)

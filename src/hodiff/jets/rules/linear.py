@@ -24,7 +24,7 @@ from hodiff.jets._series import (
 )
 
 
-@rule("linear", "add", "sub", "rsub", "radd")
+@rule("linear", "add", "sub", "rsub")
 def add(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """A + α b, a - α b."""
     kwargs = dict(kwargs)

@@ -95,8 +95,6 @@ def selected(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         and not isinstance([*args, *kwargs.values()][1], int)
     ):
         return extreme(expansion, getattr(torch, name), args, kwargs)
-    if not belongs(args[0], expansion):
-        raise NoRule(name)
     x = series_of(args[0], expansion)
     if name in ("max", "min", "median", "nanmedian") and len(args) + len(kwargs) == 1:
         value = func(x[0])
@@ -127,8 +125,6 @@ def selected(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 @rule("special", "amax", "amin")
 def extreme_along(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Extremes over some dimensions; where several entries are equal, their mean, as in PyTorch."""
-    if not belongs(args[0], expansion):
-        raise NoRule(operation(func))
     x = series_of(args[0], expansion)
     value = func(x[0], *args[1:], **kwargs)
     if not x[0].ndim:
