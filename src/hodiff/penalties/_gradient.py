@@ -467,7 +467,7 @@ def finished(
     """
     if not record:
         return loss
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if _HAS_PROCESSES and torch.distributed.is_initialized():
         refuse_static_graph([outputs])
     # `requires_grad` alone would not show it: what is reached is the caller's, or a leaf of a call,
     # which an enclosing one differentiates by if it is open.
@@ -485,6 +485,9 @@ def finished(
     # last layer is in no gradient by the input. (`isinstance` would ask an abstract base class, in
     # Python.)
     return loss + 0 * outputs.sum() if DistributedDataParallel in f.__class__.__mro__ else loss
+
+
+_HAS_PROCESSES = torch.distributed.is_available()
 
 
 def reduce(values: Tensor, reduction: ExtremeReduction, weight: float) -> Tensor:
@@ -748,7 +751,7 @@ def outputs_and_gradient(
 def _to_the(excess: Tensor, power: float) -> Tensor:
     """`excess ** power` of what is not negative, with every derivative zero at zero that can be."""
     if power == int(power):
-        return excess if power == 1 else excess**power
+        return excess if power == 1 else excess.pow(power)
     alive = excess != 0  # a broken power has a derivative that is infinite at zero, at some order
     return torch.where(alive, torch.where(alive, excess, 1) ** power, 0)
 

@@ -6,6 +6,8 @@ failing that, all its outputs depend on all its arguments, which is always right
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,12 +26,10 @@ def pointwise(op: OperatorCall) -> list[Sets] | None:
     """The union over the arguments, entry by entry."""
     of_outputs: list[Sets] = []
     for output in op.outputs:
-        total = Sets.empty(output.numel(), op.tracer.width)
-        for tensor, sets in op.pairs:
-            if not broadcasts(tensor, output):
-                return None
-            total = total | sets.take(broadcast(tensor, output.shape))
-        of_outputs.append(total)
+        if not all(broadcasts(tensor, output) for tensor, _ in op.pairs):
+            return None
+        parts = [sets.take(broadcast(tensor, output.shape)) for tensor, sets in op.pairs]
+        of_outputs.append(functools.reduce(operator.or_, parts))
     return of_outputs
 
 
