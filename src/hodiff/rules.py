@@ -278,11 +278,6 @@ def plus_product(x: Tensor, a: Any, y: Tensor, z: Tensor) -> Tensor:
     return x + a * (y * z) if isinstance(a, Tensor) else torch.addcmul(x, y, z, value=a)
 
 
-def minus_ratio(x: Tensor, a: Any, y: Tensor, z: Tensor) -> Tensor:
-    """X - a y / z."""
-    return x - a * (y / z) if isinstance(a, Tensor) else torch.addcdiv(x, y, z, value=-a)
-
-
 def mixed(x: Tensor, y: Tensor, a: Any) -> Tensor:
     """(1 - a) x + a y."""
     return torch.lerp(x, y, a.to(x) if isinstance(a, Tensor) else a)
@@ -337,7 +332,7 @@ class _Adam(Rule):
         mean = mixed(state.get("mean", zeros), g, 1 - beta1)
         square = plus_product(state.get("square", zeros) * beta2, 1 - beta2, g, g)
         denominator = root(square) / (1 - beta2**step) ** 0.5 + self.eps
-        new = minus_ratio(p, self.lr / (1 - beta1**step), mean, denominator)
+        new = plus(p, -self.lr / (1 - beta1**step), mean / denominator)
         return new, {"mean": mean, "square": square}
 
 

@@ -528,7 +528,7 @@ ENTERED: dict[str, Call] = {
     "memory/_blocks.py: Scope(_level)": _in_blocks,
     "memory/_blocks.py: Scope(partial(_within, None))": _in_blocks,
     "memory/_blocks.py: Scope(partial(_within, _INSIDE))": _in_blocks,
-    "memory/_blocks.py: Scope(self._enter)": _in_blocks,
+    "memory/_blocks.py: Scope(self._watch)": _in_blocks,
     "_core/_hooks.py: Counted(_watch_modules)": CALLS["hvp, module in f"],
     "_core/_lending.py: EvaluationContext": _under(torch.inference_mode, CALLS["hvp, module as point"]),
     "_core/_settings.py: Scope(enter)": _under(_bfloat16, lambda _: _with_data(memory_budget=0)),

@@ -27,7 +27,7 @@ BOUNDS = {
     "gradient of a tensor": (33, 35),
     "vjp": (36, 38),
     "cached product": (-25, -25),  # one asks whether a tracer looks on
-    "gradient penalty": (185, 194),
+    "gradient penalty": (184, 193),
     "tall jacobian": (-47, -45),  # one asks for room, one takes a view that tracers follow
     # three ask whether a product has lost a tangent; steps have names of their own; four ask whether processes share
     # the vectors, once in a solution, and how long a process's part of one is

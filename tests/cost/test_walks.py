@@ -26,8 +26,8 @@ BOUNDS = {
     # each public call enters by a function that has words for arguments that do not fit
     "hvp of a tensor": (12, 55, 60),  # one asks whether zeros are no answer
     "hvp of a module": (15, 82, 101),
-    "laplacian": (15, 103, 192),  # one asks whether a point is shared by processes
-    "gradient penalty": (13, 90, 112),
+    "laplacian": (15, 100, 188),  # one asks whether a point is shared by processes
+    "gradient penalty": (13, 87, 109),
     # it reads which variables the function names, to compare them later, and whether processes share the point
     "first product": (20, 168, 1316),
     "cached product": (11, 44, 64),

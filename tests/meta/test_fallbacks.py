@@ -60,7 +60,6 @@ STANDING = {
     ("graph._saved", "storage", "_WITHOUT_MEMORY"): GETTER,
     ("graph._saved", "shape", "(AttributeError, IndexError, RuntimeError, TypeError, ValueError)"): GETTER,
     ("jets.rules.linear", "_batched", "RuntimeError"): "raised again where its text is not of a batching rule",
-    ("penalties._gradient", "_ordinary", "RuntimeError"): "raised again where its text is not of `torch.vmap`",
     ("sparse._pattern", "sorted_unique", "(ImportError, RuntimeError)"): "PyTorch without NumPy",
     ("steps", "CompiledStep._compiled", "Exception"): "what is behind an interrupt is raised; else said why, and eager",
     ("steps", "CompiledStep._compiled", "self._dynamo.SizesVary"): "our own: compiled once more, for one size",

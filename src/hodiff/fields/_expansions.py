@@ -4,6 +4,7 @@ memory; by reverse passes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -90,7 +91,8 @@ def sampled(
         weight = factors(weight, x, torch.Size(x.shape[batch_ndim:]).numel())
     plain = _jet.value_of(x)
     if vectors is not None:
-        drawn = _given(vectors, plain)
+        [drawn] = Space([plain], ["x"], None, "like x").parse(vectors, "vectors").stacked()
+        drawn = drawn.clone() if drawn.is_inference() else drawn
     elif probes == "coordinates":
         return _coordinates(x, batch_ndim, weight, samples, generator)
     else:
@@ -103,12 +105,6 @@ def sampled(
             )
         drawn = drawn * weight.sqrt().reshape(x.shape[batch_ndim:])
     return Directions(drawn, None, len(drawn)), 1.0
-
-
-def _given(vectors: Any, x: Tensor) -> Tensor:
-    """The caller's own directions, stacked."""
-    [stacked] = Space([x], ["x"], None, "like x").parse(vectors, "vectors").stacked()
-    return stacked.clone() if stacked.is_inference() else stacked
 
 
 def _coordinates(
@@ -163,8 +159,9 @@ LEAST_BLOCK = 2
 LEAST_CHUNK = 8  # directions: the value is computed again for each chunk
 
 
-def in_parts(call: FieldCall, directions: Directions, drift: Any, size: int | None) -> Curves:
-    """The function along many lines: `size` of them at a time, or what is quickest."""
+def in_parts(call: FieldCall, directions: Directions, drift: Any) -> Curves:
+    """The function along many lines: `chunk_size` of them at a time, or what is quickest."""
+    size = _arguments.check_chunk_size(call.chunk_size)
     if size is None:
         return _within_bounds(call, directions, drift)
     curves = _by_directions(call, directions, drift, size)
@@ -178,42 +175,43 @@ def in_parts(call: FieldCall, directions: Directions, drift: Any, size: int | No
 
 
 def _within_bounds(call: FieldCall, directions: Directions, drift: Any) -> Curves:
-    """All at once where that is small; else chunks of many directions, blocks of samples,
-    chunks of few.
-    """
+    """By the first way that will do, of those that take little memory; else all at once."""
     random = RandomState(call.x.device)
+    for curves in _ways(call, directions, drift, random):
+        if curves is not None:
+            return curves
+        random.restore()
+    return by_jets(call, directions, drift)
+
+
+def _ways(
+    call: FieldCall, directions: Directions, drift: Any, random: RandomState
+) -> Iterator[Curves | None]:
+    """All at once where that is small; else chunks of many directions, blocks of samples,
+    chunks of few. None where that does not do.
+    """
     divisible = call.batch_ndim > 0 and len(call.x) >= 2 * LEAST_BLOCK
     cached = divisible and call.x.device.type == "cpu"
     whole, block = (
         (WHOLE_BYTES, BLOCK_BYTES) if cached else (_reverse.CHUNK_BYTES, _reverse.CHUNK_BYTES)
     )
+    count = len(directions.vectors)
     try:
-        return by_jets(call, directions, drift, max_bytes=whole)
+        yield by_jets(call, directions, drift, max_bytes=whole)
+        return
     except CoefficientTooLarge as error:
-        parts = -(-len(directions.vectors) * error.args[0] // whole)
+        size = -(-count // -(-count * error.args[0] // whole))
         random.restore()
-    size = -(-len(directions.vectors) // parts)
     if cached and size >= _field.WORTHWHILE:
-        curves = _by_directions(call, directions, drift, size, whole)
-        if curves is not None:
-            return curves
-        random.restore()
+        yield _by_directions(call, directions, drift, size, whole)
     rehearsal, drew = _rehearse(call, directions), random.moved()
     random.restore()
     # where an order has no finite number, there is nothing to compare with
     if divisible and not drew and all(_truth(each.isfinite().any()) for each in rehearsal.orders):
-        curves = _by_samples(call, directions, drift, block, rehearsal)
-        if curves is not None:
-            return curves
-        random.restore()
-    if rehearsal.bytes * len(directions.vectors) > _reverse.CHUNK_BYTES:
-        curves = _by_directions(
-            call, directions, drift, max(LEAST_CHUNK, _reverse.CHUNK_BYTES // rehearsal.bytes)
-        )
-        if curves is not None:
-            return curves
-        random.restore()
-    return by_jets(call, directions, drift)
+        yield _by_samples(call, directions, drift, block, rehearsal)
+    if rehearsal.bytes * count > _reverse.CHUNK_BYTES:
+        few = max(LEAST_CHUNK, _reverse.CHUNK_BYTES // rehearsal.bytes)
+        yield _by_directions(call, directions, drift, few)
 
 
 class Rehearsal(NamedTuple):
@@ -364,71 +362,46 @@ def _by_directions(
 # --- a function along straight lines to second order, by double backward --------------------------
 
 
-def by_reverse(call: FieldCall, directions: Directions, drift: Any, first: bool) -> Curves:
-    """Double backward: one pass for each component of f, then the directions in batches."""
+def by_reverse(call: FieldCall, directions: Directions, drift: Any, *, first: bool) -> Curves:
+    """Double backward: for each output of a sample its gradient, in one pass, then the lines in
+    batches. First derivatives along them cost no pass.
+    """
     vectors, weights, groups = directions
+    vectors = vectors.clone() if vectors.is_inference() else vectors
+    seconds: list[Tensor] = []
+    firsts: list[Tensor] = []
+    drifts: list[Tensor] = []
     with call.evaluation(passes=2) as graph:
         output = _arguments.check_output(graph.outputs)
         _arguments.check_rows(output, call.batch)
         chunk = _arguments.check_chunk_size(call.chunk_size)
-        lines = by_entries(graph, output, vectors, first=first, drift=drift, chunk_size=chunk)
-        value, (second, slope, drifted) = graph.value(), lines
+        columns = entries(output, call.batch_ndim)
+        for k, one in enumerate(columns):
+            (gradient,) = _reverse.vjp(graph, [one], [torch.ones_like(one)], differentiated=True)
+            more = k < len(columns) - 1
+            seconds.append(_seconds(graph, gradient, vectors, chunk, more=more))
+            if first:
+                firsts.append(inner(gradient, vectors, call.batch_ndim))
+            if drift is not None:
+                drifts.append(inner(gradient, drift.unsqueeze(0), call.batch_ndim))
+        shaped = lambda parts: torch.stack(parts, -1).reshape(len(parts[0]), *output.shape)  # noqa: E731
+        second, value = shaped(seconds), graph.value()
         graph.warn_of_zeros([second], [vectors])
         call.note(graph)
     if weights is not None:
         second = second * weights.reshape(-1, *[1] * output.ndim)
     if groups != second.shape[0]:
         second = second.reshape(groups, len(second) // groups, *output.shape).sum(1)
-    if drifted is not None:
-        second = second + drifted
-    value, second, *firsts = released(graph, [value, second, *([] if slope is None else [slope])])
-    return Curves(value, firsts[0] if firsts else None, second)
+    if drifts:
+        second = second + shaped(drifts)[0]
+    made = [value, second, shaped(firsts)] if firsts else [value, second]
+    value, second, *along = released(graph, made)
+    return Curves(value, along[0] if along else None, second)
 
 
 def entries(output: Tensor, batch_ndim: int) -> tuple[Tensor, ...]:
     """The entries of an output for each sample, one tensor of the batch's shape for each."""
     return output.flatten(batch_ndim).unbind(-1) if output.ndim > batch_ndim else (output,)
-
-
-def by_entries(
-    graph: OutputGraph,
-    output: Tensor,
-    vectors: Tensor,
-    *,
-    first: bool,
-    drift: Tensor | None,
-    chunk_size: int | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Derivatives where a sample has few outputs and many lines: for each output its gradient, then
-    the lines in batches.
-
-    Args:
-        graph: An evaluation of two passes, of a single tensor.
-        output: Its output, with the batch in front.
-        vectors: v, `(R, *leaf)`, or with ones for the batch.
-        first: Whether first derivatives are wanted; they cost no pass.
-        drift: A vector b, shaped like the leaf, for b·∇f.
-        chunk_size: How many lines one pass takes; None bounds its memory.
-
-    Returns:
-        The second derivatives along the R lines, `(R, *output)`, the first ones, likewise, and the
-        derivative along the drift, `(*output)`.
-    """
-    vectors = vectors.clone() if vectors.is_inference() else vectors
-    columns = entries(output, graph.call.batch_ndim)
-    seconds = []
-    firsts = []
-    drifts = []
-    for k, one in enumerate(columns):
-        (gradient,) = _reverse.vjp(graph, [one], [torch.ones_like(one)], differentiated=True)
-        seconds.append(_seconds(graph, gradient, vectors, chunk_size, more=k < len(columns) - 1))
-        if first:
-            firsts.append(_inner(gradient, vectors, graph.call.batch_ndim))
-        if drift is not None:
-            drifts.append(_inner(gradient, drift.unsqueeze(0), graph.call.batch_ndim))
-    shaped = lambda parts: torch.stack(parts, -1).reshape(len(parts[0]), *output.shape)  # noqa: E731
-    along = shaped(firsts) if firsts else None
-    return shaped(seconds), along, shaped(drifts)[0] if drifts else None
 
 
 def _seconds(
@@ -442,12 +415,12 @@ def _seconds(
     seconds = []
     chunks = _reverse.vjps(graph, [gradient], rows, len(vectors), chunk_size=chunk_size, more=more)
     for start, stop, (products,) in chunks:
-        seconds.append(_inner(products, vectors[start:stop], graph.call.batch_ndim))
+        seconds.append(inner(products, vectors[start:stop], graph.call.batch_ndim))
         del products  # before the next chunk is made
     return torch.cat(seconds)
 
 
-def _inner(a: Tensor, rows: Tensor, batch_ndim: int) -> Tensor:
+def inner(a: Tensor, rows: Tensor, batch_ndim: int) -> Tensor:
     """The inner products of samples with each row."""
     products = a * rows
     dims = tuple(range(1 + batch_ndim, products.ndim))

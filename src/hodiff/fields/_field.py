@@ -85,10 +85,9 @@ class FieldCall(NamedTuple):
 
         The result is then differentiable: a field is a loss.
         """
-        if not _jet.is_jet(self.x):
-            if isinstance(self.x, (tuple, list, dict)):
-                refuse_columns(self.x, self.name)
-            _arguments.check_real_tensor(self.x, "x")
+        if isinstance(self.x, (tuple, list, dict)):
+            refuse_columns(self.x, self.name)
+        _arguments.check_real_tensor(self.x, "x")
         _arguments.check_batch([self.x], ["x"], self.batch_ndim)
         event = self.event
         if not torch.Size(event).numel():
@@ -126,12 +125,6 @@ class FieldCall(NamedTuple):
             )
         f = WithExtra(self.f, self.x) if self.has_aux else self.f
         return self._replace(f=f, record=_call.loss_recorded(self.create_graph))
-
-    def grad_mode(self) -> Any:
-        """The context of everything that the result is computed with,
-        also under the caller's `no_grad`.
-        """
-        return _settings.grad_mode(self.record)
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -193,19 +186,14 @@ def choose(
     jets: Callable[..., Any],
     reverse: Callable[..., Any],
     *given: Any,
-    prefer: str = "jets",
     nested: bool = False,
 ) -> Any:
-    """The result of one of two routes: as `method` says, else as measured; never a mixture.
+    """The result of one of two routes: as `method` says, else jets; never a mixture.
 
     What Taylor mode gives has the value first; but where routes are calls of others (`nested`),
     which look at theirs.
     """
-    if (
-        isinstance(call.f, Tensor)
-        or call.method == "reverse"
-        or (call.method == "auto" and prefer == "reverse")
-    ):
+    if isinstance(call.f, Tensor) or call.method == "reverse":
         return call.finish(_by_reverse(reverse, call, *given))
     try:
         result = jets(call, *given)
@@ -225,13 +213,10 @@ def choose(
         return call.finish(_by_reverse(reverse, call, *given))
     if not nested:
         made: Any = result.values() if isinstance(result, dict) else result
-        value, *parts = map(_jet.value_of, made) if _jet.is_jet(call.x) else made
-        # on other devices to look is to wait, and inside `vmap` there is nothing to be seen
-        met = (_jet.value_of(call.x), value, *parts)
-        for part in parts if all(_is_seen(each) for each in met if each is not None) else ():
-            if part is not None and not math.isfinite(part.detach().sum()):
-                _warn_if_not_finite([part], [_jet.value_of(call.x), value], ())
-                break
+        met = [_jet.value_of(each) for each in (call.x, *made) if each is not None]
+        finite = (math.isfinite(part.detach().sum()) for part in met[2:])
+        if all(map(_is_seen, met)) and not all(finite):
+            _warn_if_not_finite(met[2:], met[:2], ())
     return call.finish(result)
 
 
@@ -364,8 +349,7 @@ def of_laplacian(x: Any, batch_ndim: int, weight: Any = None, *, units: bool = F
 
 def factors(weight: Any, x: Any, size: int) -> Tensor:
     """A factor for each coordinate."""
-    if not _jet.is_jet(weight):
-        _arguments.check_real_tensor(weight, "weight")
+    _arguments.check_real_tensor(weight, "weight")
     if tuple(weight.shape) != (size,):
         raise InputError(
             f"weight has shape {tuple(weight.shape)}, expected ({size},): one factor per "

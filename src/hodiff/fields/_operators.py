@@ -10,9 +10,9 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _reverse
+from hodiff._core import _arguments, _call, _reverse, _settings
 from hodiff.errors import InputError
-from hodiff.fields._expansions import Estimate, mean_over, sampled, shaped
+from hodiff.fields._expansions import Estimate, inner, mean_over, sampled, shaped
 from hodiff.fields._field import (
     Directions,
     FieldCall,
@@ -31,7 +31,7 @@ from hodiff.fields._field import (
     released,
 )
 from hodiff.fields._second_order import Given, laplacian, second_order
-from hodiff.jets import _jet, _pushforward
+from hodiff.jets import _pushforward
 from hodiff.jets._series import entry, full
 
 
@@ -272,32 +272,23 @@ def _divergence(
     vectors: Any,
     generator: torch.Generator | None,
 ) -> tuple[Any, Any]:
-    """The value, and the divergence or an estimate of it."""
-    with call.grad_mode():
-        if samples is None and vectors is None:
-            value, each = along(call, of_laplacian(call.x, call.batch_ndim).vectors, None)
-            return value, each.sum(0)
-        directions, remaining = sampled(
-            call.x, call.batch_ndim, None, samples, probes, vectors, generator
+    """The value, and the divergence or an estimate of it, by the forms v · J v."""
+    exact = samples is None and vectors is None
+    with _settings.grad_mode(call.record):
+        directions, remaining = (
+            (of_laplacian(call.x, call.batch_ndim), 0.0)
+            if exact
+            else sampled(call.x, call.batch_ndim, None, samples, probes, vectors, generator)
         )
-        value, each = along(call, directions.vectors, directions.weights)
-        return value, mean_over(each, remaining, vectors)
-
-
-def along(call: FieldCall, vectors: Any, weights: Any) -> tuple[Any, Any]:
-    """The value, and the forms v · J v, `(R, *batch)`."""
-    value, first = jacobian_products(call, vectors)
-    dims = tuple(range(1 + call.batch_ndim, first.ndim))
-    each = (first * vectors).sum(dims) if dims else first * vectors
-    return value, each if weights is None else each * weights.reshape(-1, *[1] * (each.ndim - 1))
-
-
-def jacobian_products(call: FieldCall, vectors: Any) -> tuple[Any, Any]:
-    """The value, which must have the shape of x, and J v for each direction, `(R, *x.shape)`."""
-    return choose(call, _by_jets, _by_reverse, vectors)
+        value, first = choose(call, _by_jets, _by_reverse, directions.vectors)
+        each = inner(first, directions.vectors, call.batch_ndim)
+        if directions.weights is not None:
+            each = each * directions.weights.reshape(-1, *[1] * (each.ndim - 1))
+        return value, each.sum(0) if exact else mean_over(each, remaining, vectors)
 
 
 def _by_jets(call: FieldCall, vectors: Any) -> Any:
+    """The value, which must have the shape of x, and J v for each direction, `(R, *x.shape)`."""
     series, _ = push(call, [vectors], 1)
     _check_shape(series[0], call)
     return series[0], entry(series, 1, vectors.shape[0])
@@ -392,19 +383,12 @@ def curl(
     ).checked()
     if call.event not in ((2,), (3,)):
         raise InputError(f"x: points have shape {call.event}; a curl needs (2,) or (3,).")
-    with call.grad_mode():
+    with _settings.grad_mode(call.record):
         # J[i, ..., j] = ∂_i f_j
-        _, J = jacobian_products(call, of_laplacian(x, batch_ndim).vectors)
-        return call.with_extra(_curl_of(J))
-
-
-def _curl_of(J: Any) -> Any:
-    if len(J) == 2:
-        return J[0][..., 1] - J[1][..., 0]
-    return torch.stack(
-        [J[1][..., 2] - J[2][..., 1], J[2][..., 0] - J[0][..., 2], J[0][..., 1] - J[1][..., 0]],
-        dim=-1,
-    )
+        _, J = choose(call, _by_jets, _by_reverse, of_laplacian(x, batch_ndim).vectors)
+        axes = [(0, 1)] if len(J) == 2 else [(1, 2), (2, 0), (0, 1)]
+        parts = [J[i][..., j] - J[j][..., i] for i, j in axes]
+        return call.with_extra(parts[0] if len(parts) == 1 else torch.stack(parts, dim=-1))
 
 
 # --- a linear operator of second order, in one pass; the biharmonic operator ----------------------
@@ -512,9 +496,7 @@ def second_order_operator(
         check_independence=check_independence,
         has_aux=has_aux,
     ).checked()
-    if isinstance(C, Tensor):
-        _call.refuse_tangent(C, "C")
-    with call.grad_mode():
+    with _settings.grad_mode(call.record):
         directions = _of_matrix(x, batch_ndim, C)
         value, _, second = second_order(call, directions, None if b is None else _drift(b, call))
         return call.with_extra(
@@ -525,12 +507,11 @@ def second_order_operator(
 def _factor(c: Any, shape: torch.Size) -> Any:
     if _arguments.is_number(c):
         return c
-    if not _jet.is_jet(c):
-        if not isinstance(c, Tensor):
-            raise InputError(
-                f"c: got {c!r}, expected a finite number, or a tensor that broadcasts to f(x)."
-            )
-        _arguments.check_real_tensor(c, "c")
+    if not isinstance(c, Tensor):
+        raise InputError(
+            f"c: got {c!r}, expected a finite number, or a tensor that broadcasts to f(x)."
+        )
+    _arguments.check_real_tensor(c, "c")
     if c.ndim > len(shape) or any(
         a not in (1, b) for a, b in zip(c.shape[::-1], shape[::-1], strict=False)
     ):
@@ -542,8 +523,7 @@ def _factor(c: Any, shape: torch.Size) -> Any:
 
 
 def _drift(b: Any, call: FieldCall) -> Any:
-    if not _jet.is_jet(b):
-        _arguments.check_real_tensor(b, "b")
+    _arguments.check_real_tensor(b, "b")
     size = torch.Size(call.event).numel()
     if tuple(b.shape) == (size,):
         return b.reshape(*[1] * call.batch_ndim, *call.event).expand(call.x.shape)
@@ -644,7 +624,7 @@ def biharmonic(
         with call.watched():
             return nested(call, "reverse")
 
-    with call.grad_mode():
+    with _settings.grad_mode(call.record):
         return choose(call, nested, reverse, nested=True)
 
 
@@ -668,8 +648,8 @@ def _of_matrix(x: Any, batch_ndim: int, weight: Any) -> Directions:
 
 def _matrix(C: Any, x: Any, batch_ndim: int, size: int) -> Tensor:
     """The matrix of an operator, in any of its forms."""
-    if not _jet.is_jet(C):
-        _arguments.check_real_tensor(C, "C")
+    _arguments.check_real_tensor(C, "C")
+    _call.refuse_tangent(C, "C")
     batch, shape = tuple(x.shape[:batch_ndim]), tuple(C.shape)
     fits = (
         shape == (size,)

@@ -211,24 +211,23 @@ def partials(
     wanted = [parsed(each, call.event[0]) for each in indices]
     if not wanted:
         raise InputError("indices: got none, expected derivatives such as [(0,), (0, 1)].")
-    with call.grad_mode():
+    with _settings.grad_mode(call.record):
         derivatives = _derivatives(call, wanted)
     return call.with_extra(Partials([derivatives[each] for each in wanted], wanted))
 
 
 def _derivatives(call: FieldCall, wanted: Sequence[Index]) -> dict[Index, Any]:
-    """Derivatives by the faster route: reverse for low orders of few outputs,
-    which it takes one by one.
+    """Derivatives by the faster route: reverse for low orders of few outputs, which it takes one by
+    one; jets take many together.
     """
-    batched = _call.inside_vmap()  # reverse passes have no leaves of their own there
-    if max(len(each) for each in wanted) > REVERSE_UP_TO or _jet.is_jet(call.x) or batched:
-        return choose(call, _by_jets, _by_reverse, wanted)
-    if call.method != "auto" or isinstance(call.f, Tensor):
-        return choose(call, _by_jets, _by_reverse, wanted, prefer="reverse")
-    derivatives = _by_reverse(call, wanted, most=1 + _expansions(wanted))
-    if derivatives is None:  # jets take many outputs together
-        return choose(call, _by_jets, _by_reverse, wanted)
-    return call.finish(derivatives)
+    # inside `vmap` reverse passes have no leaves of their own
+    low = max(map(len, wanted)) <= REVERSE_UP_TO and not _call.inside_vmap()
+    function = not isinstance(call.f, Tensor) and not _jet.is_jet(call.x)
+    if low and function and call.method == "auto":
+        derivatives = _by_reverse(call, wanted, most=1 + _expansions(wanted))
+        if derivatives is not None:
+            return call.finish(derivatives)
+    return choose(call, _by_jets, _by_reverse, wanted)
 
 
 def _expansions(wanted: Sequence[Index]) -> int:
@@ -441,8 +440,7 @@ def _check_series(points: Sequence[Any], given: Sequence[Any]) -> int:
             f"series: got {len(given)} for {len(points)} primals, expected one list for each."
         )
     for point, each in zip(points, given, strict=True):
-        if not _jet.is_jet(point):
-            _arguments.check_real_tensor(point, "primals")
+        _arguments.check_real_tensor(point, "primals")
         if not isinstance(each, (list, tuple)) or not each or len(each) != len(given[0]):
             raise InputError(
                 "series: expected a list of at least one tensor for each primal, "

@@ -6,12 +6,13 @@ One expansion along the coordinates gives it as twice its summed second coeffici
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments
+from hodiff._core import _arguments, _settings
 from hodiff._core._versions import is_wrapped
 from hodiff.fields import _field
 from hodiff.fields._field import (
@@ -193,12 +194,11 @@ def laplacian(
         check_independence=check_independence,
         has_aux=has_aux,
     ).checked()
-    if samples is None and vectors is None:
-        with call.grad_mode():
+    with _settings.grad_mode(call.record):
+        if samples is None and vectors is None:
             return call.with_extra(
                 second_order(call, of_laplacian(x, batch_ndim, weight)).second[0]
             )
-    with call.grad_mode():
         from hodiff.fields._expansions import mean_over, sampled
 
         directions, remaining = sampled(x, batch_ndim, weight, samples, probes, vectors, generator)
@@ -291,7 +291,7 @@ def value_grad_and_laplacian(
         check_independence=check_independence,
         has_aux=has_aux,
     ).checked()
-    with call.grad_mode():
+    with _settings.grad_mode(call.record):
         value, first, second = second_order(
             call, of_laplacian(x, batch_ndim, weight, units=True), first=True
         )
@@ -309,21 +309,20 @@ def second_order(
 
     First derivatives are there where they are by-products, or wanted.
     """
-    return choose(call, _by_jets, _by_reverse, directions, drift, first)
-
-
-def _by_jets(call: FieldCall, directions: Directions, drift: Any, first: bool) -> Curves:
-    size = _arguments.check_chunk_size(call.chunk_size)
     small = call.record or _jet.is_jet(call.x) or len(directions.vectors) < _field.WORTHWHILE
     # where values are wrapped nobody can look at them
-    if is_wrapped(_jet.value_of(call.x)) or (size is None and small):
-        return by_jets(call, directions, drift)
+    whole = is_wrapped(_jet.value_of(call.x)) or (call.chunk_size == "auto" and small)
+    reverse = partial(_by_reverse, first=first)
+    return choose(call, by_jets if whole else _in_parts, reverse, directions, drift)
+
+
+def _in_parts(*given: Any) -> Curves:
     from hodiff.fields._expansions import in_parts
 
-    return in_parts(call, directions, drift, size)
+    return in_parts(*given)
 
 
-def _by_reverse(*given: Any) -> Curves:
+def _by_reverse(*given: Any, first: bool) -> Curves:
     from hodiff.fields._expansions import by_reverse
 
-    return by_reverse(*given)
+    return by_reverse(*given, first=first)

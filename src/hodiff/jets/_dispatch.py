@@ -6,6 +6,7 @@ import functools
 import time
 import types
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -96,11 +97,9 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
         )
     if attribute in ("T", "mT", "data"):
         return perform({"T": "numpy_T", "mT": "mT", "data": "detach"}[attribute], args, {}, func)
-    if attribute in ("real", "imag") and args[0].dtype.is_complex:
+    if attribute in ("real", "imag"):
         return perform(attribute, args, {}, getattr(torch, attribute))
-    if attribute == "real":
-        return args[0]
-    if attribute in ("H", "mH", "imag"):
+    if attribute in ("H", "mH"):
         raise NoRule(f".{attribute}", "the tensor is real")
     return func(value_of(args[0])) if attribute in _PLACES else _metadata(func, args, {})
 
@@ -118,40 +117,34 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
         return _constant(name, func, args, kwargs)
     if name not in RULES.known and RULES.read is not None:
         RULES.read(name)
-    given = kwargs
     if kwargs:
-        if name in RULES.known:  # segment_reduce, of which none is, has an `axis` by no other name
-            kwargs = _versions.named_by_torch(kwargs)
         if kwargs.get("out") is not None:
             raise NoRule(f"{name}(out=...)", "a jet cannot be written into a tensor")
-        if kwargs.get("inplace") is True and RULES.known.get(f"{name}_") is None:
+        if kwargs.get("inplace") is True:
             return _in_place(f"{name}_", args, {**kwargs, "inplace": False}, func)
     if name == "setitem":
         raise NoRule("assignment to an index (h[...] = value)", "use torch.where or torch.cat")
     if name.endswith("_") and not name.endswith("__"):
         return _in_place(name, args, kwargs)
+    rule = RULES.known.get(name)
+    if rule is None:
+        return _without_rule(name, func, expansion, args, kwargs)
+    kwargs = _versions.named_by_torch(kwargs) if kwargs else kwargs
     fused = RULES.first.get(name)
     if fused is not None and in_one_direction(expansion, args, kwargs):
         result = _run(fused, name, func, expansion, args, kwargs)
         if result is not NotImplemented:
             return result
-    rule = RULES.known.get(name)
-    if rule is None:
-        return _without_rule(name, func, expansion, args, given)
     return _run(rule, name, func, expansion, args, kwargs)
 
 
 def _latest(name: str, args: Any, kwargs: Any) -> Expansion:
     """The latest expansion among the jets of the arguments: it handles the operation."""
-    latest = None
-    for jet in jets_among((*args, *kwargs.values()) if kwargs else args):
+    jets = jets_among((*args, *kwargs.values()) if kwargs else args)
+    for jet in jets:
         if value_of(jet).dtype.is_complex:
             _check_complex(name)
-        if latest is None or jet.expansion.number > latest.number:
-            latest = jet.expansion
-    if latest is None:
-        raise NoRule("an operation without a jet")
-    return latest
+    return max(jets, key=attrgetter("expansion.number")).expansion
 
 
 def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:

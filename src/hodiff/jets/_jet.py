@@ -98,8 +98,6 @@ ALIASES = {
     "__rsub__": "rsub",
     "__rdiv__": "rdiv",
     "__rtruediv__": "rdiv",
-    "__rpow__": "rpow",
-    "__rmatmul__": "rmatmul",
     "__getitem__": "getitem",
     "__setitem__": "setitem",
     "__eq__": "eq",
@@ -127,7 +125,7 @@ METADATA = frozenset(
 
 COMPLEX = frozenset(
     str.split(
-        "add sub rsub radd neg mul rmul div rdiv matmul rmatmul mm bmm mv dot einsum linear sum "
+        "add sub rsub neg mul div rdiv matmul __rmatmul__ mm bmm mv dot einsum linear sum "
         "mean clone contiguous to type type_as cpu cuda alias cfloat cdouble complex real imag "
         "conj conj_physical resolve_conj resolve_neg view_as_real view_as_complex view view_as "
         "reshape reshape_as flatten unflatten ravel permute transpose swapaxes swapdims t mT "
@@ -157,10 +155,10 @@ class JetRules:
     def __init__(self) -> None:
         self.known: dict[str, JetRule] = {}
         self.first: dict[str, JetRule] = {}
-        self.read: Callable[[str], None] | None = _none
+        self.read: Callable[[str], None] | None = None
         self.registered: dict[bool, dict[str, JetRule]] = {False: {}, True: {}}
-        self.fallback: Callable[..., Any] = _none
-        self.dispatch: Callable[[Any, Any, Any], Any] = _none
+        self.fallback: Callable[..., Any]
+        self.dispatch: Callable[[Any, Any, Any], Any]
 
     def register(
         self, kind: str, *names: str
@@ -174,10 +172,6 @@ class JetRules:
         return register
 
 
-def _none(*args: Any) -> Any:
-    raise NoRule("anything", "hodiff.jets was not imported as a whole")
-
-
 RULES = JetRules()
 
 rule = RULES.register
@@ -185,30 +179,30 @@ rule = RULES.register
 Formula = Callable[..., Any]
 
 
-def first_order(*names: str) -> Callable[[Formula], Formula]:
-    """Register a formula for first order in one direction, of the operation's own arguments.
-
-    It takes these apart by `value_and_tangent`, and gives such a pair; or NotImplemented, where the
-    rule for any order is to be asked.
-    """
+def by_formula(kind: str, *names: str) -> Callable[[Formula], Formula]:
+    """Register a function of the operations' own arguments under their names."""
 
     def register(formula: Formula) -> Formula:
         def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
             kept = {name: kwargs[name] for name in kwargs if name not in OF_NO_EFFECT}
-            return of_first_order(formula(*args, **kept))
+            made = formula(*args, **kept)
+            if kind != "fused" or made is NotImplemented:
+                return made
+            value, tangent = made
+            return [value, tangent.to(value.dtype).expand(value.shape).unsqueeze(0)]
 
-        rule("fused", *names)(apply)
+        rule(kind, *names)(apply)
         return formula
 
     return register
 
 
-def of_first_order(made: Any) -> Any:
-    """The series of a value and its tangent."""
-    if made is NotImplemented:
-        return made
-    value, tangent = made
-    return [value, tangent.to(value.dtype).expand(value.shape).unsqueeze(0)]
+first_order = partial(by_formula, "fused")
+"""Register a formula for first order in one direction.
+
+It takes its arguments apart by `value_and_tangent`, and gives such a pair; or NotImplemented, where
+the rule for any order is to be asked.
+"""
 
 
 OF_NO_EFFECT = ("inplace", "out", "_stacklevel")

@@ -145,7 +145,7 @@ def base(point: Any, record: bool) -> Any:
     """The value that an expansion begins with: an alias of the caller's tensor,
     or a copy without its graph.
     """
-    if _jet.is_jet(point):
+    if isinstance(point, _jet.Jet):
         return point if record else point.detach()
     if point.is_inference():
         point = point.clone()
@@ -178,10 +178,7 @@ def _refuse_bypass(
 def coefficients(output: Any, expansion: Expansion, batch: Sequence[int] = ()) -> Series:
     """The series of a single output, checked to be a real tensor with the batch in front."""
     value = _jet.value_of(output)
-    if type(value) not in (Tensor, torch.nn.Parameter) or value.dtype.is_complex:
-        _arguments.check_output(value)
-    if not _jet.is_jet(output):
-        _arguments.check_output(output)
+    _arguments.check_output(value)
     _arguments.check_rows(value, batch)
     if not _jet.belongs(output, expansion) and not expansion.nests:
         raise GraphError(
@@ -210,7 +207,11 @@ def connected(result: Any, points: Iterable[Any]) -> Any:
     """A differentiable result that came out constant (of a polynomial)
     is still a function of the points: plus 0.
     """
-    ends = [x for x in points if isinstance(x, Tensor) and x.requires_grad and not _jet.is_jet(x)]
+    ends = [
+        x
+        for x in points
+        if isinstance(x, Tensor) and x.requires_grad and not isinstance(x, _jet.Jet)
+    ]
     if not ends:
         return result
     items, _, tree = _tree.flatten(result)

@@ -18,6 +18,7 @@ Reference:
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -207,35 +208,23 @@ class Expansion:
         return product.reshape(self.groups, len(product) // self.groups, *product.shape[1:]).sum(1)
 
     def collapsed(self, a: Any, b: Any, multiply: Callable[[Any, Any], Any] = torch.mul) -> Any:
-        """`collapse` of a product, which is made a few directions at a time where
-        nothing records it.
+        """`collapse` of a product, which is made a few directions at a time where nothing records
+        it: as many as stay in the cache.
         """
-        step = self._step(a, b)
-        if step is None:
-            return self.collapse(multiply(a, b))
-        total = None
-        for start in range(0, self.directions, step):
-            part = multiply(a[start : start + step], b[start : start + step]).sum(0, keepdim=True)
-            total = part if total is None else total.add_(part)
-        return total
-
-    def _step(self, a: Any, b: Any) -> int | None:
-        """The number of directions of a product to make at once: as many as stay in the cache;
-        None for all.
-        """
-        if self.record or self.groups != 1 or self.weights is not None:
-            return None
-        if type(a) is not Tensor or type(b) is not Tensor:
-            return None
-        size = max(a.numel(), b.numel()) * a.element_size()
+        plain = not self.record and self.groups == 1 and self.weights is None
         if (
-            size <= TILE_BYTES
+            not plain
+            or not type(a) is type(b) is Tensor
             or a.device.type != "cpu"
-            or len(a) != self.directions
-            or len(b) != self.directions
+            or not len(a) == len(b) == self.directions
         ):
-            return None
-        return max(1, TILE_BYTES * self.directions // size)
+            return self.collapse(multiply(a, b))
+        size = max(a.numel(), b.numel()) * a.element_size()
+        step = max(1, TILE_BYTES * self.directions // max(1, size))
+        parts = zip(a.split(step), b.split(step), strict=True)
+        return functools.reduce(
+            Tensor.add_, (multiply(left, right).sum(0, keepdim=True) for left, right in parts)
+        )
 
     def constant(self, value: Any) -> Series:
         """The series of something that does not depend on the variable."""
@@ -281,11 +270,12 @@ def scaled(coefficient: Any, factor: Any) -> Any:
 
 def added(sum_so_far: Any, coefficient: Any, factor: Any) -> Any:
     """The sum so far + coefficient · factor, in one kernel where that can be; None is zero."""
-    if sum_so_far is None or coefficient is None or factor is None:
-        return total(sum_so_far, scaled(coefficient, factor))
-    if type(sum_so_far) is type(coefficient) is type(factor) is Tensor:
-        return torch.addcmul(sum_so_far, coefficient, factor)
-    return sum_so_far + scaled(coefficient, factor)
+    if type(sum_so_far) is type(coefficient) is Tensor:
+        if type(factor) is Tensor:
+            return torch.addcmul(sum_so_far, coefficient, factor)
+        if isinstance(factor, (int, float)):
+            return torch.add(sum_so_far, coefficient, alpha=factor)
+    return total(sum_so_far, scaled(coefficient, factor))
 
 
 def each(series: Series, function: Callable[[Any], Any]) -> Series:
@@ -295,7 +285,7 @@ def each(series: Series, function: Callable[[Any], Any]) -> Series:
 
 def ndim_of(value: Any) -> int:
     """Dimensions of a tensor; a number has none."""
-    return 0 if isinstance(value, (int, float)) else value.ndim
+    return 0 if isinstance(value, (int, float, complex)) else value.ndim
 
 
 def linear_combination(terms: Sequence[tuple[Any, Series]], order: int) -> Series:
@@ -308,7 +298,7 @@ def linear_combination(terms: Sequence[tuple[Any, Series]], order: int) -> Serie
             part = series[k]
             if part is not None and k:
                 part = aligned(part, ndim)
-            combination = total(combination, scaled(part, factor))
+            combination = added(combination, part, factor)
         out.append(combination)
     return out
 
@@ -379,7 +369,6 @@ def quotient(expansion: Expansion, a: Series, b: Series) -> Series:
     r"""A / b, from \(y b = a\): \(y_k = (a_k - \sum_{j \ge 1} b_j y_{k-j}) / b_0\)."""
     value = a[0] / b[0]
     ndim = ndim_of(value)
-    inverse = 1 / b[0]
     b = [b[0], *(None if c is None else aligned(c, ndim) for c in b[1:])]
     y: Series = [value]
     for k in range(1, expansion.order + 1):
@@ -389,7 +378,7 @@ def quotient(expansion: Expansion, a: Series, b: Series) -> Series:
         inner = total(inner, scaled(b[k], value))
         numerator = None if a[k] is None else aligned(a[k], ndim)
         numerator = total(numerator, None if inner is None else -inner)
-        y.append(scaled(numerator, inverse))
+        y.append(None if numerator is None else numerator / b[0])
     return y
 
 

@@ -91,19 +91,6 @@ class Piece:
     dtype: torch.dtype
 
     @classmethod
-    def whole(cls, form: AttentionForm, q: Tensor, k: Tensor) -> Piece:
-        """The piece that is everything."""
-        everything = slice(None)
-        return cls(
-            form,
-            everything,
-            everything,
-            slice(0, q.shape[2]),
-            k.shape[2],
-            _vectors.sum_dtype(q.dtype),
-        )
-
-    @classmethod
     def all(cls, form: AttentionForm, q: Tensor, k: Tensor) -> Iterator[Piece]:
         """Whole heads where some fit, rows of one otherwise, up to the last key that is seen."""
         (batches, heads, rows), (shared, keys) = q.shape[:3], k.shape[1:3]
@@ -406,7 +393,8 @@ def _whole(form: AttentionForm) -> Callable[..., Tensors]:
 
     def gradients(*given: Any) -> Tensors:
         q, k, v, mask, g, _, *cotangents = given
-        piece = Piece.whole(form, q, k)
+        every, rows = slice(None), slice(0, q.shape[2])
+        piece = Piece(form, every, every, rows, k.shape[2], _vectors.sum_dtype(q.dtype))
         by_q, by_k, by_v, by_mask, by_g = _second(piece, (q, k, v, mask, g, None), cotangents)
         by_q, by_g = (piece.apart(x).flatten(1, 2).to(q.dtype) for x in (by_q, by_g))
         if not form.mask_varies:

@@ -365,19 +365,6 @@ def _captured(function: Any) -> Iterator[Tensor]:
                 yield cell.cell_contents
 
 
-def _form(
-    run: Callable[..., Tensors],
-    graph: _nodes.Survey,
-    tensors: Tensors,
-    arguments: int,
-    first: Tensors,
-) -> Any:
-    """The form of a block, with what one look at its graph tells."""
-    context = _call.state.running[-1]
-    names, refused, recorded = _refusals.of_a_block(graph, tensors, context)
-    return BlockForm(run, arguments, [first], names, refused, recorded, context.call.order)
-
-
 # --- a function whose blocks are met while it runs ------------------------------------------------
 
 
@@ -442,7 +429,7 @@ class Blocks:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the function, block by block."""
         self.met = 0
-        with Scope(self._enter):
+        with Scope(self._watch):
             result = self.__wrapped__(*args, **kwargs)
         if self.needed and not self.met:
             names = ", ".join([*self.named.values()][:4])
@@ -465,11 +452,8 @@ class Blocks:
         """The function without blocks, for an evaluation that records nothing."""
         return self.__wrapped__
 
-    def _enter(self, undo: Undo) -> None:
-        _within(self, undo)
-        self._watch(undo)
-
     def _watch(self, undo: Undo) -> None:
+        _within(self, undo)
         for part in [part for module in self.named for part in module.modules()]:
             _hooks.lend_module(part, ())  # and no other thread has it
         for module in self.named:
@@ -488,15 +472,16 @@ class Blocks:
         where it must.
         """
         self.met += 1
-        run = BlockRun(function, args, kwargs)
-        again = _kernels.repeatable(_call.state.running[-1].repeatable(run.again))
+        run, context = BlockRun(function, args, kwargs), _call.state.running[-1]
+        again = _kernels.repeatable(context.repeatable(run.again))
         value, arguments, views, why = run.first()
         items, _, tree = _tree.flatten(value)
         theirs = dict(zip(map(id, views), arguments, strict=True))
         items = [theirs.get(id(x), x) for x in items]
         value = items[0] if tree is None else _tree.rebuild(tree, iter(items))
         outputs = run.returns(items, arguments)
-        if not outputs or not _records_plainly([*arguments, *outputs]):
+        plain = all(type(x) in _chunked.PLAIN for x in [*arguments, *outputs])
+        if not outputs or not plain or _call.is_followed():  # by forward mode, say
             return value
         graph, read, other = run.reads(outputs, arguments, views)
         if why or other:
@@ -505,15 +490,11 @@ class Blocks:
             warnings.warn(text, HodiffWarning, stacklevel=outside())
             return value
         tensors = [*arguments, *read]
-        form = _form(again, graph, tensors, len(arguments), outputs)
+        told = _refusals.of_a_block(graph, tensors, context)  # by one look at the graph
+        form = BlockForm(again, len(arguments), [outputs], *told, context.call.order)
         made = dict(zip(map(id, outputs), BlockFunction.apply(*tensors, form), strict=True))
         results = [made.get(id(x), x) for x in items]
         return results[0] if tree is None else _tree.rebuild(tree, iter(results))
-
-
-def _records_plainly(tensors: Tensors) -> bool:
-    """Whether reverse mode alone records plain tensors: no forward mode, `torch.func`, tracer."""
-    return not _call.is_followed() and all(type(x) in _chunked.PLAIN for x in tensors)
 
 
 def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:

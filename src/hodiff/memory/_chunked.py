@@ -5,7 +5,7 @@ of tensors that they serve.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -128,13 +128,8 @@ def _by_sample(derivative: Callable[..., Any]) -> Callable[..., Any]:
 
 def plus(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> Tensors:
     """The sum of two lists of gradients, in which None is 0."""
-    return tuple(map(_sum, a, b))
-
-
-def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    if x is None or y is None:
-        return y if x is None else x
-    return x + y
+    given = [[x for x in pair if x is not None] for pair in zip(a, b, strict=True)]
+    return tuple(reduce(torch.add, parts) if parts else None for parts in given)
 
 
 Plain = Callable[..., Tensors]
@@ -189,13 +184,6 @@ def pushed(function: Plain, arguments: Sequence[Any], tangents: Sequence[Any]) -
     return tuple(placed(given, push(along), nothing))
 
 
-def nests_forward_mode() -> bool:
-    """Whether forward mode goes through forward mode: a Function's `jvp` loses the outer one."""
-    if not _call.tangents():
-        return False
-    return sum(level.key().name == "Jvp" for level in _versions.transforms() or ()) > 1
-
-
 def varies(x: Any) -> bool:
     """Whether a derivative by a tensor may be asked for."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -211,7 +199,10 @@ def served(*tensors: Any) -> bool:
     For zero tensors PyTorch gives a kernel one number, expanded, of which its fused attention reads
     on.
     """
-    return not (_settings.tracing() or nests_forward_mode()) and all(
+    # forward mode through forward mode: a Function's `jvp` loses the outer one
+    levels = (_versions.transforms() or ()) if _call.tangents() else ()
+    nests = sum(level.key().name == "Jvp" for level in levels) > 1
+    return not (_settings.tracing() or nests) and all(
         type(x) in PLAIN
         and x.layout == torch.strided
         and x.numel()

@@ -21,7 +21,6 @@ from hodiff._core._arguments import (
     Probes,
     allowed,
     check_option,
-    check_real_tensor,
     is_set,
 )
 from hodiff._core._graph import OutputGraph, detached
@@ -78,14 +77,6 @@ class Critic(NamedTuple):
     def __wrapped__(self) -> Any:
         """The critic itself, whose signature is asked for where a call of it fails."""
         return self.f
-
-    def check(self) -> None:
-        """Raise for an option that is not known, and for a wrapper that loses gradients."""
-        check_option(self.patch_reduction, PatchReduction, "patch_reduction")
-        _arguments.check_number(self.grad_scale, "grad_scale", positive=True)
-        if isinstance(self.f, Tensor):
-            check_real_tensor(self.f, "f")
-        check_critic(self.f)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """One number per sample, and the outputs as `f` gave them."""
@@ -248,12 +239,11 @@ def detached_samples(samples: Any, detach: bool | None, name: str, recorded: boo
         return samples
     if detach is None and recorded:
         leaves, names, _ = _tree.flatten(samples, name)
-        pairs = [
-            (name, leaf)
+        attached = [
+            name
             for leaf, name in zip(leaves, names, strict=True)
-            if isinstance(leaf, Tensor)
+            if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
-        attached = [name for name, leaf in pairs if leaf.requires_grad]
         if attached:
             warnings.warn(
                 f"{' and '.join(attached)} require{'s' * (len(attached) == 1)} grad but will be "
@@ -367,15 +357,10 @@ def _ordinary(norms: Tensor) -> bool:
     Not asked where the answer would have to be waited for, or cannot be had: on a GPU, in a traced
     region, under vmap.
     """
-    if not norms.numel() or norms.device.type != "cpu" or _settings.tracing():
+    if not norms.numel() or norms.device.type != "cpu" or _call.is_hidden(norms):
         return False
-    try:
-        least, most = torch.aminmax(norms.detach())  # NaN where one is
-        return float(least) > 1e-12 and float(most) < 1e12
-    except RuntimeError as error:
-        if "vmap" not in str(error):  # which refuses the question
-            raise
-        return False
+    least, most = torch.aminmax(norms.detach())  # NaN where one is
+    return float(least) > 1e-12 and float(most) < 1e12
 
 
 def inner(a: Sequence[Tensor], b: Sequence[Tensor], batch_ndim: int) -> Tensor:
@@ -423,40 +408,15 @@ def accepted(allow: Allowed) -> Sequence[str | type]:
 _PASSES_ON = allowed(("_DDPSink",))
 
 
-def check_critic(f: Any) -> None:
-    """Raise unless `f` can be called or is a tensor, and for a wrapper that loses gradients."""
-    if not callable(f) and not isinstance(f, Tensor):
-        raise InputError(
-            f"f: got {_arguments.kind(f)}, expected a function, a module, "
-            "or a tensor computed from x."
-        )
+def check_critic(f: Any, *, computed: bool = True) -> None:
+    """Raise unless `f` can be called or is a tensor, `computed` where that will do; and for a
+    wrapper that loses gradients.
+    """
+    if not callable(f) and not (computed and isinstance(f, Tensor)):
+        expected = ", a module, or a tensor computed from x" if computed else " or a module"
+        raise InputError(f"f: got {_arguments.kind(f)}, expected a function{expected}.")
     if isinstance(f, DistributedDataParallel) and f.static_graph:
         raise static_graph_error()
-
-
-def check_function(f: Any) -> None:
-    """Raise unless `f` can be called; a tensor will not do."""
-    if isinstance(f, Tensor) or not callable(f):
-        raise InputError(f"f: got {_arguments.kind(f)}, expected a function or a module.")
-
-
-def recorded(
-    f: Any,
-    x: Any,
-    *,
-    batch_ndim: int,
-    create_graph: bool | None,
-    check_independence: bool,
-    args: Any,
-    kwargs: Any,
-) -> bool:
-    """Whether a loss is recorded; once it is known, if asked for, that samples are independent."""
-    if check_independence is not False:
-        _call.call(
-            f, x, 1, False, args=args, kwargs=kwargs, batch_ndim=batch_ndim,
-            check_independence=check_independence,
-        )  # fmt: skip
-    return _call.loss_recorded(create_graph)
 
 
 def evaluation(
@@ -469,6 +429,7 @@ def evaluation(
     allow: Allowed,
     args: Any,
     kwargs: Any,
+    check_independence: bool = False,
 ) -> OutputGraph:
     """`f` at `x`, for a loss of its derivatives."""
     check_critic(f)
@@ -482,6 +443,7 @@ def evaluation(
             allow=accepted(allow),
             args=args,
             kwargs=kwargs,
+            check_independence=check_independence,
         )
     )
 
@@ -500,43 +462,17 @@ def pulled(
 def finished(
     loss: Tensor, f: Any, outputs: Tensor, leaves: Sequence[Tensor], record: bool
 ) -> Tensor:
-    """The loss, once it is known that its graph is worth having."""
+    """The loss, with a warning where nothing that is trained can be reached from the gradient's
+    leaves.
+    """
     if not record:
         return loss
     if _HAS_PROCESSES and torch.distributed.is_initialized():
         refuse_static_graph([outputs])
-    warn_if_constant(leaves)
-    # Every parameter must take part in the backward, or the ranks are not averaged: a bias of the
-    # last layer is in no gradient by the input. (`isinstance` would ask an abstract base class, in
-    # Python.)
-    return loss + 0 * outputs.sum() if DistributedDataParallel in f.__class__.__mro__ else loss
-
-
-def refuse_empty(values: Tensor, reduction: ExtremeReduction) -> None:
-    """Raise where there is no value to reduce; their sum is zero."""
-    if reduction in ("mean", "max") and not values.numel():
-        raise InputError(
-            f'x: the batch is empty and has no {reduction}; use reduction="sum", '
-            "or skip empty batches."
-        )
-
-
-def reduce(values: Tensor, reduction: ExtremeReduction, weight: float) -> Tensor:
-    """The values of all samples as one."""
-    if reduction != "none":
-        refuse_empty(values, reduction)
-        values = {"max": values.max, "mean": values.mean, "sum": values.sum}[reduction]()
-    return values if weight == 1 else weight * values
-
-
-def warn_if_constant(gradient: Sequence[Tensor]) -> None:
-    """Warn when nothing that is trained can be reached from the gradient.
-
-    `requires_grad` alone would not show it: leaves are the caller's, or those of a call, which an
-    enclosing one differentiates by if it is open.
-    """
-    reached = [leaf for leaf in _nodes.survey(gradient).variables() if leaf.requires_grad]
-    if gradient and not any(tag is None or tag[0].open for tag in map(_call.tag_of, reached)):
+    # `requires_grad` alone would not show it: what is reached is the caller's, or a leaf of a call,
+    # which an enclosing one differentiates by if it is open.
+    reached = [leaf for leaf in _nodes.survey(leaves).variables() if leaf.requires_grad]
+    if leaves and not any(tag is None or tag[0].open for tag in map(_call.tag_of, reached)):
         warnings.warn(
             "no trainable tensor is reachable from the gradient, so this penalty is a constant for "
             "the optimizer. Usual causes: all parameters are frozen, f detaches or leaves PyTorch "
@@ -545,9 +481,25 @@ def warn_if_constant(gradient: Sequence[Tensor]) -> None:
             HodiffWarning,
             stacklevel=_arguments.outside(),
         )
+    # Every parameter must take part in the backward, or the ranks are not averaged: a bias of the
+    # last layer is in no gradient by the input. (`isinstance` would ask an abstract base class, in
+    # Python.)
+    return loss + 0 * outputs.sum() if DistributedDataParallel in f.__class__.__mro__ else loss
 
 
 _HAS_PROCESSES = torch.distributed.is_available()
+
+
+def reduce(values: Tensor, reduction: ExtremeReduction, weight: float) -> Tensor:
+    """The values of all samples as one."""
+    if reduction in ("mean", "max") and not values.numel():
+        raise InputError(
+            f'x: the batch is empty and has no {reduction}; use reduction="sum", '
+            "or skip empty batches."
+        )
+    if reduction != "none":
+        values = {"max": values.max, "mean": values.mean, "sum": values.sum}[reduction]()
+    return values if weight == 1 else weight * values
 
 
 def refuse_static_graph(outputs: Sequence[Tensor]) -> None:
@@ -706,18 +658,22 @@ def gradient_penalty(
         _arguments.check_number(target, "target", least=0)
     elif target.is_nested:
         raise InputError("target: got a nested tensor, expected a number or one entry per sample.")
+    check_option(patch_reduction, PatchReduction, "patch_reduction")
+    _arguments.check_number(grad_scale, "grad_scale", positive=True)
     critic = Critic(_arguments.as_called(f), batch_ndim, patch_reduction, grad_scale)
-    critic.check()
+    check_critic(critic.f)
     return_outputs = return_outputs is not False and is_set(return_outputs, "return_outputs")
     record = _call.loss_recorded(create_graph)
     outputs, gradient = outputs_and_gradient(
-        critic, x, create_graph=record, strict=strict, allow=allow, args=args, kwargs=kwargs
+        critic,
+        x,
+        create_graph=record,
+        check_independence=check_independence,
+        strict=strict,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
     )
-    if check_independence is not False:
-        _call.call(
-            critic.f, x, 1, False, args=args, kwargs=kwargs, batch_ndim=batch_ndim,
-            check_independence=check_independence,
-        )  # fmt: skip
     with recording(record):
         if grad_scale != 1:  # divided where it cannot underflow
             gradient = [wide(leaf) / grad_scale for leaf in gradient]
@@ -758,6 +714,7 @@ def outputs_and_gradient(
     x: Any,
     *,
     create_graph: bool,
+    check_independence: bool,
     strict: bool | None,
     allow: Allowed,
     args: Any,
@@ -784,6 +741,7 @@ def outputs_and_gradient(
             allow=accepted(allow),
             args=args,
             kwargs=kwargs,
+            check_independence=check_independence,
         )
     ) as graph:
         gradient = _reverse.gradient(graph)
@@ -792,12 +750,8 @@ def outputs_and_gradient(
 
 def _to_the(excess: Tensor, power: float) -> Tensor:
     """`excess ** power` of what is not negative, with every derivative zero at zero that can be."""
-    if power == 1:
-        return excess
-    if power == 2:
-        return excess * excess
     if power == int(power):
-        return excess ** int(power)
+        return excess if power == 1 else excess.pow(power)
     alive = excess != 0  # a broken power has a derivative that is infinite at zero, at some order
     return torch.where(alive, torch.where(alive, excess, 1) ** power, 0)
 
@@ -1275,16 +1229,12 @@ def dragan_penalty(
     """
     _arguments.check_number(std, "std", least=0)
     real = detached_samples(real, detach, "real", _call.loss_recorded(create_graph))
-    leaves, names, tree = _tree.flatten(real, "real")
-    for leaf, name in zip(leaves, names, strict=True):
-        _arguments.check_real_tensor(leaf, name)
+    leaves, _, tree, _ = _samples(real, "real", batch_ndim)
     check_generator(generator)
-    draws = [
-        torch.rand(leaf.shape, generator=generator, device=leaf.device, dtype=leaf.dtype)
-        for leaf in leaves
-    ]
     noise = [
-        draw * (std * leaf.std(correction=0)) for draw, leaf in zip(draws, leaves, strict=True)
+        torch.rand(leaf.shape, generator=generator, device=leaf.device, dtype=leaf.dtype)
+        * (std * leaf.std(correction=0))
+        for leaf in leaves
     ]
     far = _tree.rebuild(tree, map(torch.add, leaves, noise))
     points = between(real, far, ("real", "far"), batch_ndim=batch_ndim, generator=generator)

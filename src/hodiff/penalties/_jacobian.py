@@ -117,12 +117,17 @@ def jacobian_penalty(
     return_outputs = is_set(return_outputs, "return_outputs")
     if samples is not None:
         _arguments.check_integer(samples, "samples", least=1)
-    record = _gradient.recorded(
-        f, x, batch_ndim=batch_ndim, create_graph=create_graph,
-        check_independence=check_independence, args=args, kwargs=kwargs,
-    )  # fmt: skip
+    record = _call.loss_recorded(create_graph)
     with _gradient.evaluation(
-        f, x, passes=1, batch_ndim=batch_ndim, record=record, allow=allow, args=args, kwargs=kwargs
+        f,
+        x,
+        passes=1,
+        batch_ndim=batch_ndim,
+        record=record,
+        allow=allow,
+        args=args,
+        kwargs=kwargs,
+        check_independence=check_independence,
     ) as graph:
         output = _arguments.check_output(graph.outputs)
         if output.shape[:batch_ndim] != graph.call.batch:
@@ -258,10 +263,7 @@ def sliced_score_matching_loss(
     _arguments.check_integer(samples, "samples", least=1)
     where = Where(x)
     drawn = _gradient.vectors_like(where, vectors, samples, probes, generator)
-    record = _gradient.recorded(
-        f, x, batch_ndim=batch_ndim, create_graph=create_graph,
-        check_independence=check_independence, args=args, kwargs=kwargs,
-    )  # fmt: skip
+    record = _call.loss_recorded(create_graph)
     with _gradient.evaluation(
         f,
         where,
@@ -271,6 +273,7 @@ def sliced_score_matching_loss(
         allow=allow,
         args=args,
         kwargs=kwargs,
+        check_independence=check_independence,
     ) as graph:
         score = (
             _reverse.gradient(graph, differentiated=True) if log_density else _score(graph, where)
@@ -410,7 +413,7 @@ class PathLengthPenalty(nn.Module):
         _arguments.check_real_tensor(w, "w")
         if w.ndim not in (2, 3) or not w.shape[0]:
             raise InputError(f"w has shape {tuple(w.shape)}, expected latents (N, D) or (N, L, D).")
-        _gradient.check_function(f)
+        _gradient.check_critic(f, computed=False)
         record = _call.loss_recorded(create_graph)
         with _gradient.evaluation(
             f, w, passes=1, batch_ndim=1, record=record, allow=allow, args=args, kwargs=kwargs
@@ -564,18 +567,14 @@ def hessian_penalty(
     _arguments.check_integer(samples, "samples", least=2)
     check_option(reduction, ExtremeReduction, "reduction")
     return_outputs = is_set(return_outputs, "return_outputs")
-    _gradient.check_function(f)
-    _gradient.check_critic(f)
+    _gradient.check_critic(f, computed=False)
     _arguments.check_arguments(args, kwargs)
     where = Where(x)
     _arguments.check_batch(where.tensors, where.names, batch_ndim)
     directions = _gradient.vectors_like(where, vectors, samples, "rademacher", generator)
     if directions[0].shape[0] < 2:
         raise InputError("vectors: got one vector, expected at least two, to take their variance.")
-    record = _gradient.recorded(
-        f, x, batch_ndim=batch_ndim, create_graph=create_graph,
-        check_independence=check_independence, args=args, kwargs=kwargs,
-    )  # fmt: skip
+    record = _call.loss_recorded(create_graph)
     inside = _one_draw(f, where, args, kwargs or {})
     at = functools.partial(
         _gradient.evaluation,
@@ -587,15 +586,17 @@ def hessian_penalty(
         kwargs=None,
     )
     with _gradient.recording(record):
-        output = _value(at, where, where.tensors)
-        _gradient.refuse_empty(output, reduction)
+        output = _value(at, where, where.tensors, check_independence=check_independence)
         if method == "exact":
             seconds = [_second(at, where, v) for v in zip(*directions, strict=True)]
         else:
             seconds = [
                 _difference(at, where, v, output, epsilon) for v in zip(*directions, strict=True)
             ]
-        loss = _gradient.reduce(_gradient.wide(torch.stack(seconds)).var(0), reduction, weight)
+        stacked = _gradient.wide(torch.stack(seconds))
+        # of an empty batch, which `reduce` refuses, PyTorch would warn
+        variances = stacked.var(0) if stacked.numel() else stacked[0]
+        loss = _gradient.reduce(variances, reduction, weight)
         loss = _gradient.finished(loss, f, output, seconds, record)
     return (loss, output) if return_outputs else loss
 
@@ -620,8 +621,8 @@ Evaluation = Callable[..., OutputGraph]
 """Of a function at a point, for so many passes."""
 
 
-def _value(at: Evaluation, where: Where, leaves: Sequence[Tensor]) -> Tensor:
-    with at(where.result(leaves), passes=0) as graph:
+def _value(at: Evaluation, where: Where, leaves: Sequence[Tensor], **options: Any) -> Tensor:
+    with at(where.result(leaves), passes=0, **options) as graph:
         return _arguments.check_output(graph.value())
 
 
@@ -643,7 +644,21 @@ def _difference(
 def _second(at: Evaluation, where: Where, v: Sequence[Tensor]) -> Tensor:
     """vᵀ H v of every output at once: the directional derivative of the directional derivative."""
     with at(where.result(where.tensors), passes=4) as graph:
-        return _by_lines(graph, _arguments.check_output(graph.outputs), v)[1]
+        output = _arguments.check_output(graph.outputs)
+        v = [vector.clone() if vector.is_inference() else vector for vector in v]
+        first = _pushed(graph, output, v, differentiated=True)
+        return _pushed(graph, first, v, differentiated=False)
+
+
+def _pushed(
+    graph: OutputGraph, output: Tensor, vectors: Sequence[Tensor], *, differentiated: bool
+) -> Tensor:
+    """J v by two passes, as in `_reverse.jvp`, of all outputs along one line."""
+    cotangent = torch.ones_like(output, requires_grad=True)
+    pulled = _reverse.transposed_product(graph, [output], [cotangent])
+    return _reverse.vjp(graph, pulled, vectors, differentiated=differentiated, inputs=[cotangent])[
+        0
+    ]
 
 
 def curvature_penalty(
@@ -717,13 +732,9 @@ def curvature_penalty(
     _arguments.check_number(h, "h", positive=True, more=more)
     check_option(reduction, Reduction, "reduction")
     return_outputs = is_set(return_outputs, "return_outputs")
-    _gradient.check_function(f)
+    _gradient.check_critic(f, computed=False)
     critic = _gradient.Critic(_arguments.as_called(f), batch_ndim, "sum", 1.0, maps=False)
-    critic.check()
-    record = _gradient.recorded(
-        f, x, batch_ndim=batch_ndim, create_graph=create_graph,
-        check_independence=check_independence, args=args, kwargs=kwargs,
-    )  # fmt: skip
+    record = _call.loss_recorded(create_graph)
     options = {
         "create_graph": record,
         "strict": None,
@@ -733,7 +744,9 @@ def curvature_penalty(
     }
     where = Where(x)
     random = _settings.RandomState(where.tensors[0].device)
-    outputs, here = _gradient.outputs_and_gradient(critic, where, **options)
+    outputs, here = _gradient.outputs_and_gradient(
+        critic, where, check_independence=check_independence, **options
+    )
     with _settings.grad_mode(False):
         signs = [part.sign() for part in here]
         # of no signs the norm is 0, of some at least 1
@@ -745,35 +758,10 @@ def curvature_penalty(
     with _gradient.recording(record):
         there = where.result([leaf + step for leaf, step in zip(where.tensors, steps, strict=True)])
         random.restore()  # of two draws (dropout) the difference would be that of the draws
-        _, moved = _gradient.outputs_and_gradient(critic, there, **options)
+        _, moved = _gradient.outputs_and_gradient(
+            critic, there, check_independence=False, **options
+        )
         change = [_gradient.wide(b) - _gradient.wide(a) for a, b in zip(here, moved, strict=True)]
         loss = _gradient.reduce(_gradient.inner(change, change, batch_ndim), reduction, weight)
         loss = _gradient.finished(loss, f, outputs, change, record)
     return (loss, outputs) if return_outputs else loss
-
-
-def _by_lines(
-    graph: OutputGraph, output: Tensor, vectors: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Derivatives where there are few lines and many outputs: first and second ones of all outputs
-    along one line.
-
-    Args:
-        graph: An evaluation of four passes.
-        output: Its output.
-        vectors: v, a tensor like each leaf.
-    """
-    vectors = [vector.clone() if vector.is_inference() else vector for vector in vectors]
-    first = _pushed(graph, output, vectors, differentiated=True)
-    return first, _pushed(graph, first, vectors, differentiated=False)
-
-
-def _pushed(
-    graph: OutputGraph, output: Tensor, vectors: Sequence[Tensor], *, differentiated: bool
-) -> Tensor:
-    """J v by two passes, as in `_reverse.jvp`."""
-    cotangent = torch.ones_like(output, requires_grad=True)
-    pulled = _reverse.transposed_product(graph, [output], [cotangent])
-    return _reverse.vjp(graph, pulled, vectors, differentiated=differentiated, inputs=[cotangent])[
-        0
-    ]

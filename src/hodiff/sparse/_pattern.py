@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -335,9 +336,9 @@ def _best(ways: Sequence[Callable[[Pattern], Tensor]], pattern: Pattern, *, star
     colors: list[Tensor] = []
     for way in ways:
         colors.append(way(part))
-        if _count(colors[-1]) == least:  # the columns of a row all differ
+        if count_of(colors[-1]) == least:  # the columns of a row all differ
             break
-    best = min(range(len(colors)), key=lambda n: _count(colors[n]))
+    best = min(range(len(colors)), key=lambda n: count_of(colors[n]))
     return colors[best] if part is pattern else ways[best](pattern)
 
 
@@ -348,7 +349,7 @@ def _first(pattern: Pattern, *, star: bool) -> Pattern:
     return Pattern(pattern.rows[held], pattern.columns[held], (rows, PART))
 
 
-def _count(colors: Tensor) -> int:
+def count_of(colors: Tensor) -> int:
     return int(colors.max()) + 1 if len(colors) else 0
 
 
@@ -361,19 +362,13 @@ def _sequence(degrees: Tensor, order: Order) -> list[int]:
 
 def _crowded(degrees: Tensor) -> Tensor:
     """The vertices with far more neighbors than most."""
-    if not len(degrees):
-        return degrees.bool()
-    return degrees > max(64, 20 * int(degrees.median()))
+    return degrees > max(64, 20 * int(degrees.median()) if len(degrees) else 0)
 
 
 def _lists(heads: Tensor, tails: Tensor, count: int) -> list[list[int]]:
     """The tails of each head, from pairs in the order of their heads."""
     flat, ends = tails.tolist(), torch.bincount(heads, minlength=count).cumsum(0).tolist()
-    begin, lists = 0, []
-    for end in ends:
-        lists.append(flat[begin:end])
-        begin = end
-    return lists
+    return [flat[begin:end] for begin, end in pairwise([0, *ends])]
 
 
 # --- symmetric matrices
@@ -390,7 +385,7 @@ def _star(pattern: Pattern) -> Tensor:
         rest = Pattern(pattern.rows[kept], pattern.columns[kept], pattern.shape)
     colors = _best(_STAR, rest, star=True)
     if crowd:
-        first = _count(colors[~private])
+        first = count_of(colors[~private])
         colors[private] = torch.arange(first, first + crowd, device="cpu")
         colors = torch.unique(colors, return_inverse=True)[1]
     return colors

@@ -14,6 +14,7 @@ from hodiff._core._call import Call, call, refuse_stand_ins, refuse_tangent
 from hodiff._core._graph import OutputGraph
 from hodiff._core._records import Unlike
 from hodiff._core._settings import RandomState, on
+from hodiff._core._vectors import generic
 from hodiff._core._where import Where
 from hodiff.errors import DerivativeError, InputError
 from hodiff.sparse import _pattern, _rules
@@ -58,7 +59,7 @@ class Plan(Unlike, Generic[M]):
         self.pattern = pattern
         self.colors = colors
         self.kind = kind
-        self.products = int(colors.max()) + 1 if len(colors) else 0
+        self.products = _pattern.count_of(colors)
         self.place = _pattern.places(pattern, colors, kind)
         self._whole = pattern, self.place
         self._f = f
@@ -189,13 +190,17 @@ class Plan(Unlike, Generic[M]):
                 if self._order == 2
                 else self._point.outputs(graph)
             )
-            self._check_outputs(outputs)
+            rows, columns = [o.numel() for o in outputs], [leaf.numel() for leaf in graph.leaves]
+            if sum(rows) != self.shape[0]:
+                raise InputError(
+                    f"f returned {sum(rows)} numbers at this point, but {self.shape[0]} when the "
+                    f"plan was made. Make a plan for each shape."
+                )
             precision = (
                 _nodes.coarsest(_nodes.survey(outputs), graph.leaves[0].dtype) if check else None
             )
-            rows, columns = [o.numel() for o in outputs], [leaf.numel() for leaf in graph.leaves]
             likes, sizes = (outputs, rows) if self.kind != "columns" else (graph.leaves, columns)
-            random = _random(len(self.colors)) if check else None
+            random = generic(len(self.colors)).double() if check else None
             seeds = self._seeds(likes, sizes, random)
             count = self.products + check
             if self.kind == "columns":
@@ -226,14 +231,6 @@ class Plan(Unlike, Generic[M]):
         return [
             part.reshape(len(part), *like.shape) for part, like in zip(parts, likes, strict=True)
         ]
-
-    def _check_outputs(self, outputs: Sequence[Tensor]) -> None:
-        count = sum(output.numel() for output in outputs)
-        if count != self.shape[0]:
-            raise InputError(
-                f"f returned {count} numbers at this point, but {self.shape[0]} when the plan was "
-                f"made. Make a plan for each shape."
-            )
 
     def _compare(self, products: Tensor, vector: Tensor, eps: float) -> None:
         """Raise where the matrix times a random vector is not the last product,
@@ -315,19 +312,6 @@ def _are_other(before: Any, now: Any) -> bool:
     if isinstance(before, (int, float, complex, str, bytes)):
         return type(before) is not type(now) or before != now
     return before is not now
-
-
-def _random(count: int) -> Tensor:
-    """A vector to compare products by: no entry is near zero; of its own,
-    so that no generator of the user's moves.
-    """
-    sizes = (
-        torch.rand(
-            count, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu"
-        )
-        + 0.5
-    )
-    return sizes * (1 - 2 * (sizes * 1e4).long().remainder(2))
 
 
 class Point:
@@ -779,11 +763,10 @@ def _plan(
     noted: list[Any] = []
     if pattern is None:
         detected = detect(request, order, noted)
-        random.restore()  # what f draws there, it draws again when it is evaluated
     else:
         rows = point.space.size if order == 2 else _outputs(request, noted)
-        random.restore()
         detected = given(pattern, (rows, point.space.size), symmetric=order == 2)
+    random.restore()  # what f draws there, it draws again when it is evaluated
     point.returned = noted[0] if noted else _tree.LEAF
     colors, kind = (_pattern.color(detected), "star") if order == 2 else _of_jacobian(detected)
     plan = Plan(f, point, order, detected, colors, kind, options)
@@ -813,15 +796,15 @@ def _outputs(request: Call, noted: list[Any]) -> int:
 
 def _of_jacobian(pattern: Pattern) -> tuple[Tensor, str]:
     """Rows or columns, whichever needs fewer colors."""
-    # no fewer colors of columns, of rows
-    lengths = [_longest(pattern.rows), _longest(pattern.columns)]
-    kinds: list[Any] = ["rows", "columns"] if lengths[1] <= lengths[0] else ["columns", "rows"]
+    # no fewer colors of rows, of columns
+    least = {"rows": _longest(pattern.columns), "columns": _longest(pattern.rows)}
+    kinds: list[Any] = sorted(least, key=lambda kind: least[kind])
     first = _pattern.color(pattern, kinds[0])
-    needed = int(first.max()) + 1 if len(first) else 0
-    if needed <= max(lengths):  # the other kind needs no fewer
+    if _pattern.count_of(first) <= max(least.values()):  # the other kind needs no fewer
         return first, kinds[0]
     second = _pattern.color(pattern, kinds[1])
-    return (first, kinds[0]) if needed <= int(second.max()) + 1 else (second, kinds[1])
+    pairs = (first, kinds[0]), (second, kinds[1])
+    return min(pairs, key=lambda pair: _pattern.count_of(pair[0]))
 
 
 def _longest(indices: Tensor) -> int:

@@ -6,6 +6,8 @@ failing that, all its outputs depend on all its arguments, which is always right
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,29 +22,23 @@ from hodiff.sparse._tracer import OperatorCall, OutputSets, Rule, Sets, tensors_
 # arguments
 
 
-def pointwise(op: OperatorCall) -> OutputSets:
+def pointwise(op: OperatorCall) -> list[Sets] | None:
     """The union over the arguments, entry by entry."""
-    of_outputs: list[Sets | None] = []
+    of_outputs: list[Sets] = []
     for output in op.outputs:
-        total: Sets | None = None
-        for tensor in op.inputs:
-            sets = op.sets(tensor)
-            if sets is None:
-                continue
-            if not broadcasts(tensor, output):
-                return None
-            sets = sets.take(broadcast(tensor, output.shape))
-            total = sets if total is None else total | sets
-        of_outputs.append(total)
+        if not all(broadcasts(tensor, output) for tensor, _ in op.pairs):
+            return None
+        parts = [sets.take(broadcast(tensor, output.shape)) for tensor, sets in op.pairs]
+        of_outputs.append(functools.reduce(operator.or_, parts))
     return of_outputs
 
 
 def product(op: OperatorCall) -> OutputSets:
     """A product: nothing passes where a constant factor is zero."""
     of_outputs = pointwise(op)
-    if of_outputs is None or len(op.outputs) != 1 or of_outputs[0] is None:
+    if of_outputs is None or len(op.outputs) != 1:
         return of_outputs
-    (output,), sets = op.outputs, of_outputs[0]
+    (output,), (sets,) = op.outputs, of_outputs
     for factor in op.inputs:
         if (
             factor is not output
@@ -125,23 +121,15 @@ def product_added_to(op: OperatorCall) -> OutputSets:
     if len(op.inputs) != 3 or len(op.outputs) != 1:
         return None
     c, a, b = op.inputs
-    (output,) = op.outputs
-    total = _matmul(op, a, b)
-    sets = op.sets(c)
-    if total is None or not broadcasts(c, output):
-        return None
-    return [total if sets is None else total | sets.take(broadcast(c, output.shape))]
+    total, sets = _matmul(op, a, b), op.sets(c)
+    return [total if sets is None else total | sets.take(broadcast(c, op.outputs[0].shape))]
 
 
-def _matmul(op: OperatorCall, a: Tensor, b: Tensor) -> Sets | None:
-    if a.ndim > 3 or b.ndim > 3 or (a.ndim == 3) != (b.ndim == 3):
-        return None
+def _matmul(op: OperatorCall, a: Tensor, b: Tensor) -> Sets:
     rows = a.shape[-2] if a.ndim > 1 else 1
     inner = a.shape[-1]
     columns = b.shape[-1] if b.ndim > 1 else 1
     stack = a.shape[0] if a.ndim == 3 else 1
-    if (b.shape[-2] if b.ndim > 1 else b.shape[0]) != inner:
-        return None
     total = Sets.empty(stack * rows * columns, op.tracer.width)
     left, right = op.sets(a), op.sets(b)
     if left is not None:
@@ -183,7 +171,7 @@ def _times(
     row = torch.arange(rows, device="cpu").reshape(-1, 1)
     source = (k * rows + row) * inner + i
     target = (k * rows + row) * columns + j
-    return left.spread(source.reshape(-1), target.reshape(-1), stack * rows * columns)
+    return left.take(source.reshape(-1)).grouped(target.reshape(-1), stack * rows * columns)
 
 
 def _entries(
@@ -262,7 +250,8 @@ class Windows(NamedTuple):
         source, target = (self.large, self.small) if down else (self.small, self.large)
         image = torch.arange(images, device="cpu").reshape(-1, 1)
         elements = (image * sources + source).reshape(-1)
-        return sets.spread(elements, (image * targets + target).reshape(-1), images * targets)
+        groups = (image * targets + target).reshape(-1)
+        return sets.take(elements).grouped(groups, images * targets)
 
 
 def _convolved(
@@ -307,12 +296,9 @@ def convolution(op: OperatorCall) -> OutputSets:
     (output,) = op.outputs
     if input.ndim != weight.ndim or (bias is not None and op.sets(bias) is not None):
         return None
-    total = Sets.empty(output.numel(), op.tracer.width)
     if op.sets(weight) is not None:
-        total = op.everything().take(torch.zeros(output.numel(), dtype=torch.int64, device="cpu"))
-    elif (sets := op.sets(input)) is not None:
-        total = _convolved(op, sets, input.shape, output.shape, forth=True)
-    return [total]
+        return [op.everything(output)]
+    return [_convolved(op, op.live[id(input)], input.shape, output.shape, forth=True)]
 
 
 def convolution_backward(op: OperatorCall) -> OutputSets:
@@ -330,13 +316,9 @@ def convolution_backward(op: OperatorCall) -> OutputSets:
         or sum(needed) != len(op.outputs)
     ):
         return None
-    of_outputs = (
-        [_convolved(op, sets, input.shape, gradient.shape, forth=False)] if needed[0] else []
-    )
-    for output in op.outputs[len(of_outputs) :]:
-        of_outputs.append(
-            op.everything().take(torch.zeros(output.numel(), dtype=torch.int64, device="cpu"))
-        )
+    of_outputs = [*map(op.everything, op.outputs)]
+    if needed[0]:
+        of_outputs[0] = _convolved(op, sets, input.shape, gradient.shape, forth=False)
     return of_outputs
 
 
@@ -378,17 +360,7 @@ def _each(value: Any, dims: int) -> list[int]:
 
 def image(op: OperatorCall) -> OutputSets:
     """Each image by itself: all of it."""
-    tensor, (output,) = op.inputs[0], op.outputs
-    sets, dims = op.sets(tensor), _image_dims(op.name)
-    if sets is None or len(op.live) != 1 or tensor.shape[:-dims] != output.shape[:-dims]:
-        return None
-    images = torch.arange(tensor.shape[:-dims].numel(), device="cpu")
-    before, after = tensor.shape[-dims:].numel(), output.shape[-dims:].numel()
-    return [
-        sets.grouped(images.repeat_interleave(before), len(images)).take(
-            images.repeat_interleave(after)
-        )
-    ]
+    return _along(op, range(-_image_dims(op.name), 0))
 
 
 RULES |= {
@@ -454,32 +426,29 @@ def reduction(op: OperatorCall) -> OutputSets:
         return None
     count, of_entry = along(tensor.shape, _dims(op, tensor))
     union = sets.grouped(of_entry, count)
-    if any(output.numel() != count for output in op.outputs):
-        return None
     return [union] * len(op.outputs)
 
 
 def line(op: OperatorCall) -> OutputSets:
     """As many numbers as there were, each of which depends on all of its line."""
-    of_outputs: list[Sets | None] = []
-    for output in op.outputs:
-        count, of_entry = along(output.shape, _dims(op, output))
-        total = Sets.empty(count, op.tracer.width)
-        for tensor in op.inputs:
-            sets = op.sets(tensor)
-            if sets is not None:
-                if not broadcasts(tensor, output):
-                    return None
-                total = total | sets.take(broadcast(tensor, output.shape)).grouped(of_entry, count)
-        of_outputs.append(total.take(of_entry))
-    return of_outputs
+    of_outputs = pointwise(op)
+    if of_outputs is None:
+        return None
+    lines = [along(output.shape, _dims(op, output)) for output in op.outputs]
+    pairs = zip(of_outputs, lines, strict=True)
+    return [sets.grouped(of_entry, count).take(of_entry) for sets, (count, of_entry) in pairs]
 
 
 def transform(op: OperatorCall) -> OutputSets:
-    """A Fourier transform: all of a line, whatever its length afterwards."""
+    """A Fourier transform: all of each line."""
+    return _along(op, _dims(op, op.inputs[0]))
+
+
+def _along(op: OperatorCall, dims: Sequence[int]) -> OutputSets:
+    """All of each line (plane, ...), whatever its length afterwards."""
     tensor, output = op.inputs[0], op.outputs[0]
-    sets, dims = op.sets(tensor), _dims(op, tensor)
-    if sets is None or len(op.outputs) != 1 or tensor.ndim != output.ndim:
+    sets = op.sets(tensor)
+    if sets is None or len(op.live) != 1 or len(op.outputs) != 1 or tensor.ndim != output.ndim:
         return None
     count, of_entry = along(tensor.shape, dims)
     after, of_output = along(output.shape, dims)
@@ -492,14 +461,10 @@ def matrices(op: OperatorCall) -> OutputSets:
     # but pivots
     if any(t.ndim < 2 or t.shape[:-2] != batch for t in op.inputs if t.dtype != torch.int32):
         return None
-    if any(t.shape[: len(batch)] != batch for t in op.outputs):
-        return None
     count = batch.numel()
     union = Sets.empty(count, op.tracer.width)
-    for tensor in op.inputs:
-        sets = op.sets(tensor)
-        if sets is not None:
-            union = union | sets.grouped(along(tensor.shape, (-2, -1))[1], count)
+    for tensor, sets in op.pairs:
+        union = union | sets.grouped(along(tensor.shape, (-2, -1))[1], count)
     return [
         union.take(along(output.shape, range(len(batch), output.ndim))[1])
         if output.numel()
@@ -546,10 +511,8 @@ def moved(op: OperatorCall) -> OutputSets:
     if _has_variable_index(op):
         return None
     parts: list[Sets] = []
-    first = 1
 
     def numbered(value: Any) -> Any:
-        nonlocal first
         if not isinstance(value, Tensor):
             return value
         sets = op.sets(value)
@@ -558,9 +521,9 @@ def moved(op: OperatorCall) -> OutputSets:
             return (
                 torch.zeros(value.shape, dtype=torch.float64, device="cpu") if data else value.cpu()
             )
-        numbers = torch.arange(first, first + value.numel(), dtype=torch.float64, device="cpu")
+        first = 1 + sum(map(len, parts))
         parts.append(sets)
-        first += value.numel()
+        numbers = torch.arange(first, first + value.numel(), dtype=torch.float64, device="cpu")
         return numbers.reshape(value.shape)
 
     args, kwargs = (
@@ -571,10 +534,7 @@ def moved(op: OperatorCall) -> OutputSets:
         kwargs.pop(name, None)
     if op.name == "constant_pad_nd":  # what it pads with is not a number of an entry
         args, kwargs = args[:2], {}
-    function = op.function
-    if function._schema.is_mutable:
-        function = getattr(getattr(torch.ops.aten, op.name), function._overloadname)
-    numbers = list(tensors_in(function(*args, **kwargs)))
+    numbers = list(tensors_in(op.function(*args, **kwargs)))
     whole = Sets.joined(parts)
     return [whole.take(n.reshape(-1).long() - 1) for n in numbers]
 
@@ -605,65 +565,39 @@ def along_dim(op: OperatorCall) -> OutputSets:
 
 
 def scattered(op: OperatorCall) -> OutputSets:
-    """The sets of `self`, and where something is written or added, those as well."""
+    """The sets of `self`, and where something is written or added, those as well; where it is
+    written follows from an index, which may be anywhere on the line if that follows from the point.
+    """
     base, source = (
         op.argument("self"),
         op.argument("src", op.argument("source", op.argument("values"))),
     )
-    if not isinstance(base, Tensor):
-        return None
     kept = op.sets(base) or Sets.empty(base.numel(), op.tracer.width)
-    if not isinstance(source, Tensor) or op.sets(source) is None:
-        return [kept]
-    places = _targets(op, base, source)
-    if places is None:
-        return None
-    written, targets, count, back = places
-    union = written.grouped(targets, count)
-    return [kept | (union if back is None else union.take(back))]
-
-
-def _targets(
-    op: OperatorCall, base: Tensor, source: Tensor
-) -> tuple[Sets, Tensor, int, Tensor | None] | None:
-    """The sets written, the group of each, how many groups,
-    and for each entry of `self` its group (None: itself).
-    """
-    sets = op.sets(source)
-    places = torch.arange(base.numel(), device="cpu").reshape(base.shape)
-    dim, index = op.argument("dim"), op.argument("index")
+    sets = op.sets(source) if isinstance(source, Tensor) else None
     if sets is None:
-        return None
+        return [kept]
+    places = torch.arange(base.numel(), device="cpu").reshape(base.shape)
+    dim, index, indices = map(op.argument, ("dim", "index", "indices"))
+    variable = any(map(op.tracer.is_variable, tensors_in((index, indices))))
     if op.name in ("index_put", "_index_put_impl", "_unsafe_index_put"):
-        indices = op.argument("indices")
-        if any(op.tracer.is_variable(i) for i in tensors_in(indices)):
+        if variable:
             return None
         hit = places[tuple(slice(None) if i is None else i.cpu() for i in indices)]
-        return sets.take(_numbers(source, hit.shape)), hit.reshape(-1), base.numel(), None
-    if op.name in ("scatter", "scatter_add"):
+        part = hit.shape
+        sets = sets.take(broadcast(source, part))
+    elif op.name in ("scatter", "scatter_add"):
+        part = index.shape
         numbers = torch.arange(source.numel(), device="cpu").reshape(source.shape)
-        part = (
-            numbers[tuple(slice(0, n) for n in index.shape)]
-            if source.ndim
-            else numbers.expand(index.shape)
-        )
-        sets, part = sets.take(part.reshape(-1)), index.shape
-        hit = None if op.tracer.is_variable(index) else places.gather(dim, index.cpu())
+        used = numbers[tuple(map(slice, part))] if source.ndim else numbers.expand(part)
+        sets = sets.take(used.reshape(-1))
+        hit = None if variable else places.gather(dim, index.cpu())
     else:  # index_add, index_copy
         part = source.shape
-        hit = None
-        if not op.tracer.is_variable(index):
-            hit = places.index_select(dim, index.cpu()) if base.ndim else places
+        hit = None if variable else places.index_select(dim, index.cpu())
     if hit is not None:
-        return sets, hit.expand(part).reshape(-1), base.numel(), None
+        return [kept | sets.grouped(hit.expand(part).reshape(-1), base.numel())]
     lines, of_base = along(base.shape, [dim])
-    return sets, along(base.shape, [dim], part)[1], lines, of_base
-
-
-def _numbers(tensor: Tensor, shape: Any) -> Tensor:
-    return (
-        torch.arange(tensor.numel(), device="cpu").reshape(tensor.shape).expand(shape).reshape(-1)
-    )
+    return [kept | sets.grouped(along(base.shape, [dim], part)[1], lines).take(of_base)]
 
 
 # --- adjoints: run the movement itself on numbers, and send each entry back
@@ -684,10 +618,8 @@ def adjoint(
             op, torch.arange(1, count + 1, dtype=torch.float64, device="cpu").reshape(tuple(size))
         )
         targets = numbers.reshape(-1).long() - 1
-        if len(targets) != gradient.numel():
-            return None
         held = targets >= 0
-        return [sets.spread(held.nonzero()[:, 0], targets[held], count)]
+        return [sets.take(held.nonzero()[:, 0]).grouped(targets[held], count)]
 
     return rule
 

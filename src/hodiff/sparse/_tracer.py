@@ -125,12 +125,6 @@ class Sets:
             torch.arange(count, device="cpu").repeat(2), count
         )
 
-    def spread(self, elements: Tensor, targets: Tensor, count: int) -> Sets:
-        """`count` new elements: the set of each is the union of those of the `elements` that have
-        it as a target.
-        """
-        return self.take(elements).grouped(targets, count)
-
     def grouped(self, groups: Tensor, count: int) -> Sets:
         """The union of the sets in each group."""
         rows = self.rows
@@ -254,6 +248,7 @@ class OperatorCall:
         kwargs: Its keyword arguments.
         outputs: The tensors that it returned, in order.
         live: The sets of those tensors among the arguments that have any, by identity.
+        pairs: Those tensors, with their sets.
     """
 
     def __init__(
@@ -271,6 +266,7 @@ class OperatorCall:
         self.outputs = list(tensors_in(result))
         self.inputs = list(tensors_in((args, kwargs)))
         self.live = {id(t): tracer.read(t) for t in self.inputs if tracer.is_live(t)}
+        self.pairs = [(t, self.live[id(t)]) for t in self.inputs if id(t) in self.live]
 
     @property
     def name(self) -> str:
@@ -294,18 +290,15 @@ class OperatorCall:
         """The sets of an argument; None where it does not depend on *u*."""
         return self.live.get(id(tensor))
 
-    def everything(self) -> Sets:
-        """One element that depends on all that any argument depends on."""
-        return _united(list(self.live.values()), self.tracer.width)
+    def everything(self, output: Tensor) -> Sets:
+        """The sets of an output each of whose elements depends on all that any argument does."""
+        return _united(list(self.live.values()), output)
 
 
-def _united(parts: Sequence[Sets], width: int) -> Sets:
-    """One element, whose set is the union of all."""
-    parts = [sets for sets in parts if not sets.is_empty()]
-    if not parts:
-        return Sets.empty(1, width)
+def _united(parts: Sequence[Sets], output: Tensor) -> Sets:
+    """The sets of a tensor, each of which is the union of all."""
     whole = Sets.joined(parts)
-    return whole.grouped(torch.zeros(len(whole), dtype=torch.int64, device="cpu"), 1)
+    return whole.grouped(_zeros(len(whole)), 1).take(_zeros(_length(output)))
 
 
 class Constants:
@@ -330,7 +323,12 @@ class Constants:
         """Know a tensor from now on, for as long as it lives."""
         known = self._met.get(id(tensor))
         if (known is None or known[0]() is None) and not tensor.is_inference():
-            self._met[id(tensor)] = _remembered(tensor), tensor._version
+            # a parameter for good, as one with a weak reference could not be swapped
+            held = isinstance(tensor, nn.Parameter)
+            self._met[id(tensor)] = (
+                (lambda: tensor) if held else weakref.ref(tensor),
+                tensor._version,
+            )
 
     def changed(self, f: Any) -> bool:
         """Whether one of them has gone or was written into, or a variable holds something else."""
@@ -355,13 +353,6 @@ class Constants:
             for key, (met, _) in self._met.items()
             if (tensor := met()) is not None
         }
-
-
-def _remembered(tensor: Tensor) -> Callable[[], Tensor | None]:
-    """The tensor, while it lives; a parameter for good,
-    as one with a weak reference could not be swapped.
-    """
-    return (lambda: tensor) if isinstance(tensor, nn.Parameter) else weakref.ref(tensor)
 
 
 class Tracer(DispatchMode):
@@ -471,12 +462,8 @@ class Tracer(DispatchMode):
         live = [self.read(tensor) for tensor in given if self.is_live(tensor)]
         if live:
             self.unknown[str(func)] = None
-            whole = _united(live, self.width)
             for tensor in tensors_in(result):
-                self.write(
-                    tensor,
-                    whole.take(torch.zeros(_length(tensor), dtype=torch.int64, device="cpu")),
-                )
+                self.write(tensor, _united(live, tensor))
         return result
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -489,24 +476,20 @@ class Tracer(DispatchMode):
         self._learn(func, args, kwargs, result)
         operation = OperatorCall(self, func, args, kwargs, result)
         written = [t for t in operation.outputs if not self._is_view(t, operation)]
-        written += [t for t in written_to(operation) if all(t is not other for other in written)]
+        given = written_to(func, args, kwargs)
+        written += [t for t in given if all(t is not other for other in written)]
         if not written or not operation.live:
             return result
         of_outputs = rule(operation) if rule is not None else None
         if of_outputs is None:
             self.unknown[operation.name] = None
-            everything = operation.everything()
             for tensor in written:
-                self.write(
-                    tensor,
-                    everything.take(torch.zeros(_length(tensor), dtype=torch.int64, device="cpu")),
-                )
+                self.write(tensor, operation.everything(tensor))
             return result
         for tensor, sets in zip(operation.outputs, of_outputs, strict=True):
-            if any(tensor is other for other in written):
-                self.write(
-                    tensor, sets if sets is not None else Sets.empty(_length(tensor), self.width)
-                )
+            self.write(
+                tensor, sets if sets is not None else Sets.empty(_length(tensor), self.width)
+            )
         return result
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -540,12 +523,8 @@ class Tracer(DispatchMode):
 
     def _learn(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if any(self.is_variable(t) for t in tensors_in((args, kwargs))):
-            for tensor in tensors_in(result):
+            for tensor in (*tensors_in(result), *written_to(func, args, kwargs)):
                 self._mark(tensor)
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in tensors_in(value):
-                        self._mark(tensor)
 
     def _mark(self, tensor: Tensor) -> None:
         for storage in _storages(tensor):
@@ -743,11 +722,11 @@ def tensors_in(value: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
             yield from tensors_in(item, (*inside, id(value)))
 
 
-def written_to(operation: OperatorCall) -> Iterator[Tensor]:
+def written_to(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The arguments that an operator writes to."""
-    for argument in operation.function._schema.arguments:
+    for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(operation.argument(argument.name))
+            yield from tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
 
 
 def _has_memory(tensor: Tensor) -> bool:

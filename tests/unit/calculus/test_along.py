@@ -6,6 +6,7 @@ import torch
 from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff.fields import _expansions
+from hodiff.fields._field import Directions, FieldCall
 from hodiff.penalties import _jacobian
 from tests.support.properties import agree
 from tests.unit.jets.oracle import nested
@@ -28,28 +29,34 @@ def dense(f, v):
     return first.detach(), 2 * second.detach()
 
 
+def along(graph, vectors):
+    """First and second derivatives of all outputs along one line."""
+    first = _jacobian._pushed(graph, graph.outputs, vectors, differentiated=True)
+    return first, _jacobian._pushed(graph, first, vectors, differentiated=False)
+
+
 @pytest.mark.parametrize("create_graph", [True, False])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_by_entries_and_by_lines(name, create_graph):
     f = FUNCTIONS[name]
-    with OutputGraph(call(f, X, passes=2, batch_ndim=1, create_graph=create_graph)) as graph:
-        seconds, firsts, drifted = _expansions.by_entries(graph, graph.outputs, V, first=True, drift=V[0], chunk_size=1)
+    field = FieldCall("laplacian", f, X, create_graph=create_graph, chunk_size=1).checked()
+    _, firsts, seconds = _expansions.by_reverse(field, Directions(V, groups=2), V[0], first=True)
+    drifted, _ = dense(f, V[0])
     for k, v in enumerate(V):
         first, second = dense(f, v)
         agree(firsts[k].detach(), first)
-        agree(seconds[k].detach(), second)
+        agree(seconds[k].detach(), second + drifted)
         with OutputGraph(call(f, X, passes=4, batch_ndim=1, create_graph=create_graph)) as graph:
-            found = _jacobian._by_lines(graph, graph.outputs, [v])
+            found = along(graph, [v])
         agree(found[0].detach(), first)
         agree(found[1].detach(), second)
-    agree(drifted.detach(), dense(f, V[0])[0])
 
 
 def test_by_lines_of_several_points():
     a, b = X[0], X[1]
     f = lambda p: p["a"] * torch.sin(p["b"])
     with OutputGraph(call(f, {"a": a, "b": b}, passes=4)) as graph:
-        first, second = _jacobian._by_lines(graph, graph.outputs, [V[0, 0], V[0, 1]])
+        first, second = along(graph, [V[0, 0], V[0, 1]])
     v, w = V[0, 0], V[0, 1]
     agree(first.detach(), v * b.sin() + a * w * b.cos())
     agree(second.detach(), 2 * v * w * b.cos() - a * w**2 * b.sin())

@@ -67,6 +67,7 @@ OTHERS = {
     "division": lambda x: x / (1 + x[:, :1]),
     "rdiv": lambda x: 1 / x,
     "division by a constant": lambda x: x.sin() / torch.arange(1, 4, dtype=D),
+    "division, rounded to zero": lambda x: torch.div(x * 10 - 4, 3, rounding_mode="trunc") * x.square(),
     "matrix product": lambda x: x @ x.T,
     "stacked product": lambda x: x[:, None] @ x.sin()[:, :, None],
     "matrix vector": lambda x: x @ x[0],

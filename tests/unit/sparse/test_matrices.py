@@ -326,13 +326,6 @@ def test_a_bad_pattern_of_a_jacobian() -> None:
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
-def test_no_entry_of_the_random_vector_is_near_zero() -> None:
-    """Or an entry that the pattern misses would be multiplied by it."""
-    drawn = _plan._random(1000)
-    assert ((drawn.abs() >= 0.5) & (drawn.abs() <= 1.5)).all()
-    assert 300 < int((drawn > 0).sum()) < 700
-
-
 def test_check_tells_a_missing_entry_from_a_rounding_error() -> None:
     close(hodiff.sparse_hessian(chain, X, pattern=_pairs(), check=True).to_dense(), hodiff.hessian(chain, X))
     rows, columns = _pairs()

@@ -27,53 +27,34 @@ from hodiff.jets._series import (
     convolved,
     each,
     full,
-    linear_combination,
     product,
     quotient,
     total,
 )
 
 
-@rule("bilinear", "mul", "rmul")
+@rule("bilinear", "mul")
 def multiply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The product a b."""
-    a, b = [*args, *kwargs.values()]
-    if not belongs(a, expansion):
-        a, b = b, a
-    series = series_of(a, expansion)
-    if belongs(b, expansion):
-        return product(expansion, series, series if a is b else series_of(b, expansion))
-    value = series[0] * b
-    return [value, *each(series[1:], lambda c: aligned(c, value.ndim) * b)]
+    a, b = (series_of(x, expansion) for x in (*args, *kwargs.values()))
+    return product(expansion, a, b)
 
 
 @rule("bilinear", "div", "rdiv")
 def divide(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The quotient a / b."""
-    kwargs = dict(kwargs)
-    if kwargs.pop("rounding_mode", None) is not None:
-        return func(*_jet.replaced(args, _jet.value_of), rounding_mode="floor")
-    a, b = [*args, *kwargs.values()]
+    if kwargs.get("rounding_mode") is not None:
+        return func(*_jet.replaced(args, _jet.value_of), **_jet.replaced(kwargs, _jet.value_of))
+    a, b = [*args, *(kwargs[name] for name in kwargs if name != "rounding_mode")]
     if operation(func) == "rdiv":
         a, b = b, a
-    if belongs(b, expansion):
-        return quotient(expansion, series_of(a, expansion), series_of(b, expansion))
-    series = series_of(a, expansion)
-    value = series[0] / b
-    return [value, *each(series[1:], lambda c: aligned(c, value.ndim) / b)]
+    return quotient(expansion, series_of(a, expansion), series_of(b, expansion))
 
 
-@rule("bilinear", "matmul", "rmatmul", "mm", "bmm", "mv", "dot")
+@rule("bilinear", "matmul", "mm", "bmm", "mv", "dot")
 def matmul(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """A @ b, by NumPy's rules for vectors and stacks."""
-    a, b = [*args, *kwargs.values()]
-    if operation(func) == "rmatmul":
-        a, b = b, a
-    return product_of_matrices(expansion, series_of(a, expansion), series_of(b, expansion))
-
-
-def product_of_matrices(expansion: Expansion, a: Series, b: Series) -> Series:
-    """The convolution of two series of matrices or vectors."""
+    a, b = (series_of(x, expansion) for x in (*args, *kwargs.values()))
     row, column = a[0].ndim == 1, b[0].ndim == 1
     a = _matrices(a, -2) if row else _contracted(a, -1)
     b = _matrices(b, -1) if column else _contracted(b, -2)
@@ -118,18 +99,9 @@ def linear(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     weight = names["weight"]
     bias = names.get("bias")
     series = series_of(x, expansion)
-    if belongs(weight, expansion) or (bias is not None and belongs(bias, expansion)):
-        w = series_of(weight, expansion)
-        turned = [
-            w[0].mT if w[0].ndim > 1 else w[0],
-            *each(w[1:], lambda c: _turned(c, w[0].shape)),
-        ]
-        out = product_of_matrices(expansion, series, turned)
-        return (
-            out
-            if bias is None
-            else linear_combination([(1, out), (1, series_of(bias, expansion))], expansion.order)
-        )
+    if belongs(weight, expansion) or belongs(bias, expansion):
+        made = torch.matmul(x, weight.mT if weight.ndim > 1 else weight)
+        return series_of(made if bias is None else made + bias, expansion)
     width = series[0].shape[-1]
     wide = each(series[1:], lambda c: c if c.shape[-1] == width else c.expand(*c.shape[:-1], width))
     return [F.linear(series[0], weight, bias), *each(wide, lambda c: F.linear(c, weight))]
@@ -141,11 +113,6 @@ def matmul_along(a: Any, b: Any) -> Any:
     (x, t), (y, u) = value_and_tangent(a), value_and_tangent(b)
     given = [pair for pair in ((t, y), (x, u)) if pair[0] is not None and pair[1] is not None]
     return torch.matmul(x, y), sum(starmap(torch.matmul, given[1:]), torch.matmul(*given[0]))
-
-
-def _turned(coefficient: Any, shape: Any) -> Any:
-    coefficient = full(coefficient, shape)
-    return coefficient.mT if len(shape) > 1 else coefficient
 
 
 @rule("bilinear", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)))
@@ -161,12 +128,10 @@ def convolution(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     spatial, shape = w[0].ndim - 2, x[0].shape
 
     def convolve(a: Any, b: Any) -> Any:
-        """A convolution of values, or of coefficients,
-        which have a dimension for directions in front.
+        """A convolution of coefficients, which have a dimension for directions in front; of one
+        factor it may be the value.
         """
         if b.ndim == w[0].ndim:
-            if a.ndim == len(shape):
-                return func(a, b, None, **given)
             made = func(full(a, shape).flatten(0, -spatial - 2), b, None, **given)
             return made.unflatten(0, (a.shape[0], *shape[: -spatial - 1]))
         kernels, apart = full(b, w[0].shape), a.ndim > len(shape)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from hodiff._core import _refusals
 from hodiff._core._substitutes import BY_DEFINITION
 from hodiff.jets import _jet
 from hodiff.jets._jet import (
-    OF_NO_EFFECT,
     ByNoRoute,
     NoRule,
+    by_formula,
     first_order,
     operation,
     rule,
@@ -32,20 +33,8 @@ Definition = Callable[..., Any]
 _ATEN = torch.ops.aten
 
 
-def composite(*names: str) -> Callable[[Definition], Definition]:
-    """Register a definition, a function of the operation's own arguments,
-    under names of operations.
-    """
-
-    def register(definition: Definition) -> Definition:
-        def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-            kept = {name: kwargs[name] for name in kwargs if name not in OF_NO_EFFECT}
-            return definition(*args, **kept)
-
-        rule("composite", *names)(apply)
-        return definition
-
-    return register
+composite = partial(by_formula, "composite")
+"""Register a definition under names of operations."""
 
 
 def _constant(x: Any) -> Any:
@@ -125,19 +114,11 @@ def logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
 def batch_norm(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Batch normalization, by the statistics of the batch only where its samples may mix."""
     given = _named(func, args, kwargs, "training")
-    if not expansion.mixes and (given.get("training") or given.get("running_mean") is None):
+    mixes = given.get("training") or given.get("running_mean") is None
+    if mixes and not expansion.mixes:
         why, way_out = "it mixes the samples of a batch", "Use model.eval() or another norm."
         raise ByNoRoute("BatchNorm in training mode", why, way_out)
-    if given.get("training") or given.get("running_mean") is None:
-        return BY_DEFINITION["batch_norm"](**given)
-    x = given["input"]
-    weight, bias = given.get("weight"), given.get("bias")
-    factor = torch.rsqrt(given["running_var"] + given.get("eps", 1e-5))
-    factor = factor if weight is None else factor * weight
-    mean = given["running_mean"] * factor
-    shift = -mean if bias is None else bias - mean
-    shape = (-1, *[1] * (x.ndim - 2))
-    return (x * factor.reshape(shape) + shift.reshape(shape)).to(x.dtype)
+    return BY_DEFINITION["batch_norm"](**given).to(given["input"].dtype)
 
 
 @rule("composite", "instance_norm")

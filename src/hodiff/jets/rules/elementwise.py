@@ -236,12 +236,10 @@ def logsigmoid(x: Any, order: int) -> Series:
     return [F.logsigmoid(x), torch.sigmoid(-x), *(s[m - 1] * (-1 / m) for m in range(2, order + 1))]
 
 
-@rule("elementwise", "pow", "float_power", "rpow")
+@rule("elementwise", "pow", "float_power")
 def power(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """`x ** p` for a number or a constant tensor p, `a ** x`, and `x ** y` as exp(y log x)."""
     base, exponent = [*args, *kwargs.values()][:2]
-    if operation(func) == "rpow":
-        base, exponent = exponent, base
     if operation(func) == "float_power" and getattr(base, "dtype", torch.float64) != torch.float64:
         raise NoRule("float_power", "it changes the dtype; use pow")
     if not _jet.belongs(exponent, expansion):

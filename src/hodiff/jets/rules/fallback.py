@@ -22,28 +22,29 @@ from hodiff._core._faults import is_fault
 from hodiff._core._messages import CONSTANTS
 from hodiff.errors import GraphError
 from hodiff.jets import _jet
-from hodiff.jets._jet import RULES, ByNoRoute, NoDerivative, NoRule, Several, operation
+from hodiff.jets._jet import RULES, ByNoRoute, NoDerivative, NoRule, Several, operation, rule
 from hodiff.jets._series import Expansion, Series, full
 
-UNKNOWN_TO_JETS = {
+REFUSED = {
+    "native_layer_norm native_batch_norm cudnn_batch_norm _native_batch_norm_legit "
+    "native_group_norm": "its native kernel has a wrong third derivative; use "
+    "torch.nn.functional's norms",
+    "polar stft hilbert to_sparse": "its result is not real",
+    "grad checkpoint handle_torch_function": "jets do not pass through nested autograd",
+    "_make_dual _unpack_dual _fwd_primal": "forward mode inside f (torch.func.jvp, "
+    "torch.autograd.forward_ad) treats the tangent as a constant",
+    "as_strided as_strided_scatter as_strided_copy": "it reads memory as it lies; use slices",
     "backward": "call hodiff's functions around f, not inside",
-    "numpy": "NumPy cuts the graph; use torch",
-    "__array__": "NumPy cuts the graph; use torch",
+    "numpy __array__": "NumPy cuts the graph; use torch",
     "tolist": "the result would be a constant; use .detach().tolist()",
     "logcumsumexp": "its backward takes the logarithm of the cotangent, which a series cannot pass",
     "feature_alpha_dropout": "its mask would be drawn once more; draw it yourself and multiply",
     "select_scatter": "its batched form has a wrong derivative in PyTorch; use slice_scatter or "
     "torch.where",
-    "lstm": "use rnn cells",
-    "gru": "use rnn cells",
-    "rnn_tanh": "use rnn cells",
-    "rnn_relu": "use rnn cells",
-    "register_hook": "",
-    "storage": "",
-    "untyped_storage": "",
-    "data_ptr": "",
-    "set_": "",
+    "lstm gru rnn_tanh rnn_relu": "use rnn cells",
+    "register_hook storage untyped_storage data_ptr set_ rrelu aminmax": "",
 }
+"""What must not reach nested reverse mode, and why."""
 
 
 def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
@@ -51,8 +52,6 @@ def fallback(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     name = operation(func)
     if name in CONSTANTS:
         raise NoDerivative(name)
-    if name in UNKNOWN_TO_JETS:
-        raise NoRule(name, UNKNOWN_TO_JETS[name])
     native = isinstance(
         func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
     )
@@ -175,5 +174,15 @@ def _along(
         derivatives.append(_reverse.derivative(g, u) / float(math.factorial(k)))
     return derivatives
 
+
+def _refusing(why: str) -> Callable[..., Any]:
+    def refuse(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NoRule(operation(func), why)
+
+    return refuse
+
+
+for _names, _why in REFUSED.items():
+    rule("none", *_names.split())(_refusing(_why))
 
 RULES.fallback = fallback

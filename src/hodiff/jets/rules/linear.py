@@ -17,17 +17,14 @@ from hodiff.jets._jet import NoRule, Several, belongs, operation, rule, series_o
 from hodiff.jets._series import (
     Expansion,
     Series,
-    aligned,
     each,
     entry,
     full,
     linear_combination,
-    ndim_of,
-    total,
 )
 
 
-@rule("linear", "add", "sub", "rsub", "radd")
+@rule("linear", "add", "sub", "rsub")
 def add(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """A + α b, a - α b."""
     kwargs = dict(kwargs)
@@ -36,21 +33,11 @@ def add(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     name = operation(func)
     if name == "rsub":
         a, b = b, a
-    factor = alpha if name == "add" else -alpha
-    a, b = series_of(a, expansion), series_of(b, expansion)
-    if factor == 1 or b[1:] == [None] * expansion.order:
-        if factor == 1:
-            value = a[0] + b[0]
-        else:
-            value = a[0] - (b[0] if factor == -1 else b[0] * -factor)
-        ndim = ndim_of(value)
-        return [value, *(_sum(x, y, ndim) for x, y in zip(a[1:], b[1:], strict=True))]
-    return linear_combination([(1, a), (factor, b)], expansion.order)
-
-
-def _sum(a: Any, b: Any, ndim: int) -> Any:
-    a, b = (None if c is None else aligned(c, ndim) for c in (a, b))
-    return total(a, b)
+    terms = [
+        (1, series_of(a, expansion)),
+        (alpha if name == "add" else -alpha, series_of(b, expansion)),
+    ]
+    return linear_combination(terms, expansion.order)
 
 
 @rule(
@@ -76,25 +63,6 @@ def converted(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     if not (target.dtype.is_floating_point or target.dtype.is_complex):
         return func(_jet.series_of(x, expansion)[0], *rest, **kwargs)
     return each(series_of(x, expansion), lambda c: c.to(target.dtype).to(target.device))
-
-
-@rule("linear", "sum", "mean")
-def reduced(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-    """Sums and means over all or some dimensions."""
-    given = dict(kwargs)
-    x = args[0] if args else given.pop("input")
-    rest = named(args[1:], given, "dim", "keepdim")
-    series = series_of(x, expansion)
-    value = func(series[0], *args[1:], **given)
-    dims, keep = dims_of(rest.get("dim"), series[0].ndim), bool(rest.get("keepdim", False))
-    if not dims:
-        return [value, *series[1:]]
-    reduce = torch.mean if operation(func) == "mean" else torch.sum
-    wide = [None if c is None else full(c, series[0].shape) for c in series[1:]]
-    return [
-        value,
-        *(None if c is None else reduce(c, dims, keepdim=keep).to(value.dtype) for c in wide),
-    ]
 
 
 @rule("linear", "cat", "stack")
@@ -211,7 +179,7 @@ def dims_of(dim: Any, ndim: int) -> list[int]:
         return list(range(1, ndim + 1))
     if not ndim:
         return []
-    return [shifted(d, ndim) for d in ([dim] if isinstance(dim, int) else dim)]
+    return [d % ndim + 1 for d in ([dim] if isinstance(dim, int) else dim)]
 
 
 def lifted(*names: str) -> Callable[[Lifted], Callable[..., Any]]:
@@ -225,7 +193,7 @@ def lifted(*names: str) -> Callable[[Lifted], Callable[..., Any]]:
             x, others = (args[0], args[1:]) if args else (rest.pop("input"), ())
             rest.pop("_stacklevel", None)
             if not belongs(x, expansion) or any(
-                belongs(j, expansion) for j in _jet.jets_among((others, rest))
+                belongs(j, expansion) for j in _jet.jets_among((*others, *rest.values()))
             ):
                 return generic(expansion, func, args, kwargs)
             series = x.series
@@ -239,22 +207,18 @@ def lifted(*names: str) -> Callable[[Lifted], Callable[..., Any]]:
                 None if c is None else function(full(c, shape), shape, others, rest)
                 for c in series[1:]
             ]
-            return assembled(value, coefficients)
+            if not isinstance(value, (tuple, list)):
+                return [value, *coefficients]
+            return Several(
+                [
+                    [part, *(None if c is None else c[i] for c in coefficients)]
+                    for i, part in enumerate(value)
+                ]
+            )
 
         return rule("linear", *names)(apply)
 
     return register
-
-
-def assembled(value: Any, coefficients: list[Any]) -> Any:
-    """A series from its value and other coefficients, or one for each part of them."""
-    if isinstance(value, (tuple, list)):
-        parts = [
-            [part, *(None if c is None else c[i] for c in coefficients)]
-            for i, part in enumerate(value)
-        ]
-        return Several(parts)
-    return [value, *coefficients]
 
 
 def named(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -325,6 +289,17 @@ def _each_shifted(shape: Any, args: Any, kwargs: Any) -> list[int]:
     return [shifted(dim, len(shape)) for dim in spread(args, kwargs, "dims")]
 
 
+def _reduced(reduce: Callable[..., Any]) -> Lifted:
+    """Sums and means over all or some dimensions."""
+
+    def apply(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
+        given = named(args, kwargs, "dim", "keepdim")
+        dims, keep = dims_of(given.get("dim"), len(shape)), bool(given.get("keepdim", False))
+        return reduce(c, dims, keepdim=keep).to(kwargs["value"].dtype) if dims else c
+
+    return apply
+
+
 def _split(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
     """The parts of a series, in the sizes of the value's."""
     dim, _ = _along(shape, args, kwargs, "parts", "dim")
@@ -339,6 +314,8 @@ def _gathered(c: Any, shape: Any, args: Any, kwargs: Any) -> Any:
 _ENDS = ("source", "destination")
 
 LIFTED: dict[str, Lifted] = {
+    "sum": _reduced(torch.sum),
+    "mean": _reduced(torch.mean),
     "permute": lambda c, shape, args, kwargs: c.permute(0, *_each_shifted(shape, args, kwargs)),
     "flip": lambda c, shape, args, kwargs: c.flip(_each_shifted(shape, args, kwargs)),
     "transpose swapaxes swapdims": lambda c, shape, args, kwargs: (

@@ -69,16 +69,12 @@ def chosen(condition: Any, a: Any, b: Any, ndim: int) -> Any:
     return torch.where(condition, 0.0 if a is None else a, 0.0 if b is None else b)
 
 
-@rule("special", "maximum", "minimum", "fmax", "fmin")
+@rule("special", "maximum", "minimum")
 def extreme(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """The greater (lesser) of two; where they are equal, the mean, as in PyTorch."""
     x, y = [*args, *kwargs.values()][:2]
     a, b = series_of(x, expansion), series_of(y, expansion)
-    if operation(func) in ("fmax", "fmin") and bool(
-        (torch.isnan(a[0]) | torch.isnan(b[0]) | (a[0] == b[0])).any()
-    ):
-        raise NoRule(operation(func), "with NaN among the values, or equal ones")
-    upper = operation(func) in ("maximum", "fmax", "max")
+    upper = operation(func) in ("maximum", "max")
     value = func(a[0], b[0])
     first, tied = (a[0] > b[0] if upper else a[0] < b[0]), a[0] == b[0]
     mean = linear_combination([(0.5, a), (0.5, b)], expansion.order)
@@ -99,8 +95,6 @@ def selected(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         and not isinstance([*args, *kwargs.values()][1], int)
     ):
         return extreme(expansion, getattr(torch, name), args, kwargs)
-    if not belongs(args[0], expansion):
-        raise NoRule(name)
     x = series_of(args[0], expansion)
     if name in ("max", "min", "median", "nanmedian") and len(args) + len(kwargs) == 1:
         value = func(x[0])
@@ -131,8 +125,6 @@ def selected(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
 @rule("special", "amax", "amin")
 def extreme_along(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
     """Extremes over some dimensions; where several entries are equal, their mean, as in PyTorch."""
-    if not belongs(args[0], expansion):
-        raise NoRule(operation(func))
     x = series_of(args[0], expansion)
     value = func(x[0], *args[1:], **kwargs)
     if not x[0].ndim:
@@ -187,43 +179,6 @@ def dropout(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
         raise NoRule(f"{name} in training mode")
     mask = getattr(F, name)(torch.ones_like(x[0]), p=names.get("p", 0.5), training=True)
     return [x[0] * mask, *each(x[1:], lambda c: aligned(c, mask.ndim) * mask)]
-
-
-def unsupported(why: str, *names: str) -> None:
-    """Register names that must never reach the fallback."""
-
-    def apply(expansion: Expansion, func: Any, args: Any, kwargs: Any) -> Any:
-        raise NoRule(operation(func), why)
-
-    rule("none", *names)(apply)
-
-
-unsupported(
-    "its native kernel has a wrong third derivative; use torch.nn.functional's norms",
-    *[
-        "native_layer_norm",
-        "native_batch_norm",
-        "cudnn_batch_norm",
-        "_native_batch_norm_legit",
-        "native_group_norm",
-    ],
-)
-unsupported(
-    "its result is not real",
-    *str.split("polar stft hilbert to_sparse"),
-)
-unsupported("", "rrelu", "aminmax")
-unsupported(
-    "jets do not pass through nested autograd", "grad", "checkpoint", "handle_torch_function"
-)
-unsupported(
-    "forward mode inside f (torch.func.jvp, torch.autograd.forward_ad) treats the tangent as a "
-    "constant",
-    *["_make_dual", "_unpack_dual", "_fwd_primal"],
-)
-unsupported(
-    "it reads memory as it lies; use slices", "as_strided", "as_strided_scatter", "as_strided_copy"
-)
 
 
 @rule("linear", "embedding")
