@@ -389,13 +389,6 @@ def _shared(_: Model) -> torch.Tensor:
         return group_sum.sum("multiplies", [X])[0][0].clone()
 
 
-def _straight(_: Model) -> None:
-    """The function of a sharded model for an evaluation that records nothing."""
-    from hodiff.sharded._groups import Gathering
-
-    Gathering(lambda: None, [], mock.Mock(muted=False)).inside()()
-
-
 def _fully_sharded(_: Model) -> Any:
     """A product of a sharded model, of one process."""
     from torch.distributed.fsdp import fully_shard
@@ -541,7 +534,6 @@ ENTERED: dict[str, Call] = {
     "curvature/_process_group.py: _exchanging": _shared,
     "curvature/_process_group.py: raise_on_all_ranks": _shared,
     "sharded/_ranks.py: exchanging": _fully_sharded,
-    "sharded/_groups.py: Scope(self._watch)": _straight,
     "sharded/_groups.py: Scope(partial(self._enter, held))": _fully_sharded,
     "curvature/_probes.py: EstimatorProgress": CALLS["trace"],
     "_core/_lending.py: Scope(resume)": _swapped,

@@ -716,7 +716,7 @@ class _Reading:
     def _take_sums(
         self, numbers: Sequence[int], edges: Sequence[object] = (), shapes: Sequence[Size] = ()
     ) -> list[Tensor]:
-        """The derivatives of the weighed sum of all numbers, by results; those by leaves are kept."""
+        """The derivatives of all numbers' weighed sum, by results; those by leaves are kept."""
         weights, leaves = self._weights.unsqueeze(0), [self._graph.leaves[n] for n in numbers]
         own = [torch.einsum("ank,kn...->an...", weights, seed) for seed in self._seeds]
         sizes = [*shapes, *(leaf.shape for leaf in leaves)]

@@ -320,11 +320,7 @@ class Gathering(_blocks.Blocks):
 
     def inside(self) -> Callable[..., Any]:
         """The function whose groups gather, but are no blocks."""
-        return self._straight
-
-    def _straight(self, *args: Any, **kwargs: Any) -> Any:
-        with Scope(self._watch):
-            return self.__wrapped__(*args, **kwargs)
+        return super().__call__
 
     def _call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._begun:
