@@ -72,6 +72,7 @@ class EvaluationContext(_settings.Scope[Any]):
     nests = packs_blocks = _normal = _ran = _whole = False
     _evaluation: Any = None
     _loan: Any = None
+    _watched: Sequence[Tensor] = ()
 
     def __init__(self, call: Call, leaves: Sequence[Tensor] = ()) -> None:
         """Prepare an evaluation; `leaves` stand at once in place of the parameters of the point."""

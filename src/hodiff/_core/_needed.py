@@ -65,7 +65,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "torch.nn.utils.parametrize: _cache _cache_enabled",
         "torch.nn.utils.stateless: _functional_call _reparametrize_module",
         "torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu",
-        "torch.ops.aten.add.Tensor: _op _overloadname _schema",
+        "torch.ops.aten.add.Tensor: _op _schema",
         "torch.utils._python_dispatch: TorchDispatchMode _disable_current_modes",
         "torch.utils._python_dispatch: _get_current_dispatch_mode",
         "torch.utils.checkpoint: _CheckpointFrame _recomputation_hook",

@@ -370,12 +370,17 @@ def _logs(nodes: Tensor, weights: Tensor, shift: float, eps: float) -> Tensor:
     seen = torch.where(weights > 0, shifted, math.inf)  # a node without weight stands for nothing
     lost = ~(seen.amin(-1) > 10 * eps * nodes.abs().amax(-1).clamp_min(abs(shift)))
     if bool(lost.any()):
-        least = float(seen.amin(-1)[lost][0])
+        least, largest = float(seen.amin(-1)[lost][0]), float(nodes.abs().amax(-1)[lost][0])
+        below = shift - least > 10 * eps * largest
+        other = (
+            " hodiff.GaussNewtonOperator approximates a Hessian and is never negative."
+            if below
+            else ""
+        )
         raise InputError(
             f"logdet: the operator has an eigenvalue of about {least - shift:.3g}, which with "
             f"shift={shift:g} is not positive (up to rounding), so the log-determinant does not "
-            f"exist; give a larger shift=. (In place of a Hessian, hodiff.GaussNewtonOperator is "
-            f"never negative.)"
+            f"exist; give a larger shift=.{other}"
         )
     return (weights * torch.where(weights > 0, shifted, 1.0).log()).sum(-1)
 

@@ -440,7 +440,7 @@ def attached(
     if check(given["batch_ndim"], "batch_ndim", least=0):
         check_stack(where, None, given["batch_ndim"])
     limit = given["gradient_tol"]
-    if limit is not None and limit != math.inf:
+    if limit is not None and not (isinstance(limit, float) and limit == math.inf):
         _arguments.check_number(limit, "gradient_tol", least=0, more=", or None")
     # The residual at the values; and in a differentiable result, with a derivative for each link.
     linked = _call.call(

@@ -57,14 +57,13 @@ def test_newer_releases_are_warned_of_once() -> None:
     ran = python(
         "import torch\ntorch.__version__ = '2.16.0.dev20270101+cpu'\n"
         "import hodiff, hodiff.graph, hodiff.jets\nfrom hodiff import cli\n"
-        "print(hodiff.grad(torch.sin, torch.zeros(())))\nprint(cli.release())"
+        "print(hodiff.grad(torch.sin, torch.zeros(())))\ncli.main(['info'])"
     )
     assert ran.stderr.count("is newer than 2.15, the newest release") == 1, ran.stderr
     assert ran.stderr.startswith("<string>:3: HodiffWarning: torch 2.16.0.dev20270101+cpu is newer")  # who imports it
-    assert ran.stdout.splitlines() == [
-        "tensor(1.)",
-        "2.16.0.dev20270101+cpu: newer than 2.15, the newest release of PyTorch that hodiff was tested with",
-    ]
+    assert ran.stdout.startswith("tensor(1.)\n")
+    said = "2.16.0.dev20270101+cpu: newer than 2.15, the newest release of PyTorch that hodiff was tested with"
+    assert said in ran.stdout
 
 
 @pytest.mark.wide
