@@ -79,7 +79,8 @@ def main() -> int:
             f"unknown subject {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}"
         )
     torch.set_num_threads(1)
-    torch.set_default_device(options.device)
+    if options.device != "cpu":  # a default device is a mode, which every operation passes through
+        torch.set_default_device(options.device)
     print(f"torch {torch.__version__}, {device()}; median [least - most] over interleaved rounds\n")
     print(header())
     missed = 0

@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor]
 
 def rows(quick: bool) -> Iterator[Row]:
     torch.manual_seed(0)
-    rounds = 3 if quick else 15
+    rounds = 3 if quick else 40
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the peers' own
         for name, model, inputs in networks():

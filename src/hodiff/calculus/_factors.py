@@ -637,7 +637,8 @@ class _Reading:
                 of[number] = rows
                 if number in self._sums or tuple(self._facts) not in PROVED:
                     unproved[number] = tuple(self._facts), self._summands
-        self._take_sums([number for number in unproved if number not in self._sums])
+        if late := unproved.keys() - self._sums.keys():
+            self._take_sums([*late])
         for number, (facts, summands) in unproved.items():
             if not self._attempt(self._is_right, of[number], self._sums[number], summands):
                 del of[number]
