@@ -128,6 +128,21 @@ class MatrixOperator(LinearOperator):
                 return (matrix @ rows.unsqueeze(-1)).squeeze(-1)
             return (matrix @ rows.movedim(0, -1)).movedim(-1, 0)
 
+    def _times_some(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """Products as for any operator; but where few matrices are asked for,
+        the others are not read.
+        """
+        batch, count = self._space.batch, self._space.batch.numel()
+        places, inside = (numbers % count).unique(return_inverse=True)
+        if 4 * len(places) > count:
+            return super()._times_some(rows, numbers)
+        few = copy.copy(self)
+        few._matrix = self._matrix.flatten(0, len(batch) - 1)[places.to(self.device)]
+        hollow = self._matrix.new_empty(()).expand(len(places), self._space.size)
+        few._space = few._rows = Space.line(hollow, batch_ndim=1)
+        few._fixed_of = self
+        return few._times_some(rows, numbers // count * len(places) + inside)
+
     def _transposed(self) -> LinearOperator:
         turned = copy.copy(self)
         turned._given, turned._matrix = self._given.mT, self._matrix.mT
