@@ -56,7 +56,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "torch.autograd: _engine_run_backward",
         "torch.autograd.Variable: _execution_engine.run_backward",
         "torch.autograd.forward_ad: _current_level",
-        "torch.Tensor: _base _is_zerotensor _version",
+        "torch.Tensor: _backward_hooks _base _is_zerotensor _version",
         "torch.UntypedStorage: _cdata",
         "torch.nn.Module: _call_impl",
         "torch.nn.Module: _buffers _modules _parameters _backward_hooks _forward_hooks",
@@ -100,7 +100,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "steps": (
         "torch: _foreach_mul",
         "torch._C: _AutoDispatchBelowAutograd _PreserveDispatchKeyGuard",
-        "torch.Tensor: _backward_hooks",
         "torch.nn.modules.module: _has_any_global_hook",
         "torch.nn.parallel.DistributedDataParallel: _get_active_ddp_module",
         "torch.ops.aten: _efficientzerotensor.default",
