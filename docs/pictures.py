@@ -21,6 +21,20 @@ def _rows(subject: str) -> list[dict]:
     return json.loads(_BENCHMARKS.read_text("utf-8"))[subject]["rows"]
 
 
+def _bars(of: dict[str, list[float]], names: list[str], height: float) -> tuple:
+    """Bars for each name, one beside the other for each kind of number."""
+    figure, axes = subplots(figsize=(5.2, height))
+    thick = 0.76 / len(of)
+    for number, (kind, values) in enumerate(of.items()):
+        places = [place + thick * number for place in range(len(names))]
+        axes.barh(places, values, 0.94 * thick, color=_COLORS[number], label=kind)
+    axes.set_yticks([n + thick * (len(of) - 1) / 2 for n in range(len(names))], names)
+    axes.invert_yaxis()
+    if len(of) > 1:
+        axes.legend()
+    return figure, axes
+
+
 def penalties() -> str:
     """Three penalties of a linear critic on images over the length of its gradient."""
     generator = torch.Generator().manual_seed(0)
@@ -118,10 +132,9 @@ def memory() -> str:
         for row in _rows("language")[:12]
         if (peak := re.search(r"s, ([\d.]+) MiB", row["measured"]))
     }
-    figure, axes = subplots(figsize=(5.2, 2.8))
-    colors = [_COLORS["curv" in name or "eigen" in name] for name in peaks]
-    axes.barh(list(peaks), list(peaks.values()), color=colors)
-    axes.invert_yaxis()
+    figure, axes = _bars({"": list(peaks.values())}, list(peaks), 2.8)
+    for name, bar in zip(peaks, axes.patches, strict=True):
+        bar.set_color(_COLORS["curv" in name or "eigen" in name])
     axes.set(xlabel="peak memory, MiB")
     return svg(figure, says="Memory of products with a language model's curvature")
 
@@ -189,47 +202,31 @@ def compiled() -> str:
                 ", hodiff eager", ", eager: hodiff"
             )
             times.setdefault(name, {})[backend] = float(row["measured"].split(",")[0])
-    figure, axes = subplots(figsize=(5.4, 3))
-    names = list(times)
-    for color, (shift, backend) in zip(
-        _COLORS, enumerate(("replay", "inductor")), strict=False
-    ):
-        places = [number + 0.36 * shift for number in range(len(names))]
-        values = [times[name][backend] for name in names]
-        axes.barh(places, values, height=0.34, color=color, label=backend)
+    backends = {
+        backend: [of[backend] for of in times.values()]
+        for backend in ("replay", "inductor")
+    }
+    figure, axes = _bars(backends, list(times), 3)
     axes.axvline(1, color=INK, linewidth=0.8)
-    axes.set_yticks([number + 0.18 for number in range(len(names))], names)
-    axes.invert_yaxis()
     axes.set(xlabel="time of a step / eager mode")
-    axes.legend()
     return svg(figure, says="Compiled steps take a part of the time of eager mode")
 
 
 def shards() -> str:
     """What a Hessian product holds on each rank of a sharded model: stored results."""
-    peaks = {
-        row["case"].partition(",")[0]: [
-            float(part.split()[-1]) for part in row["measured"].split(", ")
-        ]
-        for row in _rows("sharded")
-        if "Hessian product" in row["subject"]
-    }
-    figure, axes = subplots(figsize=(4.6, 2))
-    for color, (shift, name) in zip(_COLORS, enumerate(("hvp", "grad")), strict=False):
-        places = [number + 0.36 * shift for number in range(len(peaks))]
-        values = [peak[shift] for peak in peaks.values()]
-        axes.barh(places, values, height=0.34, color=color, label=name)
-    axes.set_yticks([number + 0.18 for number in range(len(peaks))], list(peaks))
-    axes.invert_yaxis()
+    rows = [row for row in _rows("sharded") if "Hessian product" in row["subject"]]
+    held: dict[str, list[float]] = {}
+    for row in rows:
+        for part in row["measured"].split(", "):
+            name, number = part.split()
+            held.setdefault(name, []).append(float(number))
+    figure, axes = _bars(held, [row["case"].partition(",")[0] for row in rows], 2)
     axes.set(xlabel="peak on a rank, numbers per parameter of the whole model")
-    axes.legend()
     return svg(figure, says="The peak on a rank falls with the number of ranks")
 
 
 def peaks(of: dict[str, float]) -> str:
     """Peaks of memory, in MiB, by name."""
-    figure, axes = subplots(figsize=(4.6, 1.6))
-    axes.barh(list(of), list(of.values()), color=_COLORS[0])
-    axes.invert_yaxis()
+    figure, axes = _bars({"": list(of.values())}, list(of), 1.6)
     axes.set(xlabel="peak memory, MiB")
     return svg(figure, says="One head at a time has the least peak")

@@ -707,8 +707,9 @@ class _Reading:
         if any(g.__class__ is not Tensor for g in derivatives):  # sharded
             return False
         self._derivatives = dict(zip(self._sampled, derivatives, strict=True))
-        never = [n for n, ends in enumerate(self._ends) if self._hooked or len(ends) > 1]
-        weighed = self._take_sums(never, edges, shapes)
+        # in one pass with those by leaves whose proof is not remembered
+        always = [n for n, ends in enumerate(self._ends) if self._hooked or len(ends) > 1]
+        weighed = self._take_sums(always, edges, shapes)
         places = map(_place_of, derivatives, weighed, [self._weights] * len(edges))
         placed = zip(self._sampled, places, strict=True)
         self._places = {node: place for node, place in placed if place is not None}
