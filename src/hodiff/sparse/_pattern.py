@@ -1,8 +1,8 @@
 """`Pattern`: the entries of a matrix that can be other than zero, given, drawn and colored.
 
-Colors are assigned greedily. The colors around a vertex are the bits of one Python integer, so
-that what a vertex may not have is found by one "or" for each neighbor, however many colors there
-are.
+A matrix whose rows repeat, as on a grid, is colored by a formula (`_by_formula`), others greedily.
+There the colors around a vertex are the bits of one Python integer, so that what a vertex may not
+have is found by one "or" for each neighbor, however many colors there are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise, product
 from typing import Any, Literal
 
 import torch
@@ -281,17 +281,18 @@ def color(pattern: Any, kind: Kind = "star") -> Tensor:
             is then in the product of its column or of its row, and fewer colors are needed.
 
     Returns:
-        For each column (row) its color, integers from 0 on, shape `(columns,)` or `(rows,)`: the
-        lowest possible one, in the order that needs the fewest colors on the first 1,500 columns.
-        Vertices with far more neighbors than the others (more than 20 times the median, and 64)
-        have a color of their own.
+        For each column (row) its color, integers from 0 on, shape `(columns,)` or `(rows,)`. On
+        bands and grids a formula gives as many as a row has entries, or a few more. Elsewhere it
+        is the lowest possible one, in the order that needs the fewest colors on the first 1,500
+        columns. Vertices with far more neighbors than the others (more than 20 times the median,
+        and 64) have a color of their own.
 
     Raises:
         InputError: *pattern* is not a pattern, or not symmetric for a star coloring.
 
     Cost:
-        On the CPU, in Python: about 5 µs for each column of a matrix with a handful of entries per
-        row.
+        On the CPU: of a matrix with a handful of entries per row about 0.2 µs for each column by
+        the formula, 2 µs greedily, in Python.
 
     Examples:
         An arrow, whose first row and column are full, takes two products; columns alone would take
@@ -307,7 +308,9 @@ def color(pattern: Any, kind: Kind = "star") -> Tensor:
     Reference:
         Gebremedhin, A. H., Tarafdar, A., Pothen, A., Walther, A. (2009). Efficient computation of
         sparse Hessians using coloring and automatic differentiation. INFORMS Journal on Computing
-        21(2). doi:10.1287/ijoc.1080.0286.
+        21(2). doi:10.1287/ijoc.1080.0286. Goldfarb, D., Toint, P. L. (1984). Optimal estimation of
+        Jacobian and Hessian matrices that arise in finite difference calculations. Mathematics of
+        Computation 43(167), 69-88.
     """
     check_option(kind, Kind, "kind")
     pattern = given(pattern, _shape(pattern), symmetric=False)
@@ -331,15 +334,19 @@ def _shape(pattern: Any) -> tuple[int, int]:
 
 def _best(ways: Sequence[Callable[[Pattern], Tensor]], pattern: Pattern, *, star: bool) -> Tensor:
     """The colors of the way that needs the fewest; of many columns, on the first of them."""
-    part = _first(pattern, star=star) if pattern.shape[1] > PART else pattern
+    large, formula = pattern.shape[1] > PART, _by_formula(pattern)
+    if large and formula is not None:
+        return formula
+    part = _first(pattern, star=star) if large else pattern
     least = 0 if star or not part.nnz else int(torch.bincount(part.rows).max())
     colors: list[Tensor] = []
     for way in ways:
         colors.append(way(part))
         if count_of(colors[-1]) == least:  # the columns of a row all differ
             break
+    colors += [] if formula is None else [formula]
     best = min(range(len(colors)), key=lambda n: count_of(colors[n]))
-    return colors[best] if part is pattern else ways[best](pattern)
+    return ways[best](pattern) if large else colors[best]
 
 
 def _first(pattern: Pattern, *, star: bool) -> Pattern:
@@ -347,6 +354,44 @@ def _first(pattern: Pattern, *, star: bool) -> Pattern:
     rows = PART if star else pattern.shape[0]
     held = (pattern.columns < PART) & (pattern.rows < rows)
     return Pattern(pattern.rows[held], pattern.columns[held], (rows, PART))
+
+
+def _by_formula(pattern: Pattern) -> Tensor | None:
+    """Colors `(k + a (k // s) + b (k // t)) % m` of column k, for the matrix of a band or a grid.
+
+    The color of a column less that of its row's number depends, modulo m, on the *move* from one
+    to the other alone: on the differences of k, k // s and k // t. So where all moves differ in
+    that, the columns of each row differ, and with them those of a path of three vertices,
+    whatever s, t and m are; good ones keep m near the entries of a row. A stride s is a move that
+    makes each move cross as many multiples of s everywhere: a line of a grid, or a plane.
+    """
+    rows, columns, origin = pattern.rows, pattern.columns, pattern.shape[0]
+    met = torch.bincount(columns - rows + origin, minlength=sum(pattern.shape)) > 0
+    moves = [met.nonzero().flatten() - origin]
+    count = len(moves[0])
+    if count > int(torch.bincount(rows, minlength=1).max()):  # not all moves in any row
+        return None
+    kinds = (met.cumsum(0) - 1)[columns - rows + origin]
+    forms = [torch.arange(max(pattern.shape), device="cpu")]
+    few = slice(None, None, 1 + pattern.nnz // PART)
+    for stride in moves[0][moves[0] > 1].tolist():
+        for part in few, slice(None):
+            crossed = columns[part] // stride - rows[part] // stride
+            each = torch.zeros_like(moves[0]).scatter_(0, kinds[part], crossed)
+            if not torch.equal(each[kinds[part]], crossed):
+                break
+        else:
+            forms, moves = [*forms, forms[0] // stride], [*moves, each]
+    for m in range(max(1, count), count * 5 // 4 + 1):
+        for weights in islice(product(range(m), repeat=len(forms) - 1), 1000):
+            if len((_sum(weights, moves) % m).unique()) == count:
+                return (_sum(weights, forms) % m)[: pattern.shape[1]]
+    return None
+
+
+def _sum(weights: Sequence[int], terms: Sequence[Tensor]) -> Tensor:
+    """The first of some terms, and multiples of the others."""
+    return sum((w * term for w, term in zip(weights, terms[1:], strict=True)), terms[0])
 
 
 def count_of(colors: Tensor) -> int:

@@ -1,5 +1,7 @@
 """Colors: valid by a slow and obvious predicate, as few as theory says where it says so."""
 
+import itertools
+import math
 import random
 from collections.abc import Iterable
 
@@ -123,8 +125,7 @@ def test_an_arrow() -> None:
 
 
 def test_grids() -> None:
-    assert count(grid(12, FIVE)) == 5
-    assert count(grid(12, FIVE), "columns") <= 7
+    assert count(grid(12, FIVE)) == count(grid(12, FIVE), "columns") == 5
     assert count(grid(12, NINE)) == count(grid(12, NINE), "columns") == 9
 
 
@@ -219,12 +220,101 @@ def test_as_many_colors_as_are_needed(name: str) -> None:
 
 @pytest.mark.parametrize(("m", "n", "star"), [(3, 3, 4), (4, 4, 5), (5, 7, 5), (12, 12, 5)])
 def test_lattices(m: int, n: int, star: int) -> None:
-    """Stars as few as there can be (Fertin, Raspaud, Reed); columns could do with 5, by (i + 2 j) mod 5."""
+    """Stars as few as there can be (Fertin, Raspaud, Reed); columns by (i + 2 j) mod 5."""
     pattern = symmetric_pattern(lattice(m, n))
     held = pattern.to_torch().to_dense().tolist()
     assert is_column_coloring(held, [(k // n + 2 * (k % n)) % 5 for k in range(m * n)])
     assert count(pattern) == star
-    assert 5 <= count(pattern, "columns") <= 7
+    assert count(pattern, "columns") == 5
+
+
+# --- grids: a formula ---------------------------------------------------------------------------------------------
+
+Move = tuple[int, ...]
+
+
+def stencil(shape: Move, moves: Iterable[Move], kept: float = 1.0, seed: int = 0) -> Pattern:
+    """A matrix that couples each point of a grid with those some moves away, or with some of them."""
+    n, chance = math.prod(shape), random.Random(seed)
+    points = list(itertools.product(*map(range, shape)))
+    number = {point: k for k, point in enumerate(points)}
+    ends = [(point, tuple(a + b for a, b in zip(point, move, strict=True))) for point in points for move in moves]
+    pairs = [(number[a], number[b]) for a, b in ends if b in number and (a <= b) and (a == b or chance.random() < kept)]
+    return pattern_of([*pairs, *[(j, i) for i, j in pairs]], (n, n))
+
+
+def around(dimensions: int, reach: int, norm: float) -> list[Move]:
+    """The moves of a norm of at most *reach*."""
+    box = itertools.product(range(-reach, reach + 1), repeat=dimensions)
+    return [m for m in box if torch.tensor(m, dtype=torch.float64).norm(norm) <= reach]
+
+
+TRIANGLES = [(0, 0), (0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1)]
+GRIDS: dict[str, tuple[Move, list[Move], int]] = {
+    # points, moves, colors; as many as moves is the least number of columns that there can be
+    "chain": ((70,), around(1, 1, 1), 3),
+    "band": ((70,), around(1, 4, 1), 9),
+    "four neighbors": ((9, 11), around(2, 1, 1), 5),
+    "four neighbors, 5 divides a line": ((11, 10), around(2, 1, 1), 5),
+    "triangles": ((9, 10), TRIANGLES, 7),
+    "eight neighbors": ((9, 8), around(2, 1, math.inf), 9),
+    "plates": ((9, 10), around(2, 2, 1), 13),
+    "two along each axis": ((9, 10), [m for m in around(2, 2, 2) if 0 in m], 10),
+    "six neighbors in space": ((5, 6, 5), around(3, 1, 1), 7),
+    "26 neighbors in space": ((4, 5, 5), around(3, 1, math.inf), 27),
+    "four dimensions": ((4, 4, 3, 4), around(4, 1, 1), 9),
+}
+
+
+@pytest.mark.parametrize("kind", ["star", "columns", "rows"])
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_grid_takes_about_as_many_colors_as_a_row_has_entries(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no column of a large one is looked at by itself."""
+    shape, moves, colors = GRIDS[name]
+    pattern = stencil(shape, moves)
+    assert count(pattern, kind) <= colors
+    monkeypatch.setattr(coloring, "PART", 30)
+    monkeypatch.setattr(coloring, "_STAR" if kind == "star" else "_COLUMNS", [])
+    found = color(pattern, kind)
+    assert len(found.unique()) == colors >= len(moves)
+    assert is_column_coloring(pattern.to_torch().to_dense().tolist(), found.tolist())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_formula_is_valid_whatever_the_matrix_lacks(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    moves = data.draw(st.lists(st.tuples(*[st.integers(-2, 2)] * len(shape)), max_size=6, unique=True))
+    pattern = stencil(shape, [*moves, (0,) * len(shape)], data.draw(st.sampled_from([1.0, 0.95, 0.5])))
+    if data.draw(st.booleans()):  # no diagonal
+        off = pattern.rows != pattern.columns
+        pattern = Pattern(pattern.rows[off], pattern.columns[off], pattern.shape)
+    held = pattern.to_torch().to_dense().bool()
+    wide = held[data.draw(st.integers(0, 3)) :].contiguous()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coloring, "PART", data.draw(st.sampled_from([2, 9, 2000])))
+        star, *others = [coloring._by_formula(whole(part)) for part in (held, wide, wide.T)]
+    assert star is None or is_star_coloring(held.tolist(), star.tolist())
+    for columns, part in zip(others, (wide, wide.T), strict=True):
+        assert columns is None or is_column_coloring(part.tolist(), columns.tolist())
+        assert columns is None or columns.unique().tolist() == list(range(int(columns.max()) + 1))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        symmetric_pattern(cycle(40)),
+        symmetric_pattern(lattice(2, 20)),
+        stencil((6, 6), around(2, 1, math.inf), 0.5),
+        pattern_of([(3 * b + i, 3 * b + j) for b in range(9) for i in range(3) for j in range(3)], (27, 27)),
+    ],
+    ids=["cycle", "ladder", "half of a grid", "blocks"],
+)
+def test_no_formula_where_rows_hold_less_than_all_moves(pattern: Pattern) -> None:
+    """There it would take more colors than greedily."""
+    assert coloring._by_formula(pattern) is None
 
 
 # --- far more neighbors than most ------------------------------------------------------------------------------------
