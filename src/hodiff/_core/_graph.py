@@ -40,6 +40,7 @@ class OutputGraph:
         call: What was asked.
         context: The state in which `f` runs.
         create_graph: Whether the final result stays differentiable.
+        keeps: Whether passes leave the graph of the outputs as it is.
         leaves: The tensors to differentiate by: aliases in the function form, the caller's own in
             the tensor form.
         outputs: What `f` returned, or the tensors given in its place.
@@ -66,6 +67,7 @@ class OutputGraph:
         """
         self.call = call
         self.create_graph = call.create_graph
+        self.keeps = call.create_graph or call.keep or not call.builds_graph
         self._at = leaves
         self.leaves: list[Tensor] = []
 
@@ -142,7 +144,7 @@ class OutputGraph:
         other = copy.copy(self)
         # what is lent to a pass that calls back is lent as to `f`
         other.call = self.call._replace(keep=True)
-        other.create_graph = False
+        other.create_graph, other.keeps = False, True
         return other
 
     def resumed(self) -> EvaluationContext:
@@ -187,7 +189,7 @@ class OutputGraph:
         context, order = self.context, self.call.order
         self.leaves = context.leaves(given)
         if self.call.create_graph or given is not None:
-            self._starts = {leaf.grad_fn for leaf in self.leaves if leaf.grad_fn is not None}
+            self._starts = {*map(_nodes.grad_fn, self.leaves)} - {None}
         context.remember()
         exact = order >= 3 or context.forward_mode
         survey = failure = None

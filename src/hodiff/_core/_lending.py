@@ -174,12 +174,8 @@ class EvaluationContext(_settings.Scope[Any]):
         self._borrow_point()
 
     def _borrow_point(self) -> None:
-        loan = self.loan
         for module_slice in self.call.where.module_slices:
-            modules = [
-                module for module in module_slice.assembly.modules if module not in self.borrowed
-            ]
-            loan.take(modules, module_slice.module)
+            self.loan.take(module_slice.assembly.modules, module_slice.module)
 
     def _afresh(self, arguments: Sequence[Any]) -> None:
         """Remove the values that `f` left in buffers and attributes, and its hooks on the leaves,

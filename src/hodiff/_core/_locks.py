@@ -139,8 +139,10 @@ def wait_for(root: nn.Module) -> None:
     """Wait until no other thread has the module, or one below it; the lock is held,
     and keeps it so.
     """
-    if _claims:
-        modules = list(root.modules())
+    if not _claims:
+        return
+    modules = list(root.modules())
+    if claimed(modules):
         _wait(modules)
         if claimed(modules) and _faults.interrupted():
             raise GraphError(INTERRUPTED)

@@ -17,7 +17,6 @@ import sys
 import weakref
 from collections.abc import (
     Callable,
-    Collection,
     Container,
     Iterable,
     Iterator,
@@ -25,6 +24,7 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -50,9 +50,9 @@ class ModuleSlice(NamedTuple):
 def add(where: Any, item: nn.Module | Selection, path: str, *, single: bool) -> _tree.Tree:
     """Append the parameters of a module, or the selected ones, to a point; their structure."""
     module = item if isinstance(item, nn.Module) else item.module
-    # of a compiled module the one behind the wrapper, which runs eagerly and is silent
-    where.argument_items.append(_arguments.as_called(item))
     assembly = Assembly.of(module, path)
+    # of a compiled module the one behind the wrapper, which runs eagerly and is silent
+    where.argument_items.append(next(iter(assembly.modules)) if item is module else item)
     if may_be_shared():
         check_modules(assembly.modules, path, shards=where.shards)
         if where.shards and not WHOLE.issuperset(map(type, assembly.modules)):
@@ -68,8 +68,8 @@ def add(where: Any, item: nn.Module | Selection, path: str, *, single: bool) -> 
             f"requires_grad_(True) on them first."
         )
     check_real(pairs)
-    names = tuple([name for name, _ in pairs])
-    for _, parameter in pairs:
+    names, parameters = zip(*pairs, strict=True)
+    for parameter in parameters:
         if parameter.__class__ is nn.parameter.UninitializedParameter:
             raise InputError(
                 f"{path} has uninitialized (lazy) parameters; run one forward pass first."
@@ -77,7 +77,7 @@ def add(where: Any, item: nn.Module | Selection, path: str, *, single: bool) -> 
         if parameter.is_meta or parameter.__class__ not in _arguments.TENSORS:
             _arguments.check_real_tensor(parameter, path, shards=where.shards)
     where.module_slices.append(ModuleSlice(module, len(where.tensors), names, assembly))
-    where.tensors += [parameter for _, parameter in pairs]
+    where.tensors += parameters
     where.names += names if single else [f"{path}.{name}" for name in names]
     return _tree.Branch(dict, names, (_tree.LEAF,) * len(names))
 
@@ -464,15 +464,15 @@ class StateLoan:
     def take_called(self, module: nn.Module) -> None:
         """Borrow a module that `f` calls; of a `Sequential` all that it will call, at once."""
         below = module._modules.values() if module.__class__ is nn.Sequential else ()
-        self.take(
-            [each for each in (module, *below) if each is not None and each not in self.attributes]
-        )
+        self.take([module, *below])
 
-    def take(self, modules: Collection[nn.Module], root: nn.Module | None = None) -> None:
-        """Borrow modules that `f` calls, below a point's `root` or others, from all other threads.
+    def take(self, modules: Iterable[Any], root: nn.Module | None = None) -> None:
+        """Borrow modules that `f` calls, below a point's `root` or others, from all other threads,
+        unless they are borrowed.
 
         Clones stand in for their buffers, attributes are noted.
         """
+        modules = [*filterfalse({None, *self.attributes}.__contains__, modules)]
         # Of a module that is sharded a first derivative by inputs is right.
         if root is None and self._call.order >= 2 and may_be_shared():
             check_modules(modules, "f")
@@ -514,11 +514,9 @@ class StateLoan:
             if before is None:
                 continue
             now = module.__dict__
-            same = [*now] == [*before] and [*map(id, now.values())] == [*map(id, before.values())]
-            names = () if same else now
-            left = [
-                n for n in names if not (n in before and now[n] is before[n]) and _holds(now[n])
-            ]
+            if [*now] == [*before] and [*map(id, now.values())] == [*map(id, before.values())]:
+                continue  # as nearly always
+            left = [n for n in now if not (n in before and now[n] is before[n]) and _holds(now[n])]
             for name in left:
                 result.setdefault(module, {})[name] = now[name]
                 if name in before:
@@ -741,7 +739,7 @@ class Evaluation:
 
     def put(self, context: Any, undo: list[Callable[[], object]], *, whole: bool) -> None:
         """Let the modules have it, once they are borrowed."""
-        context.loan.take([module for module in self._kept if module not in context.borrowed])
+        context.loan.take(self._kept)
         put(self._kept, undo)
         if whole:
             undo += [partial(setattr, self, "over", True)]

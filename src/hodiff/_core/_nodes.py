@@ -82,7 +82,7 @@ _STRIDE = 4_999
 so that of chains beside each other none is passed over.
 """
 
-_age, _grad_fn = methodcaller("_sequence_nr"), attrgetter("grad_fn")
+_age, grad_fn = methodcaller("_sequence_nr"), attrgetter("grad_fn")
 _name = attrgetter("__name__")
 _variable = attrgetter("variable")
 
@@ -231,7 +231,7 @@ class Survey:
 def survey(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Survey:
     """Walk the graphs of `tensors`, not below the nodes in `stop`."""
     tensors = [*tensors]
-    roots = [*map(_grad_fn, tensors)]
+    roots = [*map(grad_fn, tensors)]
     return Survey([*map(node_of, tensors)] if None in roots else roots, stop)
 
 

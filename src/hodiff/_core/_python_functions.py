@@ -118,7 +118,8 @@ def _can_compare(graph: Any) -> bool:
         # not sharded, nor of another library
         and all(leaf.__class__ is Tensor for leaf in graph.leaves)
         and not _call.is_followed()
-        and not any({each, each.__name__} & {*graph.call.allow} for each in functions)
+        # to run DistributedDataParallel again would count as another step
+        and not any({each, each.__name__} & {*graph.call.allow, _SINK} for each in functions)
     )
 
 
@@ -329,8 +330,8 @@ def is_unknown(
         raise _messages.missing([function.__name__])
     if function.__name__ == _arguments.NODE:
         raise _arguments.freed()
-    # PyTorch's own, an identity; what hooks do is watched
-    if function.__name__ == "BackwardHookFunction":
+    # PyTorch's own, identities; what hooks do is watched
+    if function.__name__ in ("BackwardHookFunction", _SINK):
         return False
     if function.__module__.startswith("hodiff."):  # right, or it says so itself
         for node in nodes if nodes[0].__class__ in _nodes.HIDING else ():
@@ -348,6 +349,9 @@ def is_unknown(
         )
     return True
 
+
+_SINK = "_DDPSink"
+"""The Function that DistributedDataParallel puts behind its outputs: an identity."""
 
 _WITHOUT_SECOND = frozenset({
     "CheckpointFunction",

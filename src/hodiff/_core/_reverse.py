@@ -100,7 +100,7 @@ def vjp(
                 return joined_to_leaves(graph, [torch.zeros_like(leaf) for leaf in inputs])
             outputs, cotangents = [o for o, _ in pairs], [c for _, c in pairs]
             break
-    keep = build or _keep(graph, more)
+    keep = build or more or graph.keeps
     bare = _engine_pass(
         outputs, cotangents, inputs, keep=keep, build=build, recorded=graph.recorded
     )
@@ -283,7 +283,7 @@ def vjps(
         chunk = cotangents(start, stop)
         chunk = [chunk[index] for index in live]
         another = more or stop < count
-        keep = start == 0 or _keep(graph, another)  # the first may find no batching rule
+        keep = start == 0 or another or graph.keeps  # the first may find no batching rule
         try:
             if batched and stop - start > 1:
                 products = _vjps_batched(graph, outputs, chunk, inputs, keep=keep)
@@ -387,11 +387,6 @@ def _is_harmless(kind: type, *, third: bool) -> bool:
     return not _nodes.is_function(kind) and _messages.way_out(kind.__name__) is None
 
 
-def _keep(graph: OutputGraph, more: bool) -> bool:
-    """Whether a pass leaves the graph of the outputs as it is."""
-    return more or graph.create_graph or graph.call.keep or not graph.call.builds_graph
-
-
 def _engine_pass(
     outputs: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
@@ -473,7 +468,7 @@ def _vjps_one_by_one(
     for index in range(count):
         vectors, keep = (
             [_row(each, index) for each in cotangents],
-            _keep(graph, more or index < count - 1),
+            more or index < count - 1 or graph.keeps,
         )
         products = _engine_pass(
             outputs, vectors, inputs, keep=keep, build=graph.create_graph, recorded=graph.recorded

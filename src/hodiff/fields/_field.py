@@ -213,7 +213,7 @@ def choose(
         return call.finish(_by_reverse(reverse, call, *given))
     if not nested:
         made: Any = result.values() if isinstance(result, dict) else result
-        met = [_jet.value_of(each) for each in (call.x, *made) if each is not None]
+        met = [*map(_jet.value_of, filter(torch.is_tensor, (call.x, *made)))]
         finite = (math.isfinite(part.detach().sum()) for part in met[2:])
         if all(map(_is_seen, met)) and not all(finite):
             _warn_if_not_finite(met[2:], met[:2], ())

@@ -106,13 +106,19 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
 
 def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
     """Apply the operation of that name, by its rule."""
-    expansion = _latest(name, args, kwargs)
+    given = (*args, *kwargs.values()) if kwargs else args
+    jets = jets_among(given)
+    for jet in jets:
+        if value_of(jet).dtype.is_complex:
+            _check_complex(name)
+    # the latest handles the operation
+    expansion: Expansion = max(jets, key=attrgetter("expansion.number")).expansion
     if surroundings() != expansion.surroundings:
         raise NoRule(
             "a transform of torch.func or a tracer (make_fx, torch.jit.trace) inside f, "
             f"here of {name}"
         )
-    expansion.meet((*args, *kwargs.values()) if kwargs else args)
+    expansion.meet(given)
     if not torch.is_grad_enabled() and not inside.rules:
         return _constant(name, func, args, kwargs)
     if name not in RULES.known and RULES.read is not None:
@@ -136,15 +142,6 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
         if result is not NotImplemented:
             return result
     return _run(rule, name, func, expansion, args, kwargs)
-
-
-def _latest(name: str, args: Any, kwargs: Any) -> Expansion:
-    """The latest expansion among the jets of the arguments: it handles the operation."""
-    jets = jets_among((*args, *kwargs.values()) if kwargs else args)
-    for jet in jets:
-        if value_of(jet).dtype.is_complex:
-            _check_complex(name)
-    return max(jets, key=attrgetter("expansion.number")).expansion
 
 
 def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:

@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, filterfalse
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -64,14 +66,7 @@ def push(
         kwargs: Keyword arguments for `f`.
     """
     _needed.check("Taylor mode")
-    rows = next(seed.shape[0] for given in seeds for seed in given if seed is not None)
-    options = {
-        "groups": groups,
-        "weights": weights,
-        "record": record,
-        "counter": counter,
-        "mixes": mixes,
-    }
+    rows = next(filter(torch.is_tensor, chain(*seeds))).shape[0]
     # No leaves and no passes of the road's own: the series is what comes out of it.
     where = points[0] if len(points) == 1 else tuple(points)
     request = call(
@@ -85,17 +80,18 @@ def push(
     )
     with EvaluationContext(request) as context:
         context.remember()
-        expansion = Expansion(_series.begin(context.undo), order, rows, **options)
+        expansion = Expansion(
+            _series.begin(context.undo), order, rows,
+            groups=groups, weights=weights, record=record, counter=counter, mixes=mixes,
+        )  # fmt: skip
         # else it is small: that of all samples
         if seeds[0][0] is None or seeds[0][0].shape[1:] == points[0].shape:
             expansion.max_bytes = max_bytes
         jets, bases = _jets(points, seeds, expansion)
         expansion.max_bytes = max_bytes
-        values = [_jet.value_of(point) for point in points]
+        seen = filterfalse(Tensor.is_inference, map(_jet.value_of, points))
         try:
-            output = _jet.settled(
-                context.run(jets, [value for value in values if not value.is_inference()])
-            )
+            output = _jet.settled(context.run(jets, [*seen]))
         except Exception as error:
             _refuse_in_other_words(error, expansion, context)
             raise
@@ -133,9 +129,9 @@ def _jets(
     points: Sequence[Any], seeds: Sequence[Sequence[Any]], expansion: Expansion
 ) -> tuple[list[Any], list[Any]]:
     """A jet for each point, and the values that they begin with."""
-    bases = [base(point, expansion.record) for point in points]
-    for outer in _jet.jets_among([*points, *(item for given in seeds for item in given)]):
+    for outer in _jet.jets_among([*points, *chain(*seeds)]):
         outer.expansion.nests = True
+    bases = [base(point, expansion.record) for point in points]
     missing = [[None] * (expansion.order - len(given)) for given in seeds]
     rows = zip(bases, seeds, missing, strict=True)
     return [_jet.wrap([point, *given, *rest], expansion) for point, given, rest in rows], bases
@@ -163,10 +159,10 @@ def _refuse_bypass(
     value = _jet.value_of(output)  # a jet's is made of what has been met
     plain = value is output and isinstance(value, Tensor) and value.requires_grad
     roots = [*expansion.constants.values(), *([value] if plain else [])]
-    made = [root for root in roots if root.grad_fn is not None] if roots else []
+    made = list(filter(attrgetter("grad_fn"), roots))
     if made and any(map(_jet.is_jet, _nodes.survey(made).variables())):
         raise _jet.NoRule(*_jet.BY_A_FUNCTION)
-    wanted = [point for point in points if point.requires_grad]
+    wanted = list(filter(attrgetter("requires_grad"), points))
     if not wanted or _jet.jets_among(points):
         return
     stop = {start.grad_fn for start in bases if start is not None and start.grad_fn is not None}

@@ -23,6 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class _Inside(threading.local):
     """The state of this thread: expansions, rules (a disabled grad mode is ours there), bodies."""
 
     def __init__(self) -> None:
-        self.numbers: list[int] = []
+        self.numbers: set[int] = set()
         self.rules = 0
         self.bodies: list[Any] = []
 
@@ -91,19 +92,14 @@ def begin(undo: Undo) -> int:
     off where jets are seen in one, which they must not pass.
     """
     numbers = inside.numbers
-    number = numbers[-1] + 1 if numbers else 1
-    undo += [partial(_end, numbers, number)]
+    number = max(numbers, default=0) + 1
+    undo += [partial(numbers.discard, number)]
     if not numbers:
         # An interrupt may have kept them from being counted out.
         inside.rules, inside.bodies = 0, []
         carry_tangents(undo)
-    numbers += [number]
+    numbers.add(number)
     return number
-
-
-def _end(numbers: list[int], number: int) -> None:
-    if number in numbers:
-        numbers.remove(number)
 
 
 class Expansion:
@@ -226,6 +222,23 @@ class Expansion:
             Tensor.add_, (multiply(left, right).sum(0, keepdim=True) for left, right in parts)
         )
 
+    def plus(
+        self,
+        sum_so_far: Any,
+        a: Any,
+        b: Any,
+        k: int,
+        multiply: Callable[[Any, Any], Any] = torch.mul,
+    ) -> Any:
+        """A sum at order k, and a product: at the top, that is summed over directions."""
+        if a is None or b is None:
+            return sum_so_far
+        if k == self.top:
+            return total(sum_so_far, self.collapsed(a, b, multiply))
+        if multiply is torch.mul:
+            return added(sum_so_far, a, b)
+        return total(sum_so_far, multiply(a, b))
+
     def constant(self, value: Any) -> Series:
         """The series of something that does not depend on the variable."""
         return [value, *[None] * self.order]
@@ -322,41 +335,25 @@ def convolved(
     """Coefficient k of a product: Σ a_j b_{k-j}; of the top one,
     the inner terms are summed over directions.
     """
-    add = _adder(expansion, k, multiply)
     if a is b and multiply is torch.mul:
-        inner = _square(a, k, add)
         outer = _times(a[0], a[k], multiply)
-        return total(scaled(outer, 2) if k else outer, inner)
+        return total(scaled(outer, 2) if k else outer, _square(expansion, a, k))
     inner = None
     for j in range(1, k):
-        inner = add(inner, a[j], b[k - j])
+        inner = expansion.plus(inner, a[j], b[k - j], k, multiply)
     outer = _times(a[0], b[k], multiply)
     if k:
         outer = total(outer, _times(a[k], b[0], multiply))
     return total(outer, inner)
 
 
-Adder = Callable[[Any, Any, Any], Any]
-
-
-def _adder(expansion: Expansion, k: int, multiply: Callable[[Any, Any], Any] = torch.mul) -> Adder:
-    """The function that adds a b to `found` at order k: at the top,
-    the product is summed over directions.
-    """
-    if k == expansion.top:
-        multiply = partial(expansion.collapsed, multiply=multiply)
-    elif multiply is torch.mul:
-        return added
-    return lambda sum_so_far, a, b: total(sum_so_far, _times(a, b, multiply))
-
-
-def _square(a: Series, k: int, add: Adder) -> Any:
+def _square(expansion: Expansion, a: Series, k: int) -> Any:
     """[(a - a_0)²]_k, each pair of different coefficients once."""
     square = None
     for j in range(1, (k + 1) // 2):
-        square = add(square, a[j], a[k - j])
+        square = expansion.plus(square, a[j], a[k - j], k)
     square = scaled(square, 2)
-    return add(square, a[k // 2], a[k // 2]) if k and k % 2 == 0 else square
+    return expansion.plus(square, a[k // 2], a[k // 2], k) if k and k % 2 == 0 else square
 
 
 def _times(a: Any, b: Any, multiply: Callable[[Any, Any], Any]) -> Any:
@@ -372,9 +369,9 @@ def quotient(expansion: Expansion, a: Series, b: Series) -> Series:
     b = [b[0], *(None if c is None else aligned(c, ndim) for c in b[1:])]
     y: Series = [value]
     for k in range(1, expansion.order + 1):
-        inner, add = None, _adder(expansion, k)
+        inner = None
         for j in range(1, k):
-            inner = add(inner, b[j], y[k - j])
+            inner = expansion.plus(inner, b[j], y[k - j], k)
         inner = total(inner, scaled(b[k], value))
         numerator = None if a[k] is None else aligned(a[k], ndim)
         numerator = total(numerator, None if inner is None else -inner)
@@ -388,9 +385,8 @@ def composed(expansion: Expansion, s: Series, x: Series) -> Series:
     \(y_k = \sum_m s_m [(x - x_0)^m]_k\). The powers are independent of f; at the top order they are
     summed over directions before they are multiplied.
     """
-    y: Series = [s[0]]
+    y: Series = [s[0], *map(scaled, x[1:], repeat(s[1]))]
     power: list[Any] = x  # [(x - x_0)^m]_k
-    y += [scaled(power[k], s[1]) for k in range(1, expansion.order + 1)]
     for m in range(2, expansion.order + 1):
         if all(later is None for later in s[m:]):
             break
@@ -406,11 +402,9 @@ def _next_power(expansion: Expansion, power: Series, x: Series, m: int) -> Serie
     """
     out: Series = [None] * (expansion.order + 1)
     for k in range(m, expansion.order + 1):
-        coefficient, add = None, _adder(expansion, k)
         if m == 2:
-            coefficient = _square(x, k, add)
+            out[k] = _square(expansion, x, k)
         else:
             for j in range(1, k - m + 2):
-                coefficient = add(coefficient, x[j], power[k - j])
-        out[k] = coefficient
+                out[k] = expansion.plus(out[k], x[j], power[k - j], k)
     return out

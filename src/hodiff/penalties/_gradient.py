@@ -9,6 +9,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
@@ -19,7 +20,6 @@ from hodiff._core import _arguments, _call, _nodes, _reverse, _settings, _tree
 from hodiff._core._arguments import (
     Allowed,
     Probes,
-    allowed,
     check_option,
     is_set,
 )
@@ -365,9 +365,9 @@ def _ordinary(norms: Tensor) -> bool:
 
 def inner(a: Sequence[Tensor], b: Sequence[Tensor], batch_ndim: int) -> Tensor:
     """The inner product of each sample's vectors; with itself it has no root: smooth everywhere."""
-    left = [_rows(leaf, batch_ndim) for leaf in a]
+    left = [*map(_rows, a, repeat(batch_ndim))]
     # A product of a row with itself, for the backward of a square takes twice as long.
-    right = left if b is a else [_rows(leaf, batch_ndim) for leaf in b]
+    right = left if b is a else [*map(_rows, b, repeat(batch_ndim))]
     return functools.reduce(torch.add, [(x * y).sum(-1) for x, y in zip(left, right, strict=True)])
 
 
@@ -396,16 +396,6 @@ def recording(on: bool) -> AbstractContextManager[Any]:
 
 
 _AS_IT_IS = nullcontext()
-
-
-def accepted(allow: Allowed) -> Sequence[str | type]:
-    """`allow`, and the Function that DistributedDataParallel puts behind its outputs,
-    which passes gradients on.
-    """
-    return allowed((*names, "_DDPSink")) if (names := allowed(allow)) else _PASSES_ON
-
-
-_PASSES_ON = allowed(("_DDPSink",))
 
 
 def check_critic(f: Any, *, computed: bool = True) -> None:
@@ -440,7 +430,7 @@ def evaluation(
             passes=passes,
             batch_ndim=batch_ndim,
             create_graph=record,
-            allow=accepted(allow),
+            allow=allow,
             args=args,
             kwargs=kwargs,
             check_independence=check_independence,
@@ -472,7 +462,8 @@ def finished(
     # `requires_grad` alone would not show it: what is reached is the caller's, or a leaf of a call,
     # which an enclosing one differentiates by if it is open.
     reached = [leaf for leaf in _nodes.survey(leaves).variables() if leaf.requires_grad]
-    if leaves and not any(tag is None or tag[0].open for tag in map(_call.tag_of, reached)):
+    tags = (leaf.__dict__.get(_call.LEAF_TAG) for leaf in reached)
+    if leaves and not any(tag is None or tag[0].open for tag in tags):
         warnings.warn(
             "no trainable tensor is reachable from the gradient, so this penalty is a constant for "
             "the optimizer. Usual causes: all parameters are frozen, f detaches or leaves PyTorch "
@@ -738,7 +729,7 @@ def outputs_and_gradient(
             batch_ndim=critic.batch_ndim,
             create_graph=create_graph,
             strict=strict,
-            allow=accepted(allow),
+            allow=allow,
             args=args,
             kwargs=kwargs,
             check_independence=check_independence,

@@ -512,21 +512,11 @@ def _by_rows(pattern: Pattern, order: Order) -> Tensor:
     return torch.tensor([b.bit_length() - 1 for b in bits], dtype=torch.int64, device="cpu")
 
 
-def _with_diagonal(pattern: Pattern) -> Tensor:
-    """Columns that meet in a row, or are neighbors, differ: that is a star coloring too."""
-    diagonal = torch.arange(pattern.shape[0], device="cpu")
-    whole = Pattern(
-        torch.cat([pattern.rows, diagonal]), torch.cat([pattern.columns, diagonal]), pattern.shape
-    )
-    return _by_rows(whole, "natural")
-
-
 _COLUMNS = [partial(_by_rows, order="largest"), partial(_by_rows, order="natural")]
 _STAR = [
     partial(_by_stars, order="largest", wary=False),
     partial(_by_stars, order="largest", wary=True),
     partial(_by_stars, order="natural", wary=False),
-    _with_diagonal,
 ]
 """Ways to color all columns of a pattern."""
 

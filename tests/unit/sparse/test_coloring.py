@@ -186,7 +186,6 @@ KNOWN: dict[str, tuple[Edges, int, int]] = {
     "cycle of 5": (cycle(5), 4, 5),
     "cycle of 6": (cycle(6), 3, 3),
     "cycle of 7": (cycle(7), 3, 4),
-    "cycle of 9": (cycle(9), 3, 3),
     "cycle of 10": (cycle(10), 3, 4),
     "star": (bipartite(1, 7), 2, 8),
     "bipartite 3, 5": (bipartite(3, 5), 4, 8),

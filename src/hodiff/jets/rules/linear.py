@@ -7,6 +7,7 @@ The hot ones have a form of their own for that dimension, here and in `shape`; t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -192,9 +193,8 @@ def lifted(*names: str) -> Callable[[Lifted], Callable[..., Any]]:
             rest = dict(kwargs)
             x, others = (args[0], args[1:]) if args else (rest.pop("input"), ())
             rest.pop("_stacklevel", None)
-            if not belongs(x, expansion) or any(
-                belongs(j, expansion) for j in _jet.jets_among((*others, *rest.values()))
-            ):
+            jets = _jet.jets_among((*others, *rest.values()))
+            if not belongs(x, expansion) or expansion in map(attrgetter("expansion"), jets):
                 return generic(expansion, func, args, kwargs)
             series = x.series
             value = func(series[0], *others, **rest)
