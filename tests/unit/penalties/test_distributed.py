@@ -32,4 +32,4 @@ def test_ranks_agree_with_one_process(ranks, name):
 @pytest.mark.parametrize("name", ddp_worker.RAISES)
 def test_a_static_graph_raises(ranks, name):
     for rank in ranks:
-        assert "static_graph=True), which does not average the gradients" in rank[name]
+        assert "static_graph=True), which silently does not average the gradients" in rank[name]
