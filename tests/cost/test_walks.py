@@ -24,14 +24,14 @@ from tests.support.calls import Function, walked
 
 BOUNDS = {
     # each public call enters by a function that has words for arguments that do not fit
-    "hvp of a tensor": (12, 55, 60),  # one asks whether zeros are no answer
-    "hvp of a module": (15, 82, 101),
-    "laplacian": (15, 100, 188),  # one asks whether a point is shared by processes
-    "gradient penalty": (13, 87, 109),
+    "hvp of a tensor": (12, 54, 59),  # one asks whether zeros are no answer
+    "hvp of a module": (15, 81, 95),
+    "laplacian": (15, 96, 173),  # one asks whether a point is shared by processes
+    "gradient penalty": (13, 84, 104),
     # it reads which variables the function names, to compare them later, and whether processes share the point
-    "first product": (20, 168, 1316),
-    "cached product": (11, 44, 64),
-    "failing backward": (10, 110, 450),  # frames: it reads the source of this file
+    "first product": (20, 164, 1306),
+    "cached product": (11, 43, 63),
+    "failing backward": (10, 110, 431),  # frames: it reads the source of this file
 }
 """Files, functions, frames."""
 COUNTS = "--counts"
