@@ -109,8 +109,6 @@ def test_who_asks_what_a_failure_is():
         ("calculus._first", "tall_jacobian"),
         ("calculus._per_sample", "check_not_crossed"),
         ("calculus._per_sample", "_by_samples"),
-        ("curvature._memory", "_container"),
-        ("curvature._memory", "_machine"),
         ("fields._expansions", "_by_samples"),
         ("graph._explain", "note"),
         ("jets._dispatch", "_applied"),

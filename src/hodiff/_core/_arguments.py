@@ -24,7 +24,6 @@ __all__ = [
     "ChunkSize",
     "Probes",
     "SupportsArray",
-    "allowed",
     "as_called",
     "check_arguments",
     "check_batch",

@@ -266,13 +266,14 @@ class Weighted:
         return returned, 1.0
 
     def _pair(self, returned: Sequence[Any], batch: Any, number: int) -> tuple[Any, Any]:
-        kind = _arguments.kind(returned)
-        if len(returned) != 2:
-            raise InputError(f"{self._name} returned {kind}, expected (sum, weight).")
-        if not self._batches.given:
+        if len(returned) != 2 or not self._batches.given:
+            wanted = (
+                "(sum, weight)"
+                if self._batches.given
+                else "one element; the pair (sum, weight) goes with data=[...]"
+            )
             raise InputError(
-                f"{self._name} returned {kind}, expected one element; the pair (sum, "
-                "weight) goes with data=[...]."
+                f"{self._name} returned {_arguments.kind(returned)}, expected {wanted}."
             )
         if self._weight is not None:
             raise InputError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,13 +15,14 @@ from torch import Tensor
 
 from hodiff._core import _settings
 from hodiff._core._arguments import is_number, shown
-from hodiff._core._faults import is_fault
 from hodiff._core._settings import DispatchMode
 from hodiff.errors import InputError
 
 T = TypeVar("T")
 UNKNOWN = 4 * 2**30
 """What is taken to be free where the system does not say."""
+MACHINE, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+"""Where the system says what is free, and what a container may use."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -29,34 +32,17 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(_machine(), _container())
+    available = _number(MACHINE, "MemAvailable:")
+    free = UNKNOWN if available is None else available * 1024
+    limit, used = _number(GROUP / "memory.max"), _number(GROUP / "memory.current")
+    return free if limit is None or used is None else min(free, limit - used)
 
 
-def _machine() -> int:
-    try:
-        said = Path("/proc/meminfo").read_text("ascii").partition("MemAvailable:")[2]
-        return int(said.split()[0]) * 1024
-    except (OSError, ValueError, IndexError) as error:
-        if not is_fault(error):
-            raise
-        return UNKNOWN
-
-
-def _container(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """The memory that the limit of a container leaves."""
-    if not (group / "memory.max").exists():
-        return 1 << 62
-    try:
-        limit = (group / "memory.max").read_text("ascii").strip()
-        return (
-            int(limit) - int((group / "memory.current").read_text("ascii"))
-            if limit != "max"
-            else 1 << 62
-        )
-    except (OSError, ValueError) as error:
-        if not is_fault(error):
-            raise
-        return 1 << 62
+def _number(file: Path, behind: str = "") -> int | None:
+    """A number in a file of the system, behind a word; None where it has none."""
+    text = file.read_text("ascii") if os.access(file, os.R_OK) else ""
+    number = re.search(rf"{behind}\s*(\d+)", text)
+    return None if number is None else int(number[1])
 
 
 def readable(size: float) -> str:

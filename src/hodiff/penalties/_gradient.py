@@ -462,8 +462,7 @@ def finished(
     # `requires_grad` alone would not show it: what is reached is the caller's, or a leaf of a call,
     # which an enclosing one differentiates by if it is open.
     reached = [leaf for leaf in _nodes.survey(leaves).variables() if leaf.requires_grad]
-    tags = (leaf.__dict__.get(_call.LEAF_TAG) for leaf in reached)
-    if leaves and not any(tag is None or tag[0].open for tag in tags):
+    if leaves and not any(tag is None or tag[0].open for tag in map(_call.tag_of, reached)):
         warnings.warn(
             "no trainable tensor is reachable from the gradient, so this penalty is a constant for "
             "the optimizer. Usual causes: all parameters are frozen, f detaches or leaves PyTorch "

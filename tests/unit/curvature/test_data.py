@@ -1,6 +1,7 @@
 """The data contract: sums and weights, data that can be read again, caches, staleness, randomness."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hodiff
+from hodiff.curvature import _memory
 from hodiff.curvature._memory import LiveBytes
 from tests.support.ledger import Ledger, flags, snapshot, without_collector
 from tests.support.limits import in_threads
@@ -674,3 +676,28 @@ def test_a_sum_over_all_data_is_differentiated() -> None:
     H = hodiff.HessianOperator(lambda x, b: (w * quartic(x, b), len(b)), x, data=data, reduction="sum")
     (found,) = torch.autograd.grad(hodiff.trace(H, create_graph=True).value, w)
     agree(found, hodiff.hessian(lambda x: sum(quartic(x, b) for b in data), x).trace(), 1e-10)
+
+
+# --- free memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, _memory.UNKNOWN),
+        ({"meminfo": "MemTotal:  9 kB\nMemAvailable:   7 kB\nBuffers: 3 kB\n"}, 7 * 1024),
+        ({"meminfo": "MemTotal:  9 kB\n"}, _memory.UNKNOWN),
+        ({"meminfo": "MemAvailable:   7 kB\n", "memory.max": "5000\n", "memory.current": "1000\n"}, 4000),
+        ({"meminfo": "MemAvailable:   2 kB\n", "memory.max": "5000\n", "memory.current": "1000\n"}, 2048),
+        ({"meminfo": "MemAvailable:   7 kB\n", "memory.max": "max\n", "memory.current": "1000\n"}, 7 * 1024),
+        ({"meminfo": "MemAvailable:   7 kB\n", "memory.max": "5000\n"}, 7 * 1024),
+    ],
+)
+def test_free_memory_is_what_the_machine_has_within_the_limit_of_a_container(
+    files: dict[str, str], free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(_memory, "MACHINE", tmp_path / "meminfo")
+    monkeypatch.setattr(_memory, "GROUP", tmp_path)
+    assert _memory.free_bytes(torch.device("cpu")) == free
