@@ -13,6 +13,7 @@ without need: an interrupt (Ctrl-C) at any moment finds what is to be undone.
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import threading
 import warnings
@@ -172,26 +173,31 @@ class Scope(Generic[T]):
             undos += [undo]
             return self._enter(undo)
         except BaseException:
-            sys.setrecursionlimit(sys.getrecursionlimit() + ROOM)
+            raised = sys.getrecursionlimit() + ROOM
             try:
+                sys.setrecursionlimit(raised)
                 self.close()
-            finally:
-                sys.setrecursionlimit(sys.getrecursionlimit() - ROOM)
+            finally:  # the limit may be among what was undone
+                sys.setrecursionlimit(min(sys.getrecursionlimit(), raised - ROOM))
             raise
 
     def __exit__(self, *exc: object) -> None:
         try:
             self.close(last=False)
         except BaseException:  # an interrupt may have kept it from its beginning
-            sys.setrecursionlimit(sys.getrecursionlimit() + ROOM)
+            raised = sys.getrecursionlimit() + ROOM
             try:
+                sys.setrecursionlimit(raised)
                 self.close()
-            finally:
-                sys.setrecursionlimit(sys.getrecursionlimit() - ROOM)
+            finally:  # the limit may be among what was undone
+                sys.setrecursionlimit(min(sys.getrecursionlimit(), raised - ROOM))
             raise
 
     def close(self, last: bool = True) -> None:
         """Undo everything, also where Ctrl-C kept the block from ending it; it may be run again."""
+        undos = opened.undos
+        if undos and undos[-1] is not self._undo:
+            undo_inner(self._undo)
         undo_all(self._undo, last)
 
 
@@ -212,6 +218,10 @@ class Offered(Scope[T]):
         self._unused.detach()
         return super().__enter__()
 
+    def close(self, last: bool = True) -> None:
+        """Undo everything; what the user opened inside may stay open."""
+        undo_all(self._undo, last)
+
 
 def _say_unused(name: str) -> None:
     warnings.warn(
@@ -220,6 +230,18 @@ def _say_unused(name: str) -> None:
         HodiffWarning,
         stacklevel=3,
     )
+
+
+def ignore(category: type[Warning], undo: Undo, *, module: str = "") -> None:
+    """Leave out a category of warnings.
+
+    `warnings.catch_warnings` would put back what other threads have set meanwhile, and stay where
+    it is interrupted as it ends.
+    """
+    filters: Any = warnings.filters
+    own = ("ignore", None, category, re.compile(module), 0)
+    undo += [lambda: filters.__setitem__(slice(None), [e for e in filters if e is not own])]
+    filters.insert(0, own)
 
 
 def without_collections(undo: Undo) -> None:

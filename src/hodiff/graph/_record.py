@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, final
 
@@ -398,7 +399,7 @@ class Cuts:
         key = id(leaf)
         entry = self._uses.get(key)
         if entry is None or entry[0]() is not leaf:
-            ref = weakref.ref(leaf, lambda _: self._uses.pop(key, None))
+            ref = weakref.ref(leaf, partial(self._uses.pop, key))
             entry = self._uses[key] = ref, deque(maxlen=USES)
         if place not in entry[1]:
             entry[1].append(place)
@@ -503,9 +504,8 @@ class Cuts:
         known = self.known
         for tensor in tensors_in(result):
             key = id(tensor)
-            known[key] = Origin(
-                weakref.ref(tensor, lambda _, key=key: known.pop(key, None)), cuts, place, call, off
-            )
+            ref = weakref.ref(tensor, partial(known.pop, key))
+            known[key] = Origin(ref, cuts, place, call, off)
 
 
 USES = 3

@@ -642,5 +642,8 @@ def _level(undo: Undo) -> None:
 
 
 def _leave_level() -> None:
-    with suppress(RuntimeError):  # none was entered: an interrupt came first
+    # an interrupt may have come before PyTorch counted it, or between its two counts
+    _versions.forward[_versions.LEVEL] = 0
+    with suppress(RuntimeError):
         forward_ad.exit_dual_level(level=0)
+    _versions.forward[_versions.LEVEL] = -1

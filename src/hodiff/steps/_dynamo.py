@@ -14,7 +14,6 @@ import re
 import sys
 import threading
 import types
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -82,10 +81,7 @@ def _enter(undo: Undo) -> None:
         assign(undo, logging.getLogger(f"torch.{name}"), {"disabled": True})
     undo += [partial(sys.setrecursionlimit, sys.getrecursionlimit())]  # inductor raises it
     # PyTorch's own calls of what it deprecates, which end a compilation where warnings are errors
-    warned: Any = warnings.filters
-    own = ("ignore", None, Warning, re.compile(r"torch\b"), 0)
-    undo += [lambda: warned.__setitem__(slice(None), [each for each in warned if each is not own])]
-    warned.insert(0, own)
+    _settings.ignore(Warning, undo, module=r"torch\b")
 
 
 _LOGGERS = (

@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -195,7 +196,7 @@ def _run(
         ) as context,
         torch.random.fork_rng(),
         _settings.autocast(device),
-        warnings.catch_warnings(action="ignore", category=CustomFunctionWarning),
+        _settings.Scope(partial(_settings.ignore, CustomFunctionWarning)),
     ):
         evaluation = _trace.ScalarEvaluation(context, generator)
         try:
@@ -560,8 +561,7 @@ def _first_wrong(
             [(part * w).sum() for part, w in zip(run(leaves), weights, strict=True)]
         ).sum()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _settings.Scope(partial(_settings.ignore, Warning)):
         try:
             generator = torch.Generator().manual_seed(0)
             weights = [draw(each.shape, each, "gaussian", generator) for each in run(point)]
