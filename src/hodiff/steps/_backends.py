@@ -156,15 +156,15 @@ def _by_inductor(traced: fx.GraphModule, stand_ins: Sequence[Any]) -> Callable[.
     in_cpp = all(isinstance(x, Tensor) for x in stand_ins) and all(map(_on_cpu, traced.graph.nodes))
     failed: Exception | None = None
     for wrapper in (True, False) if in_cpp else (False,):
-        with Scope(partial(_set_inductor, wrapper)):
-            try:
+        try:
+            with Scope(partial(_set_inductor, wrapper)):
                 return standalone_compile(traced, stand_ins, dynamic_shapes="from_tracing_context")
-            except Exception as error:
-                # no compiler; an ASCII locale; an operation that has no form in C++
-                known = wrapper or isinstance(error, (exc.InductorError, UnicodeDecodeError))
-                if not known or interrupts(error):
-                    raise
-                failed = error
+        except Exception as error:
+            # no compiler; an ASCII locale; an operation that has no form in C++
+            known = wrapper or isinstance(error, (exc.InductorError, UnicodeDecodeError))
+            if not known or interrupts(error):
+                raise
+            failed = error
     why = f"{failed}".partition("\n")[0]
     if "file too short" in why:
         why += "; a process that was killed while it compiled has left that file: delete it"
