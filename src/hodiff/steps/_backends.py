@@ -165,6 +165,8 @@ def _by_inductor(traced: fx.GraphModule, stand_ins: Sequence[Any]) -> Callable[.
             if not known or interrupts(error):
                 raise
             failed = error
+            if isinstance(error, UnicodeDecodeError):  # what is imported by half fails otherwise
+                break
     why = f"{failed}".partition("\n")[0]
     if "file too short" in why:
         why += "; a process that was killed while it compiled has left that file: delete it"
