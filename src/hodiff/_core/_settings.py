@@ -195,9 +195,6 @@ class Scope(Generic[T]):
 
     def close(self, last: bool = True) -> None:
         """Undo everything, also where Ctrl-C kept the block from ending it; it may be run again."""
-        undos = opened.undos
-        if undos and undos[-1] is not self._undo:
-            undo_inner(self._undo)
         undo_all(self._undo, last)
 
 
@@ -217,10 +214,6 @@ class Offered(Scope[T]):
     def __enter__(self) -> T:
         self._unused.detach()
         return super().__enter__()
-
-    def close(self, last: bool = True) -> None:
-        """Undo everything; what the user opened inside may stay open."""
-        undo_all(self._undo, last)
 
 
 def _say_unused(name: str) -> None:

@@ -185,8 +185,10 @@ _nodes.HIDING.append(BlockFunction._backward_cls)  # pyright: ignore[reportAttri
 
 
 class _Met(threading.local):
-    blocks: Any = None
-    """Whose blocks are met in this thread now."""
+    """Whose blocks are met in this thread: the last's, each in a list of its own."""
+
+    def __init__(self) -> None:
+        self.open: list[list[Any]] = [[None]]
 
 
 _met = _Met()
@@ -194,7 +196,7 @@ _met = _Met()
 
 def meets(blocks: Any) -> bool:
     """Whether this thread runs the function of these blocks, and none of them."""
-    return _met.blocks is blocks
+    return _met.open[-1][0] is blocks
 
 
 _INSIDE = object()
@@ -202,8 +204,10 @@ _INSIDE = object()
 
 
 def _within(blocks: Any, undo: Undo) -> None:
-    undo += [partial(setattr, _met, "blocks", _met.blocks)]
-    _met.blocks = blocks
+    # where an interrupt makes this end late, that takes off nothing of others
+    own, among = [blocks], _met.open
+    undo += [lambda: among.__setitem__(slice(None), [each for each in among if each is not own])]
+    among.append(own)
     watch_calls.enter(undo)
 
 
@@ -390,7 +394,7 @@ def _watch(undo: Undo) -> None:
     theirs = attributes.get(_CALLED)
 
     def called(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-        blocks = _met.blocks
+        blocks = _met.open[-1][0]
         if blocks is None or function is None or "context_fn" in kwargs:
             with Scope(partial(_within, None)):
                 return (theirs or _checkpointed)(function, *args, **kwargs)

@@ -607,7 +607,7 @@ def test_everything_is_put_back_where_f_raises() -> None:
         with pytest.raises(KeyError, match="mine"):
             hodiff.hvp(f, model, like(model), checkpoint=blocks)
     assert all("_compiled_call_impl" not in part.__dict__ for part in model.modules())
-    assert _blocks._met.blocks is None and not _blocks.watch_calls.on
+    assert _blocks._met.open == [[None]] and not _blocks.watch_calls.on
 
 
 def test_another_threads_checkpoints_are_its_own() -> None:
