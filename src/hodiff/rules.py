@@ -273,11 +273,6 @@ def plus(x: Tensor, a: Any, y: Tensor) -> Tensor:
     return x + a * y if isinstance(a, Tensor) else torch.add(x, y, alpha=a)
 
 
-def plus_product(x: Tensor, a: Any, y: Tensor, z: Tensor) -> Tensor:
-    """X + a y z."""
-    return x + a * (y * z) if isinstance(a, Tensor) else torch.addcmul(x, y, z, value=a)
-
-
 def mixed(x: Tensor, y: Tensor, a: Any) -> Tensor:
     """(1 - a) x + a y."""
     return torch.lerp(x, y, a.to(x) if isinstance(a, Tensor) else a)
@@ -330,7 +325,7 @@ class _Adam(Rule):
             p = p * (1 - self.lr * self.weight_decay)
         zeros = torch.zeros_like(g)
         mean = mixed(state.get("mean", zeros), g, 1 - beta1)
-        square = plus_product(state.get("square", zeros) * beta2, 1 - beta2, g, g)
+        square = plus(state.get("square", zeros) * beta2, 1 - beta2, g * g)
         denominator = root(square) / (1 - beta2**step) ** 0.5 + self.eps
         new = plus(p, -self.lr / (1 - beta1**step), mean / denominator)
         return new, {"mean": mean, "square": square}

@@ -232,7 +232,15 @@ def _evaluation(
 
 def _checked(graph: OutputGraph, samples: Samples) -> Tensor:
     """The losses, `(N,)` or `(N, K)`."""
-    losses = _losses(graph)
+    losses = _arguments.check_output(graph.outputs)
+    if losses.ndim > 0 and losses.shape[1:].numel() == 1:
+        losses = losses.reshape(-1)
+    elif losses.ndim != 2:
+        raise InputError(
+            f"f returned shape {tuple(losses.shape)}, expected one loss per sample, (N,), or "
+            f'several, (N, K): pass reduction="none", and take the mean over all but the leading '
+            f"dimension."
+        )
     check_not_crossed(graph, samples, losses, "f")
     return losses
 
@@ -330,19 +338,6 @@ def _has_rows(leaf: Any, count: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == count
 
 
-def _losses(graph: OutputGraph) -> Tensor:
-    losses = _arguments.check_output(graph.outputs)
-    if losses.ndim > 0 and losses.shape[1:].numel() == 1:
-        return losses.reshape(-1)
-    if losses.ndim != 2:
-        raise InputError(
-            f"f returned shape {tuple(losses.shape)}, expected one loss per sample, (N,), or "
-            f'several, (N, K): pass reduction="none", and take the mean over all but the leading '
-            f"dimension."
-        )
-    return losses
-
-
 def check_not_crossed(graph: OutputGraph, samples: Samples, output: Tensor, name: str) -> None:
     """Raise where `(N, N)` came of samples crossed with samples, as `(N, 1)` and `(N,)` are by
     broadcasting.
@@ -421,11 +416,9 @@ def _gradients(graph: OutputGraph, values: Tensor, own: list[Tensor]) -> list[Te
     """The gradients of samples' losses, by the parameters of each."""
     if values.ndim == 1:
         return _reverse.vjp(graph, [values], [None], inputs=own)
-    numbers = values.shape[1]
-    each = torch.eye(numbers, dtype=values.dtype, device=values.device)
-    each = each.unsqueeze(1).expand(-1, *values.shape)
+    numbers, units = values.shape[1], _factors.units([values])
     [(*_, stacked)] = _reverse.vjps(
-        graph, [values], lambda *_: [each], numbers, chunk_size=numbers, inputs=own
+        graph, [values], lambda *_: units, numbers, chunk_size=numbers, inputs=own
     )
     return [gradients.transpose(0, 1) for gradients in stacked]
 

@@ -17,7 +17,6 @@ from hodiff._core import _arguments, _nodes, _reverse, _settings, _tree
 from hodiff._core._call import Call, call, tag_of
 from hodiff._core._graph import OutputGraph, detached
 from hodiff._core._modules import Selection
-from hodiff._core._tree import memory_of
 from hodiff._core._where import Where
 from hodiff.curvature._operator import normal
 from hodiff.errors import GraphError, InputError
@@ -207,7 +206,8 @@ def unroll(
         _nodes.mark_results(now.params)
     else:
         now = inner.run(now, batches, record=False)
-    result = parsed.result(_apart(now.params, parsed.tensors))
+    # A rule may give back what it was given: results share no memory with the user's.
+    result = parsed.result(_reverse.unaliased(now.params, parsed.tensors))
     if not return_state:
         return result
     return result, (now.step, kept(now.state, rules, parsed.tree) if rules else now.state)
@@ -269,14 +269,6 @@ def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
         return _tree.leaves_like(tree, updated[0]), updated[1]
 
     return update
-
-
-def _apart(params: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
-    """The parameters, copied where a rule gave back what it was given,
-    so that they share no memory with the user's.
-    """
-    taken = {memory_of(tensor) for tensor in theirs}
-    return [p.clone() if memory_of(p) in taken else p for p in params]
 
 
 # --- checkpoints for `unroll`: a segment of steps keeps its start, and is taken again in the
@@ -431,11 +423,8 @@ def _tensors(state: Any) -> list[Tensor]:
 
 def _replaced(state: Any, tensors: Sequence[Tensor]) -> Any:
     """A state with other tensors in place of its own."""
-    leaves, _, tree = _tree.flatten(state)
     new = iter(tensors)
-    return _tree.rebuild(
-        tree, iter([next(new) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-    )
+    return _tree.tree_map(lambda leaf: next(new) if isinstance(leaf, Tensor) else leaf, state)
 
 
 # --- the steps of an inner optimization, on flat lists of tensors: a gradient by the road, and the
@@ -483,8 +472,7 @@ class UnrolledSteps:
             given._replace(what=_under(mode, given.what)) for given in (self._recorded, self._plain)
         )
         other._update = _under(mode, self._update)
-        if isinstance(mode, CaptureInputs):
-            other._met = mode
+        other._met = mode if isinstance(mode, CaptureInputs) else None
         return other
 
     def resume(self, state: Any) -> Progress:
@@ -623,10 +611,9 @@ class CaptureInputs(TorchFunctionMode):
     ) -> Any:
         """Note the arguments and what becomes of them, and call the operation."""
         kwargs = kwargs or {}
-        for value in (*args, *kwargs.values()):
-            for item in _tree.flatten(value)[0]:
-                if isinstance(item, Tensor):
-                    self._look(item)
+        for item in _tree.flatten((args, kwargs))[0]:
+            if isinstance(item, Tensor):
+                self._look(item)
         result = func(*args, **kwargs)
         for item in _tree.flatten(result)[0]:
             if isinstance(item, Tensor) and id(item) not in self.tensors:
@@ -641,13 +628,11 @@ class CaptureInputs(TorchFunctionMode):
 
 
 class SubstituteInputs(TorchFunctionMode):
-    """A context in which operations get stand-ins for some tensors."""
+    """A context in which operations get stand-ins for some tensors, which live longer than it."""
 
     def __init__(self, tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> None:
         super().__init__()
-        self._pairs = {
-            id(tensor): (tensor, other) for tensor, other in zip(tensors, stand_ins, strict=True)
-        }
+        self._stand_ins = dict(zip(map(id, tensors), stand_ins, strict=True))
         self._made: dict[int, weakref.ref[Tensor]] = {}
 
     def __torch_function__(
@@ -666,8 +651,7 @@ class SubstituteInputs(TorchFunctionMode):
         return result
 
     def _other(self, value: Any) -> Any:
-        pair = self._pairs.get(id(value)) if isinstance(value, Tensor) else None
-        return value if pair is None else pair[1]
+        return self._stand_ins.get(id(value), value)
 
     def made(self, tensor: Tensor) -> bool:
         """Whether a tensor without a graph was made inside."""
