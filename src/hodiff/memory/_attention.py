@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, final
 
@@ -305,8 +305,6 @@ class Attention(Chunked):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The first derivative, from what was kept."""
-        if cotangents[0] is None:
-            return (None,) * 5
         q, k, v, mask, out, rows = ctx.saved_tensors
         return (
             *AttentionGradient.apply(q, k, v, mask, cotangents[0], out.detach(), rows, ctx.form),
@@ -331,7 +329,8 @@ class AttentionGradient(Chunked):
         (`_versions.rounds_rows`) or none.
         """
         q, k, v, mask, g, out, rows, form = given
-        if form.fused and not form.mask_varies and not bool((rows.abs() > _versions.LARGEST).any()):
+        fused = form.fused and not form.mask_varies and rows is not None
+        if fused and not bool((rows.abs() > _versions.LARGEST).any()):
             bias = _additive(mask, q, k)
             made = _chunked.fused_attention_backward(
                 g,
@@ -426,11 +425,9 @@ class AttentionTangent(Chunked):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The gradient: by the arguments the second derivative again; linear in the tangents."""
         q, k, v, mask, out, *tangents = ctx.saved_tensors
-        if cotangents[0] is None:
-            return (None,) * 10
-        form = replace(ctx.form, fused=False)
-        made = AttentionCurvature.apply(q, k, v, mask, cotangents[0], out, *tangents, form)[:4]
-        along = AttentionGradient.apply(q, k, v, mask, cotangents[0], out, None, form)
+        given = q, k, v, mask, cotangents[0], out
+        made = AttentionCurvature.apply(*given, *tangents, ctx.form)[:4]
+        along = AttentionGradient.apply(*given, None, ctx.form)
         pairs = zip(along, tangents, strict=True)
         return *made, None, *(None if t is None else by for by, t in pairs), None
 
@@ -499,7 +496,8 @@ def attention_along(
     enable_gqa: bool = False,
 ) -> Any:
     """The result and its tangent; NotImplemented where plain operations are as good."""
-    if dropout_p or (is_causal and given[3] is not None) or not _chunked.served(*given, *tangents):
+    unusual = dropout_p or (is_causal and given[3] is not None) or _call.tangents()
+    if unusual or not _chunked.served(*given, *tangents):
         return NotImplemented
     prepared = _prepared(given, enable_gqa)
     if prepared is None:

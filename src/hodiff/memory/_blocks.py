@@ -172,8 +172,6 @@ class BlockFunction(_chunked.Chunked):
         """The gradient, by a block."""
         tensors = ctx.saved_tensors
         given = [number for number, u in enumerate(cotangents) if u is not None]
-        if not given:
-            return (None,) * (len(tensors) + 1)
         form = Pullback(ctx.form, len(tensors), given)
         return (*BlockFunction.apply(*tensors, *(cotangents[n] for n in given), form), None)
 
@@ -519,9 +517,8 @@ def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
             f'checkpoint: got {kind(checkpoint)}, expected True, False, or names: "layers.*".'
         )
     f = as_called(f)
-    roots = [each.module for each in where.module_slices]
+    roots = [as_called(each.module) for each in where.module_slices]
     roots += [f] if isinstance(f, nn.Module) else []
-    roots = [*map(as_called, roots)]
     modules = {name: part for root in roots for name, part in root.named_modules() if name}
     named = {part: name for name, part in modules.items() if fnmatchcase(name, checkpoint)}
     lists = [part for part in named if isinstance(part, (nn.ModuleList, nn.ModuleDict))]
@@ -603,13 +600,9 @@ class Tangents:
                 if _messages.kind_of(error) != "no forward mode":
                     raise
                 self._forward = False
-        at = [n for n, v in enumerate(vectors) if v is not None]
-        cotangents = [torch.ones_like(output, requires_grad=True) for output in outputs]
-        pulled = _reverse.transposed_product(self._graph, [*outputs], cotangents)
-        chosen, given = [pulled[n] for n in at], [v for v in vectors if v is not None]
-        return _reverse.products(
-            self._graph, chosen, given, None, chunk_size=None, inputs=cotangents
-        )
+        pairs = zip(self._graph.leaves, vectors, strict=True)
+        whole = [torch.zeros_like(leaf) if v is None else v for leaf, v in pairs]
+        return _reverse.jvp(self._graph, [*outputs], whole, None, chunk_size=None)
 
     def _pushed(self, vectors: Sequence[Tensor | None], first: Tensors) -> list[Tensor]:
         leaves = self._graph.leaves

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _kernels, _versions
+from hodiff._core import _call, _kernels, _versions
 from hodiff.memory import _chunked
 from hodiff.memory._chunked import Chunked, Tensors
 
@@ -176,8 +177,6 @@ class CrossEntropy(Chunked):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The first derivative, from what was kept."""
-        if cotangents[0] is None:
-            return (None,) * 4
         return (
             CrossEntropyGradient.apply(*ctx.saved_tensors, cotangents[0], ctx.form),
             None,
@@ -212,17 +211,10 @@ class CrossEntropyTangent(Chunked):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The gradient: by the logits the second derivative; linear in the tangent."""
-        if cotangents[0] is None:
-            return (None,) * 6
         *arguments, along = ctx.saved_tensors
         given = (*arguments, cotangents[0])
         by_z = CrossEntropyCurvature.apply(*given, along, ctx.form)[0]
         return by_z, None, None, None, CrossEntropyGradient.apply(*given, ctx.form), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        """The tangents of this one, by plain operations."""
-        return _chunked.pushed(_along_whole(ctx.form), ctx.saved_tensors, tangents)[0]
 
 
 @final
@@ -245,8 +237,6 @@ class CrossEntropyGradient(Chunked):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The second derivative, from what was kept."""
-        if cotangents[0] is None:
-            return (None,) * 6
         by_z, by_g = CrossEntropyCurvature.apply(*ctx.saved_tensors, cotangents[0], ctx.form)
         return by_z, None, None, None, by_g, None
 
@@ -256,13 +246,12 @@ class CrossEntropyGradient(Chunked):
         linear in the cotangent.
         """
         *arguments, g = ctx.saved_tensors
-        made: Any = None
+        parts: list[Any] = []
         if tangents[0] is not None:
-            made = CrossEntropyCurvature.apply(*arguments, g, tangents[0], ctx.form)[0]
+            parts += CrossEntropyCurvature.apply(*arguments, g, tangents[0], ctx.form)[:1]
         if tangents[4] is not None:
-            moved = CrossEntropyGradient.apply(*arguments, tangents[4], ctx.form)
-            made = moved if made is None else made + moved
-        return made
+            parts += [CrossEntropyGradient.apply(*arguments, tangents[4], ctx.form)]
+        return reduce(torch.add, parts)
 
 
 @final
@@ -293,17 +282,6 @@ class CrossEntropyCurvature(Chunked):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """The tangent by plain operations, too."""
         return _chunked.pushed(_whole(ctx.form), ctx.saved_tensors, tangents)
-
-
-def _along_whole(form: CrossEntropyForm) -> Callable[..., Tensors]:
-    """The derivative along a tangent by plain operations, in one piece."""
-
-    def tangent(z: Tensor, target: Tensor, weight: Any, _: Any, u: Any) -> Tensors:
-        targets = Targets(form, target, weight, z.dtype)
-        inner = (targets.counted(z).softmax(1) * u).sum(1, keepdim=True)
-        return (targets.total(z.shape[1]) * inner - targets.along(u),)
-
-    return tangent
 
 
 def _whole(form: CrossEntropyForm) -> Callable[..., Tensors]:
@@ -436,7 +414,7 @@ def cross_entropy_along(
     label_smoothing: float = 0.0,
 ) -> Any:
     """The result and its tangent; NotImplemented where plain operations are as good."""
-    if not _is_ours(logits, target, weight, ignore_index):
+    if _call.tangents() or not _is_ours(logits, target, weight, ignore_index):
         return NotImplemented
     (z, t), along = _three(logits, target), tangent.reshape(_three(logits, target)[0].shape)
     form = CrossEntropyForm(label_smoothing, ignore_index)
