@@ -273,11 +273,6 @@ def plus(x: Tensor, a: Any, y: Tensor) -> Tensor:
     return x + a * y if isinstance(a, Tensor) else torch.add(x, y, alpha=a)
 
 
-def mixed(x: Tensor, y: Tensor, a: Any) -> Tensor:
-    """(1 - a) x + a y."""
-    return torch.lerp(x, y, a.to(x) if isinstance(a, Tensor) else a)
-
-
 def root(v: Tensor) -> Tensor:
     """The square root, with the derivative zero where it is zero.
 
@@ -324,8 +319,9 @@ class _Adam(Rule):
         elif present(self.weight_decay):
             p = p * (1 - self.lr * self.weight_decay)
         zeros = torch.zeros_like(g)
-        mean = mixed(state.get("mean", zeros), g, 1 - beta1)
-        square = plus(state.get("square", zeros) * beta2, 1 - beta2, g * g)
+        mean, square = state.get("mean", zeros), state.get("square", zeros)
+        mean = plus(mean, 1 - beta1, g - mean)
+        square = plus(square * beta2, 1 - beta2, g * g)
         denominator = root(square) / (1 - beta2**step) ** 0.5 + self.eps
         new = plus(p, -self.lr / (1 - beta1**step), mean / denominator)
         return new, {"mean": mean, "square": square}

@@ -13,12 +13,11 @@ from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._modules import Selection
 from hodiff._core._where import Where
+from hodiff.calculus._first import T, What
 from hodiff.errors import GraphError, InputError
 from hodiff.memory import _chunked
 
 K = TypeVar("K")
-T = TypeVar("T")
-What = Callable[..., Any] | Tensor
 
 Row = list[Tensor]
 """One loss's gradient by each leaf."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,8 @@ from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._modules import Selection
 from hodiff.calculus import _factors
-from hodiff.calculus._first import ChunkedOptions, agree
+from hodiff.calculus._first import ChunkedOptions, T, agree
 from hodiff.errors import InputError
-
-T = TypeVar("T")
 
 
 @overload

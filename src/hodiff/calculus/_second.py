@@ -386,9 +386,13 @@ def cross_hvp(
         )
         if checkpoint is not False or where.layout is not None:
             gradient = _nodes.without_values(gradient)
-        inputs = graph.leaves[:split]
         products = _reverse.products(
-            graph, gradient, given.parts, given.number, chunk_size=chunk, inputs=inputs
+            graph,
+            gradient,
+            given.parts,
+            given.number,
+            chunk_size=chunk,
+            inputs=graph.leaves[:split],
         )
         if first.layout is not None:
             products = first.layout.placed(products)

@@ -7,7 +7,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,11 @@ from hodiff._core._call import Call, call, tag_of
 from hodiff._core._graph import OutputGraph, detached
 from hodiff._core._modules import Selection
 from hodiff._core._where import Where
+from hodiff.calculus._first import ByName, T
 from hodiff.curvature._operator import normal
 from hodiff.errors import GraphError, InputError
 from hodiff.rules import Rule, kept, stepped, taken
 
-V = TypeVar("V")
-ByName = dict[str, Tensor]
 AnyRule = Rule | Callable[[Any, Any, Any, int], tuple[Any, Any]]
 """A rule of `hodiff.rules`, or a function with its signature."""
 Inner = Callable[..., Any]
@@ -69,25 +68,25 @@ def unroll(
 @overload
 def unroll(
     f: Inner,
-    where: V,
+    where: T,
     rule: AnyRule,
     steps: Count,
     *,
     return_state: Literal[False] = False,
     **options: Unpack[UnrollOptions],
-) -> V: ...
+) -> T: ...
 
 
 @overload
 def unroll(
     f: Inner,
-    where: V,
+    where: T,
     rule: AnyRule,
     steps: Count,
     *,
     return_state: Literal[True],
     **options: Unpack[UnrollOptions],
-) -> tuple[V, Any]: ...
+) -> tuple[T, Any]: ...
 
 
 def unroll(
@@ -612,19 +611,15 @@ class CaptureInputs(TorchFunctionMode):
         """Note the arguments and what becomes of them, and call the operation."""
         kwargs = kwargs or {}
         for item in _tree.flatten((args, kwargs))[0]:
-            if isinstance(item, Tensor):
-                self._look(item)
+            known = id(item) in self._inside or id(item) in self.tensors
+            if isinstance(item, Tensor) and item.requires_grad and not known:
+                self.tensors[id(item)] = item
+                self._new.append(item)
         result = func(*args, **kwargs)
         for item in _tree.flatten(result)[0]:
             if isinstance(item, Tensor) and id(item) not in self.tensors:
                 self._inside[id(item)] = item
         return result
-
-    def _look(self, tensor: Tensor) -> None:
-        key = id(tensor)
-        if key not in self._inside and key not in self.tensors and tensor.requires_grad:
-            self.tensors[key] = tensor
-            self._new.append(tensor)
 
 
 class SubstituteInputs(TorchFunctionMode):

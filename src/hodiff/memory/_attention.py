@@ -277,12 +277,9 @@ class Attention(Chunked):
                 scale=form.scale,
             )
         if q.device.type != CPU:
-            options: Any = {
-                "is_causal": form.causal,
-                "scale": form.scale,
-                "enable_gqa": q.shape[1] != k.shape[1],
-            }
-            return F.scaled_dot_product_attention(q, k, v, mask, **options), q.new_empty(0)
+            grouped = q.shape[1] != k.shape[1]
+            rest = {"is_causal": form.causal, "scale": form.scale, "enable_gqa": grouped}
+            return F.scaled_dot_product_attention(q, k, v, mask, **rest), q.new_empty(0)
 
         def rows(piece: Piece) -> Tensors:
             K, V = (piece.of_keys(x).to(piece.dtype) for x in (k, v))
@@ -331,7 +328,6 @@ class AttentionGradient(Chunked):
         q, k, v, mask, g, out, rows, form = given
         fused = form.fused and not form.mask_varies and rows is not None
         if fused and not bool((rows.abs() > _versions.LARGEST).any()):
-            bias = _additive(mask, q, k)
             made = _chunked.fused_attention_backward(
                 g,
                 *_laid_out(q, k, v),
@@ -339,7 +335,7 @@ class AttentionGradient(Chunked):
                 rows,
                 0.0,
                 form.causal,
-                attn_mask=bias,
+                attn_mask=_additive(mask, q, k),
                 scale=form.scale,
             )
             return *made, None

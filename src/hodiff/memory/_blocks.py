@@ -605,7 +605,6 @@ class Tangents:
         return _reverse.jvp(self._graph, [*outputs], whole, None, chunk_size=None)
 
     def _pushed(self, vectors: Sequence[Tensor | None], first: Tensors) -> list[Tensor]:
-        leaves = self._graph.leaves
         # Checkpoints, which forward mode needs none of (and re-entrant ones do not know), are
         # entered as they are.
         with (
@@ -614,10 +613,9 @@ class Tangents:
             _settings.on(_NoTangents()),
             Scope(partial(_within, _INSIDE)),
         ):
-            call = context.call
-            context.call = call._replace(what=call.what.inside())
+            context.call = context.call._replace(what=context.call.what.inside())
             with self._random.replayed(), Scope(_level):
-                given = zip((leaf.detach() for leaf in leaves), vectors, strict=True)
+                given = zip((leaf.detach() for leaf in self._graph.leaves), vectors, strict=True)
                 duals = [x if v is None else forward_ad.make_dual(x, v) for x, v in given]
                 outputs = _tree.flatten(context.at(duals))[0]
                 pairs = [forward_ad.unpack_dual(output) for output in outputs]

@@ -122,28 +122,14 @@ def _pieces(z: Tensor) -> Iterator[_Piece]:
             yield slice(first, first + n), slice(None), slice(start, start + length)
 
 
-class _Rows(NamedTuple):
+def _taken(
+    piece: _Piece, form: CrossEntropyForm, z: Tensor, target: Tensor, weight: Any, *rest: Tensor
+) -> tuple[Tensor, Targets, list[Tensor]]:
     """Logits of some rows, with what belongs to them."""
-
-    logits: Tensor
-    targets: Targets
-    rest: list[Any]
-
-    @classmethod
-    def of(
-        cls,
-        piece: _Piece,
-        form: CrossEntropyForm,
-        z: Tensor,
-        target: Tensor,
-        weight: Any,
-        *rest: Any,
-    ) -> _Rows:
-        wide = torch.promote_types(z.dtype, torch.float32)
-        at = piece if target.is_floating_point() else (piece[0], piece[2])
-        taken = [None if x is None else x[piece].to(wide) for x in rest]
-        targets = Targets(form, target[at], weight, wide)
-        return cls(targets.counted(z[piece].to(wide)), targets, taken)
+    wide = torch.promote_types(z.dtype, torch.float32)
+    at = piece if target.is_floating_point() else (piece[0], piece[2])
+    targets = Targets(form, target[at], weight, wide)
+    return targets.counted(z[piece].to(wide)), targets, [x[piece].to(wide) for x in rest]
 
 
 @final
@@ -160,7 +146,7 @@ class CrossEntropy(Chunked):
         wide = torch.promote_types(z.dtype, torch.float32)
         sums = z.new_empty(z.shape[0], 2, z.shape[2], dtype=wide)
         for piece in _pieces(z):
-            logits, targets, _ = _Rows.of(piece, form, z, target, weight)
+            logits, targets, _ = _taken(piece, form, z, target, weight)
             largest = logits.amax(1, keepdim=True)
             logits = logits - largest
             total = logits.exp().sum(1, keepdim=True)
@@ -202,7 +188,7 @@ class CrossEntropyTangent(Chunked):
         *arguments, along, form = given
         result = arguments[0].new_empty(arguments[3][:, :1].shape)
         for piece in _pieces(arguments[0]):
-            logits, targets, (each, u) = _Rows.of(piece, form, *arguments, along)
+            logits, targets, (each, u) = _taken(piece, form, *arguments, along)
             largest, normal = each.split(1, 1)
             inner = (torch.sub(logits, largest).exp_() * u).sum(1, keepdim=True) / normal
             result[piece] = targets.total(logits.shape[1]) * inner - targets.along(u)
@@ -227,7 +213,7 @@ class CrossEntropyGradient(Chunked):
         z, target, weight, sums, g, form = given
         result = torch.empty_like(z)
         for piece in _pieces(z):
-            logits, targets, (each, part) = _Rows.of(piece, form, z, target, weight, sums, g)
+            logits, targets, (each, part) = _taken(piece, form, z, target, weight, sums, g)
             part = targets.counted(part)
             largest, total = each.split(1, 1)
             p = torch.sub(logits, largest).exp_().mul_(targets.total(z.shape[1]) * part / total)
@@ -264,7 +250,7 @@ class CrossEntropyCurvature(Chunked):
         z, target, weight, sums, g, u, form = given
         by_z, by_g = torch.empty_like(z), torch.empty_like(g)
         for piece in _pieces(z):
-            rows = _Rows.of(piece, form, z, target, weight, sums, g, u)
+            rows = _taken(piece, form, z, target, weight, sums, g, u)
             logits, targets, (each, part, along) = rows
             largest, normal = each.split(1, 1)
             p = torch.sub(logits, largest).exp_()
