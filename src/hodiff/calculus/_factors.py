@@ -756,11 +756,9 @@ class _Reading:
         """The rows by the operations that use it, each of which has a result for each sample."""
         parts = []
         for use, turned in self._uses[end.node]:
-            if use.node not in self._places or use.kind not in READERS:
-                raise Unread
+            expect(use.node in self._places and use.kind in READERS)
             g = self._derivatives[use.node]
-            if (g.dtype, g.device) != (self._seeds[0].dtype, self._seeds[0].device):
-                raise Unread
+            expect((g.dtype, g.device) == (self._seeds[0].dtype, self._seeds[0].device))
             at = self._places[use.node]
             self._facts += [use.kind, use.place, turned, end.shape, g.shape, at]
             given = Derivative(use, turned, end.shape, g, at, self._summands, self._facts)
@@ -770,8 +768,7 @@ class _Reading:
     def _through(self, end: End, leaf: End) -> Outer:
         """The rows of a leaf by way of what is made of it alone."""
         entries = self._count * self._numbers * (end.shape.numel() + leaf.shape.numel())
-        if entries * self._seeds[0].element_size() > _reverse.CHUNK_BYTES:
-            raise Unread
+        expect(entries * self._seeds[0].element_size() <= _reverse.CHUNK_BYTES)
         rows = self._own(end).rows()
         self._summands.clear()
         [parts] = self._pulled([end.edge], [rows.flatten(0, 1)], [leaf.edge], [leaf.shape])

@@ -324,8 +324,9 @@ class Samples:
     def with_rows(self, rows: Sequence[Tensor], count: int) -> None:
         """Let the function see these rows of the tensors that have as many as there are samples."""
         given = iter(rows)
-        replaced = lambda leaf: next(given) if _has_rows(leaf, count) else leaf  # noqa: E731
-        self._seen = _tree.tree_map(replaced, self._whole)
+        self._seen = _tree.tree_map(
+            lambda leaf: next(given) if _has_rows(leaf, count) else leaf, self._whole
+        )
 
     def whole(self) -> None:
         """Let the function see the whole batch again."""

@@ -635,6 +635,7 @@ class Transposed(LinearOperator):
         self._residual = residual
         self._symmetric = symmetric
         self._space = graph.call.where.space().side(graph.call.batch_ndim)
+        self._linear: tuple[Leaves, Leaves] | None = None
         survey = _nodes.survey([part for part in residual if part.requires_grad])
         self._calls_back = _nodes.runs_hooks(survey)
         self._together = _reverse.auto_chunk(survey, graph.leaves)
@@ -664,15 +665,15 @@ class Transposed(LinearOperator):
             parts = _reverse.writable(self._graph, self._space.split(flat))
             return self._space.join(_reverse.vjp(self._graph, self._residual, parts), None)
 
-    @functools.cached_property
-    def _linear(self) -> tuple[Leaves, Leaves]:
-        """Cotangents u of the residual, and Jᵀu as a function of them."""
-        cotangents = [torch.ones_like(part, requires_grad=True) for part in self._residual]
-        return cotangents, _reverse.transposed_product(self._graph, self._residual, cotangents)
-
     def _pull(self, parts: Leaves, count: int | None) -> Leaves:
         """The product J v, of the matrix that is not transposed."""
         with self.ready():
+            if self._linear is None:
+                cotangents = [torch.ones_like(part, requires_grad=True) for part in self._residual]
+                self._linear = (
+                    cotangents,
+                    _reverse.transposed_product(self._graph, self._residual, cotangents),
+                )
             cotangents, pulled = self._linear
             return _reverse.products(
                 self._graph, pulled, parts, count, chunk_size=None, inputs=cotangents

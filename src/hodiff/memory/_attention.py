@@ -326,8 +326,8 @@ class AttentionGradient(Chunked):
         (`_versions.rounds_rows`) or none.
         """
         q, k, v, mask, g, out, rows, form = given
-        fused = form.fused and not form.mask_varies and rows is not None
-        if fused and not bool((rows.abs() > _versions.LARGEST).any()):
+        fused = form.fused and not form.mask_varies
+        if fused and rows is not None and not bool((rows.abs() > _versions.LARGEST).any()):
             made = _chunked.fused_attention_backward(
                 g,
                 *_laid_out(q, k, v),
@@ -472,9 +472,9 @@ def attention(
         wrong = attn_mask is not None and attn_mask.ndim < 2  # PyTorch's matrix products take it
         if not any(map(_chunked.varies, given)) or traced or wrong or _first_is_enough(query):
             return F.scaled_dot_product_attention(*given, dropout_p, is_causal, **rest)
-        prepared = None
-        if _chunked.served(*given) and not dropout_p and not (is_causal and attn_mask is not None):
-            prepared = _prepared(_cast(given), enable_gqa)
+        usual = not dropout_p and not (is_causal and attn_mask is not None)
+        ours = usual and _chunked.served(*given)
+        prepared = _prepared(_cast(given), enable_gqa) if ours else None
         if prepared is None:
             return _plainly(*given, dropout_p, is_causal, **rest)
         *arguments, lead = prepared
