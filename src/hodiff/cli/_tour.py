@@ -49,15 +49,15 @@ def second_order(screen: Screen) -> None:
         '\n1  A "second-order gradient" by retain_graph, as often copied: y = x**2, z = y**2, '
         "at x = 2"
     )
-    x = torch.tensor([2.0], requires_grad=True, dtype=DOUBLE)
+    x: Any = torch.tensor([2.0], requires_grad=True, dtype=DOUBLE)
     y = x**2
     z = y**2
     z.backward(retain_graph=True)
-    screen.compare("z.backward(retain_graph=True); x.grad     4 x^3", written(x).item(), 32, 0)
-    written(x).zero_()
+    screen.compare("z.backward(retain_graph=True); x.grad     4 x^3", x.grad.item(), 32, 0)
+    x.grad.zero_()
     y.backward(retain_graph=True)
     screen.compare(
-        "x.grad.zero_(); y.backward(); x.grad     2 x", written(x).item(), 4, 0, "y', not z''"
+        "x.grad.zero_(); y.backward(); x.grad     2 x", x.grad.item(), 4, 0, "y', not z''"
     )
     second: Tensor = hodiff.nth_derivative(lambda x: (x**2) ** 2, x, 2)
     screen.check("hodiff.nth_derivative(z, x, 2)           12 x^2", second.item(), 48, 1e-12)
@@ -223,14 +223,9 @@ def graphs(screen: Screen, model: nn.Module, loss: Loss) -> None:
         screen.check("tensor: after that, the value alone", live.now, value.nbytes, 0, "freed")
 
 
-def gradients(model: nn.Module) -> Named:
+def gradients(model: Any) -> Named:
     """The gradients that `backward()` left in the parameters."""
-    return {name: written(parameter) for name, parameter in model.named_parameters()}
-
-
-def written(leaf: Any) -> Tensor:
-    """The gradient that `backward()` left in a leaf."""
-    return leaf.grad
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def inner(a: Named, b: Named) -> Tensor:

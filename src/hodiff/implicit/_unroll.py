@@ -251,7 +251,6 @@ def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
             f"rule: got {what}; expected a rule such as hodiff.rules.SGD(lr=0.1), or a function "
             f"(params, grads, state, step) -> (params, state)."
         )
-    tree, given = where.tree, rule
 
     def update(
         params: list[Tensor], grads: list[Tensor | None], state: Any, step: int
@@ -259,13 +258,13 @@ def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
         whole = [
             torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)
         ]
-        updated = given(where.result(params), where.result(whole), state, step)
+        updated = rule(where.result(params), where.result(whole), state, step)
         if not isinstance(updated, tuple) or len(updated) != 2:
             raise InputError(f"rule returned {_arguments.kind(updated)}, expected (params, state).")
-        different = _tree.difference(tree, _tree.flatten(updated[0])[2], "params")
+        different = _tree.difference(where.tree, _tree.flatten(updated[0])[2], "params")
         if different:
             raise InputError(f"rule returned parameters unlike where: {different}.")
-        return _tree.leaves_like(tree, updated[0]), updated[1]
+        return _tree.leaves_like(where.tree, updated[0]), updated[1]
 
     return update
 

@@ -77,6 +77,19 @@ class AttentionForm:
         fused = q.device.type == CPU and q.shape[3] == v.shape[3] and factor > 0
         return cls(factor, causal, fused, mask_varies)
 
+    def curvature(self, *given: Any) -> Tensors:
+        """The gradients of the first ones by plain operations, in one piece."""
+        q, k, v, mask, g, _, *cotangents = given
+        every, rows = slice(None), slice(0, q.shape[2])
+        piece = Piece(self, every, every, rows, k.shape[2], _vectors.sum_dtype(q.dtype))
+        by_q, by_k, by_v, by_mask, by_g = _second(piece, (q, k, v, mask, g, None), cotangents)
+        by_q, by_g = (piece.apart(x).flatten(1, 2).to(q.dtype) for x in (by_q, by_g))
+        if not self.mask_varies:
+            return by_q, by_k.to(q.dtype), by_v.to(q.dtype), None, by_g
+        part = piece.apart(by_mask)
+        by_mask = part.sum_to_size(piece.of_mask(mask, k.shape[1]).shape).reshape(mask.shape)
+        return by_q, by_k.to(q.dtype), by_v.to(q.dtype), by_mask.to(q.dtype), by_g
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -374,31 +387,13 @@ class AttentionCurvature(Chunked):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The gradient by plain operations, so that every further derivative is right."""
         with _settings.autocast(ctx.saved_tensors[0].device.type):
-            return (*_chunked.pulled_back(_whole(ctx.form), ctx.saved_tensors, cotangents), None)
+            return (*_chunked.pulled_back(ctx.form.curvature, ctx.saved_tensors, cotangents), None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """The tangent by plain operations, too."""
         with _settings.autocast(ctx.saved_tensors[0].device.type):
-            return _chunked.pushed(_whole(ctx.form), ctx.saved_tensors, tangents)
-
-
-def _whole(form: AttentionForm) -> Callable[..., Tensors]:
-    """The gradients of the first ones by plain operations, in one piece."""
-
-    def gradients(*given: Any) -> Tensors:
-        q, k, v, mask, g, _, *cotangents = given
-        every, rows = slice(None), slice(0, q.shape[2])
-        piece = Piece(form, every, every, rows, k.shape[2], _vectors.sum_dtype(q.dtype))
-        by_q, by_k, by_v, by_mask, by_g = _second(piece, (q, k, v, mask, g, None), cotangents)
-        by_q, by_g = (piece.apart(x).flatten(1, 2).to(q.dtype) for x in (by_q, by_g))
-        if not form.mask_varies:
-            return by_q, by_k.to(q.dtype), by_v.to(q.dtype), None, by_g
-        part = piece.apart(by_mask)
-        by_mask = part.sum_to_size(piece.of_mask(mask, k.shape[1]).shape).reshape(mask.shape)
-        return by_q, by_k.to(q.dtype), by_v.to(q.dtype), by_mask.to(q.dtype), by_g
-
-    return gradients
+            return _chunked.pushed(ctx.form.curvature, ctx.saved_tensors, tangents)
 
 
 @final

@@ -476,7 +476,7 @@ class Blocks:
         items, _, tree = _tree.flatten(value)
         theirs = dict(zip(map(id, views), arguments, strict=True))
         items = [theirs.get(id(x), x) for x in items]
-        value = items[0] if tree is None else _tree.rebuild(tree, iter(items))
+        value = _tree.rebuild(tree, iter(items))
         outputs = run.returns(items, arguments)
         plain = all(type(x) in _chunked.PLAIN for x in [*arguments, *outputs])
         if not outputs or not plain or _call.is_followed():  # by forward mode, say
@@ -491,8 +491,7 @@ class Blocks:
         told = _refusals.of_a_block(graph, tensors, context)  # by one look at the graph
         form = BlockForm(again, len(arguments), [outputs], *told, context.call.order)
         made = dict(zip(map(id, outputs), BlockFunction.apply(*tensors, form), strict=True))
-        results = [made.get(id(x), x) for x in items]
-        return results[0] if tree is None else _tree.rebuild(tree, iter(results))
+        return _tree.rebuild(tree, iter([made.get(id(x), x) for x in items]))
 
 
 def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:

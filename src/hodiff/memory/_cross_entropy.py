@@ -37,6 +37,13 @@ class CrossEntropyForm:
     smoothing: float
     ignored: int
 
+    def curvature(self, z: Tensor, target: Tensor, weight: Any, _: Any, g: Any, u: Any) -> Tensors:
+        """The gradients of the first one by plain operations, in one piece."""
+        targets = Targets(self, target, weight, z.dtype)
+        p = targets.counted(z).softmax(1)
+        inner, total = (p * u).sum(1, keepdim=True), targets.total(z.shape[1])
+        return total * targets.counted(g) * p * (u - inner), total * inner - targets.along(u)
+
 
 class Targets(NamedTuple):
     """The weights t of the classes: `share` for all, times their own, and `hot` at one."""
@@ -262,24 +269,12 @@ class CrossEntropyCurvature(Chunked):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The gradient by plain operations, so that every further derivative is right."""
-        return (*_chunked.pulled_back(_whole(ctx.form), ctx.saved_tensors, cotangents), None)
+        return (*_chunked.pulled_back(ctx.form.curvature, ctx.saved_tensors, cotangents), None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """The tangent by plain operations, too."""
-        return _chunked.pushed(_whole(ctx.form), ctx.saved_tensors, tangents)
-
-
-def _whole(form: CrossEntropyForm) -> Callable[..., Tensors]:
-    """The gradients of the first one by plain operations, in one piece."""
-
-    def gradients(z: Tensor, target: Tensor, weight: Any, _: Any, g: Any, u: Any) -> Tensors:
-        targets = Targets(form, target, weight, z.dtype)
-        p = targets.counted(z).softmax(1)
-        inner, total = (p * u).sum(1, keepdim=True), targets.total(z.shape[1])
-        return total * targets.counted(g) * p * (u - inner), total * inner - targets.along(u)
-
-    return gradients
+        return _chunked.pushed(ctx.form.curvature, ctx.saved_tensors, tangents)
 
 
 @final
