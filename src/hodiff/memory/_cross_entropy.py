@@ -8,7 +8,7 @@ by *z* and \(a\, p^\top u - t^\top u\) by *g*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple, final
