@@ -269,6 +269,16 @@ def plus(x: Tensor, a: Any, y: Tensor) -> Tensor:
     return x + a * y if isinstance(a, Tensor) else torch.add(x, y, alpha=a)
 
 
+def plus_product(x: Tensor, a: Any, y: Tensor, z: Tensor) -> Tensor:
+    """X + a y z."""
+    return x + a * (y * z) if isinstance(a, Tensor) else torch.addcmul(x, y, z, value=a)
+
+
+def mixed(x: Tensor, y: Tensor, a: Any) -> Tensor:
+    """(1 - a) x + a y."""
+    return torch.lerp(x, y, a.to(x) if isinstance(a, Tensor) else a)
+
+
 def root(v: Tensor) -> Tensor:
     """The square root, with the derivative zero where it is zero.
 
@@ -315,9 +325,8 @@ class _Adam(Rule):
         elif present(self.weight_decay):
             p = p * (1 - self.lr * self.weight_decay)
         zeros = torch.zeros_like(g)
-        mean, square = state.get("mean", zeros), state.get("square", zeros)
-        mean = plus(mean, 1 - beta1, g - mean)
-        square = plus(square * beta2, 1 - beta2, g * g)
+        mean = mixed(state.get("mean", zeros), g, 1 - beta1)
+        square = plus_product(state.get("square", zeros) * beta2, 1 - beta2, g, g)
         denominator = root(square) / (1 - beta2**step) ** 0.5 + self.eps
         new = plus(p, -self.lr / (1 - beta1**step), mean / denominator)
         return new, {"mean": mean, "square": square}
