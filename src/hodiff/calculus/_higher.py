@@ -173,9 +173,9 @@ def _weights(like: Tensor) -> Tensor:
 
 def _along(graph: OutputGraph, below: Tensor, weights: Tensor, *, last: bool) -> Tensor:
     """The order above `below` with weights for ones; the last one is only looked at."""
-    if last:
+    if last and graph.create_graph:
         graph = graph.kept()
-    return _reverse.vjp(graph, [below], [weights], differentiated=not last)[0]
+    return _reverse.vjp(graph, [below], [weights], more=True, differentiated=not last)[0]
 
 
 def _check_elementwise(

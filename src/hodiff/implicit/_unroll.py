@@ -609,11 +609,12 @@ class CaptureInputs(TorchFunctionMode):
     ) -> Any:
         """Note the arguments and what becomes of them, and call the operation."""
         kwargs = kwargs or {}
-        for item in _tree.flatten((args, kwargs))[0]:
-            known = id(item) in self._inside or id(item) in self.tensors
-            if isinstance(item, Tensor) and item.requires_grad and not known:
-                self.tensors[id(item)] = item
-                self._new.append(item)
+        for value in (*args, *kwargs.values()):
+            for item in _tree.flatten(value)[0]:
+                known = id(item) in self._inside or id(item) in self.tensors
+                if isinstance(item, Tensor) and item.requires_grad and not known:
+                    self.tensors[id(item)] = item
+                    self._new.append(item)
         result = func(*args, **kwargs)
         for item in _tree.flatten(result)[0]:
             if isinstance(item, Tensor) and id(item) not in self.tensors:
