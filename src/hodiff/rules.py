@@ -59,7 +59,7 @@ class Rule(ABC):
                 _check_kind(
                     value, bool if isinstance(option.default, bool) else (int, float, Tensor), name
                 )
-                for item in _items(value) if option.name != "dampening" else ():
+                for item in _tree.flatten(value)[0] if option.name != "dampening" else ():
                     if isinstance(item, (int, float)) and not 0 <= item <= math.inf:
                         raise InputError(f"{name}: got {item!r}, expected a number of at least 0.")
 
@@ -198,12 +198,8 @@ def _check_pair(value: Any, name: str) -> None:
             )
 
 
-def _items(value: Any) -> Sequence[Any]:
-    return _tree.flatten(value)[0] if _tree.is_container(value) else [value]
-
-
 def _check_kind(value: Any, kinds: Any, name: str) -> None:
-    for item in _items(value):
+    for item in _tree.flatten(value)[0]:
         if not isinstance(item, kinds) or (isinstance(item, bool) and kinds is not bool):
             expected = (
                 "True or False"

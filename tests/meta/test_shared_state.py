@@ -68,7 +68,6 @@ DISCIPLINE = {
     "_core._versions.prove": CACHE,
     "_core._messages._state": OWN,
     **dict.fromkeys([f"_core._vectors.{name}" for name in ("_sizes", "dtype", "flat", "shapes", "size")], SAME),
-    "calculus._factors.READERS": IMPORT,
     "calculus._factors.PROVED": GROWS,
     "curvature._process_group._made": LOCKED,
     "curvature._process_group._threads": LOCKED,

@@ -67,6 +67,12 @@ class Unread(Exception):
     """A use of a parameter that no reader knows."""
 
 
+def expect(known: bool) -> None:
+    """Raise unless a use is as the reader knows it."""
+    if not known:
+        raise Unread
+
+
 # --- the rows of one parameter --------------------------------------------------------------------
 
 
@@ -160,7 +166,7 @@ class Outer:
 
     def push(self, vector: Tensor) -> Tensor:
         """Each row times a vector of the parameter's shape, `(N, K)`."""
-        return (self.left * (self.right @ vector.reshape(-1, self.width).T)).sum((2, 3))
+        return (self.left * self._right_by(self.matrix(vector).T)).sum((2, 3))
 
     def forms(self, one: Tensor, other: Tensor) -> Tensor:
         """Each position's matrix between vectors, `(O, r)` and `(I, r)`: `(N, K, T, r)`."""
@@ -233,7 +239,7 @@ class Outer:
 
     def matrix(self, entries: Tensor) -> Tensor:
         """A tensor of the parameter's shape, `(O, I)`."""
-        return entries.reshape(self.left.shape[-1], self.width)
+        return self._shaped(entries).reshape(self.left.shape[-1], self.width)
 
     def _right_by(self, vectors: Tensor) -> Tensor:
         return self.right @ vectors
@@ -260,9 +266,6 @@ class Indexed(Outer):
         left = left.sum(1).flatten(0, 1)
         return left.new_zeros(self.shape).index_add_(0, self.right.flatten(), left)
 
-    def push(self, vector: Tensor) -> Tensor:
-        return (self.left * vector[self.right]).sum((2, 3))
-
     def _some(self, columns: slice) -> Tensor:
         left = self.left[..., columns].mT
         result = left.new_zeros(*left.shape[:-1], self.width)
@@ -270,9 +273,6 @@ class Indexed(Outer):
 
     def _alike(self) -> Tensor:
         return (self.right.unsqueeze(3) == self.right.unsqueeze(2)).to(self.left)
-
-    def matrix(self, entries: Tensor) -> Tensor:
-        return entries.mT
 
     def _right_by(self, vectors: Tensor) -> Tensor:
         return vectors[self.right]
@@ -368,12 +368,6 @@ class SamplesAxis(NamedTuple):
         parts = x.reshape(len(x), self.before, self.samples, -1, width)
         return parts.permute(2, 0, 1, 3, 4).flatten(2, 3)
 
-    def check(self, *, whole: bool) -> SamplesAxis:
-        """Itself, where samples do not lie in the middle of what belongs together."""
-        if not whole:
-            raise Unread
-        return self
-
 
 class Derivative(NamedTuple):
     """A use of a parameter, and the derivatives by the operation's result.
@@ -414,8 +408,8 @@ class Derivative(NamedTuple):
         while dim < len(sizes) and (left * sizes[dim]) % (before * count):
             left *= sizes[dim]
             dim += 1
-        self.at.check(whole=dim < len(sizes) and not before % left and not self.turned)
-        self.at.check(whole=like[dim] == 1)
+        expect(dim < len(sizes) and not before % left and not self.turned)
+        expect(like[dim] == 1)
         x = x.reshape(len(x), *sizes[:dim], before // left, count, -1, *sizes[dim + 1 :])
         x = x.movedim(dim + 2, 0).flatten(dim + 2, dim + 3)
         self.summands.append(x)
@@ -426,58 +420,38 @@ class Derivative(NamedTuple):
         return self.entries(factor, Size([*self.shape, *[1] * (self.g.ndim - 3)]))
 
 
-READERS: dict[str, Callable[[Derivative], Outer]] = {}
-"""For each operation, by the name of its node, how the rows of a parameter that it uses follow.
-
-What a node has saved is not proved to be what it seems: the rows are held against a pass.
-"""
-
-
-def reads(*names: str) -> Callable[[Callable[[Derivative], Outer]], Callable[[Derivative], Outer]]:
-    """Enter a reader into the table."""
-
-    def enter(reader: Callable[[Derivative], Outer]) -> Callable[[Derivative], Outer]:
-        READERS.update(dict.fromkeys(names, reader))
-        return reader
-
-    return enter
-
-
-@reads("Addmm", "Mm")
 def _product(of: Derivative) -> Outer:
     """Rows of z = a W, of z = W a, and of what is added."""
     use, *_, g, at, _, _ = of
     added = use.kind == "Addmm"
-    at.check(whole=not added or of.kept("alpha") == of.kept("beta") == 1)
+    expect(not added or of.kept("alpha") == of.kept("beta") == 1)
     if added and use.place == 0:
         return of.entries()
     if use.place == added:  # W a: the positions are columns
         a, width = of.kept("mat2"), g.shape[1]
-        at.check(whole=at.before % width == 0)
+        expect(at.before % width == 0)
         at = SamplesAxis(at.before // width, at.samples, at.after * width)
         return of.outer(at.apart(g.mT, width), at.apart(a.T[None], a.shape[0]))
     a = of.kept("mat1" if added else "self")
-    at.check(whole=at.after % g.shape[-1] == 0)
+    expect(at.after % g.shape[-1] == 0)
     return of.outer(at.apart(a[None], a.shape[-1]), at.apart(g, g.shape[-1]))
 
 
-@reads("Mv")
 def _product_with_vector(of: Derivative) -> Outer:
     """Rows of z = a w."""
     a = of.kept("self")
-    of.at.check(whole=of.use.place == 1)
+    expect(of.use.place == 1)
     return of.outer(of.at.apart(a[None], a.shape[-1]), of.at.apart(of.g, 1))
 
 
-@reads("Convolution")
 def _convolution(of: Derivative) -> Outer:
     """Rows of a kernel, by the patches that it was laid on, and of a bias."""
     use, _, shape, g, at, *_ = of
     if use.place == 2:
         return of.channels()
     x, groups, transposed = map(of.kept, ("input", "groups", "transposed"))
-    at.check(whole=use.place == 1 and at.before == 1 and x.ndim in (3, 4) and not transposed)
-    at.check(whole=len(x) % at.samples == 0)
+    expect(use.place == 1 and at.before == 1 and x.ndim in (3, 4) and not transposed)
+    expect(len(x) % at.samples == 0)
     laid = map(of.kept, ("stride", "padding", "dilation"))  # or one number for all dimensions
     stride, padding, dilation = (tuple(n) * (x.ndim - 2 if len(n) == 1 else 1) for n in laid)
     sizes = (1, *shape[2:])[-2:]
@@ -485,7 +459,7 @@ def _convolution(of: Derivative) -> Outer:
         x, dilation = x.unsqueeze(2), (1, *dilation)
         stride, padding = (1, *stride), (0, *padding)
     numbers = len(x) * groups * shape[1:].numel() * g.shape[3:].numel()
-    at.check(whole=numbers * x.element_size() <= PATCHES)
+    expect(numbers * x.element_size() <= PATCHES)
     patches = F.unfold(x, sizes, dilation, padding, stride)
     images, entries, number = patches.shape
     g = g.reshape(len(g), images, groups, -1, number)
@@ -497,12 +471,11 @@ def _convolution(of: Derivative) -> Outer:
     return Outer.of(rows.reshape(at.samples, -1, len(g), *shape).sum(1), shape)
 
 
-@reads("Embedding")
 def _embedding(of: Derivative) -> Outer:
     *_, g, at, _, _ = of
     width, padding = g.shape[-1], of.kept("padding_idx")
     plain = not of.kept("sparse") and not of.kept("scale_grad_by_freq")
-    at.check(whole=at.after % width == 0 and plain)
+    expect(at.after % width == 0 and plain)
     numbers = at.apart(of.kept("indices")[None], 1).squeeze(3)
     left = at.apart(g, width)
     if padding >= 0:
@@ -510,14 +483,12 @@ def _embedding(of: Derivative) -> Outer:
     return Indexed(left, numbers, of.shape)
 
 
-@reads("NativeLayerNorm")
 def _layer_norm(of: Derivative) -> Outer:
     if of.use.place == 2:
         return of.entries()
     return of.entries((of.kept("input") - of.kept("result1")) * of.kept("result2"))
 
 
-@reads("NativeGroupNorm")
 def _group_norm(of: Derivative) -> Outer:
     if of.use.place == 2:
         return of.channels()
@@ -526,27 +497,43 @@ def _group_norm(of: Derivative) -> Outer:
     return of.channels(((apart - mean.unsqueeze(-1)) * scale.unsqueeze(-1)).reshape(x.shape))
 
 
-@reads("NativeBatchNorm")
 def _batch_norm(of: Derivative) -> Outer:
     x, mean, variance, eps = map(of.kept, ("input", "running_mean", "running_var", "eps"))
-    of.at.check(whole=not of.kept("training"))
+    expect(not of.kept("training"))
     if of.use.place == 2:
         return of.channels()
     like = (-1, *[1] * (x.ndim - 2))
     return of.channels((x - mean.view(like)) * (variance.view(like) + eps).rsqrt())
 
 
-@reads("Mul")
 def _factor(of: Derivative) -> Outer:
     other = of.kept("self" if of.use.place else "other")
-    of.at.check(whole=other is not None)
+    expect(other is not None)
     return of.entries(other)
 
 
-@reads("Add", "Sub")
 def _summand(of: Derivative) -> Outer:
     sign = -1.0 if of.use.kind == "Sub" and of.use.place else 1.0
     return of.entries(sign * of.kept("alpha") if of.use.place else sign)
+
+
+READERS: dict[str, Callable[[Derivative], Outer]] = {
+    "Addmm": _product,
+    "Mm": _product,
+    "Mv": _product_with_vector,
+    "Convolution": _convolution,
+    "Embedding": _embedding,
+    "NativeLayerNorm": _layer_norm,
+    "NativeGroupNorm": _group_norm,
+    "NativeBatchNorm": _batch_norm,
+    "Mul": _factor,
+    "Add": _summand,
+    "Sub": _summand,
+}
+"""For each operation, by the name of its node, how the rows of a parameter that it uses follow.
+
+What a node has saved is not proved to be what it seems: the rows are held against a pass.
+"""
 
 
 # --- all parameters -------------------------------------------------------------------------------
@@ -769,11 +756,9 @@ class _Reading:
         """The rows by the operations that use it, each of which has a result for each sample."""
         parts = []
         for use, turned in self._uses[end.node]:
-            if use.node not in self._places or use.kind not in READERS:
-                raise Unread
+            expect(use.node in self._places and use.kind in READERS)
             g = self._derivatives[use.node]
-            if (g.dtype, g.device) != (self._seeds[0].dtype, self._seeds[0].device):
-                raise Unread
+            expect((g.dtype, g.device) == (self._seeds[0].dtype, self._seeds[0].device))
             at = self._places[use.node]
             self._facts += [use.kind, use.place, turned, end.shape, g.shape, at]
             given = Derivative(use, turned, end.shape, g, at, self._summands, self._facts)
@@ -783,8 +768,7 @@ class _Reading:
     def _through(self, end: End, leaf: End) -> Outer:
         """The rows of a leaf by way of what is made of it alone."""
         entries = self._count * self._numbers * (end.shape.numel() + leaf.shape.numel())
-        if entries * self._seeds[0].element_size() > _reverse.CHUNK_BYTES:
-            raise Unread
+        expect(entries * self._seeds[0].element_size() <= _reverse.CHUNK_BYTES)
         rows = self._own(end).rows()
         self._summands.clear()
         [parts] = self._pulled([end.edge], [rows.flatten(0, 1)], [leaf.edge], [leaf.shape])

@@ -173,9 +173,9 @@ def _weights(like: Tensor) -> Tensor:
 
 def _along(graph: OutputGraph, below: Tensor, weights: Tensor, *, last: bool) -> Tensor:
     """The order above `below` with weights for ones; the last one is only looked at."""
-    if not last:
-        return _reverse.vjp(graph, [below], [weights], differentiated=True)[0]
-    return vjp_ahead(graph, below, weights) if below.requires_grad else torch.zeros_like(below)
+    if last and graph.create_graph:
+        graph = graph.kept()
+    return _reverse.vjp(graph, [below], [weights], more=True, differentiated=not last)[0]
 
 
 def _check_elementwise(
@@ -294,13 +294,3 @@ def _orders(series: Series, n: int, lines: int) -> list[list[Any]]:
     """The coefficients up to n along each line."""
     rows = [entry(series, k, lines) for k in range(1, n + 1)]
     return [[series[0], *(row[line] for row in rows)] for line in range(lines)]
-
-
-def vjp_ahead(graph: OutputGraph, output: Tensor, cotangent: Tensor) -> Tensor:
-    """One detached pass to a single leaf, ahead of others that need the same graph."""
-    return _reverse.densified(
-        _reverse.vjp_between(
-            [output], graph.leaves, [cotangent], keep=True, recorded=graph.recorded
-        ),
-        graph.leaves,
-    )[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -13,12 +13,11 @@ from hodiff._core._call import call
 from hodiff._core._graph import OutputGraph
 from hodiff._core._modules import Selection
 from hodiff._core._where import Where
+from hodiff.calculus._first import T, What
 from hodiff.errors import GraphError, InputError
 from hodiff.memory import _chunked
 
 K = TypeVar("K")
-T = TypeVar("T")
-What = Callable[..., Any] | Tensor
 
 Row = list[Tensor]
 """One loss's gradient by each leaf."""
@@ -165,8 +164,8 @@ def multi_grad(
         The cut between heads and trunk, which `shared` makes: Sener and Koltun, Multi-task learning
         as multi-objective optimization, 2018, https://arxiv.org/abs/1810.04650.
     """
-    names, items = _items(losses)
-    functions = _are_functions(items)
+    named = _named(losses)
+    functions = _are_functions(named.values())
     release, return_used = (
         _arguments.is_set(release, "release"),
         _arguments.is_set(return_used, "return_used"),
@@ -185,17 +184,16 @@ def multi_grad(
             "a constant is meant, pass create_graph=False."
         )
     point = Where(where, "where")
-    named = dict(zip(names, items, strict=True))
     if not functions:
         rows = _of_tensors(named, point, options, release)
     elif shared is None:
-        rows = [_of_function(function, point, options) for function in items]
+        rows = [_of_function(function, point, options) for function in named.values()]
     elif options.create_graph:
         rows = _together(named, point, shared, options)
     else:
         rows = _with_shared(named, point, shared, options)
     like = lambda values: (  # noqa: E731
-        dict(zip(names, values, strict=True)) if isinstance(losses, Mapping) else values
+        dict(zip(named, values, strict=True)) if isinstance(losses, Mapping) else values
     )
     gradients = like([point.result(_reverse.unaliased(row)) for row in rows])
     if not return_used:
@@ -257,21 +255,18 @@ class _Options(NamedTuple):
             )
 
 
-def _items(losses: Any) -> tuple[list[Any], list[Any]]:
-    if isinstance(losses, Mapping):
-        names, items = list(losses), list(losses.values())
-    elif isinstance(losses, (list, tuple)):
-        names, items = list(range(len(losses))), list(losses)
-    else:
+def _named(losses: Any) -> dict[Any, Any]:
+    """The losses by name; those of a list by number."""
+    if not isinstance(losses, (Mapping, list, tuple)):
         raise InputError(
             f"losses: got {_arguments.kind(losses)}, expected a list, tuple or dict of losses."
         )
-    if not items:
+    if not losses:
         raise InputError("losses: got none, expected at least one.")
-    return names, items
+    return dict(losses if isinstance(losses, Mapping) else enumerate(losses))
 
 
-def _are_functions(items: list[Any]) -> bool:
+def _are_functions(items: Collection[Any]) -> bool:
     wrong = next(
         (item for item in items if not isinstance(item, Tensor) and not callable(item)), None
     )
@@ -299,11 +294,14 @@ def _scalar(loss: Any, name: Any) -> Tensor:
 def _of_tensors(
     losses: dict[Any, Any], point: Where, options: _Options, release: bool
 ) -> list[Row]:
-    given = list(losses.values())
-    create_graph = options.create_graph
-    strict = options.together
     with OutputGraph(
-        call(given, point, passes=1, create_graph=create_graph, strict=strict)
+        call(
+            [*losses.values()],
+            point,
+            passes=1,
+            create_graph=options.create_graph,
+            strict=options.together,
+        )
     ) as graph:
         scalars = {name: _scalar(loss, name) for name, loss in losses.items()}
         options.look(graph, scalars)
@@ -393,55 +391,32 @@ def _with_shared(
     with OutputGraph(
         call(shared, point, passes=1, create_graph=False, strict=options.together)
     ) as graph:
-        trunk = graph.tensors()
+        trunk, leaves = graph.tensors(), graph.leaves
+        live = [output for output in trunk if output.requires_grad]
         _, _, tree = _tree.flatten(graph.outputs)
-        argument = point.argument(graph.leaves)
+        argument = point.argument(leaves)
         heads = []
         for name, function in functions.items():
             cut = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in trunk]
             loss = _scalar(function(argument, _tree.rebuild(tree, iter(cut))), name)
             graph.unreached([loss], cut)  # which raises where it uses what it was not given
-            heads.append(_head(graph, loss, cut))
+            inputs = [*leaves, *(tensor for tensor in cut if tensor.requires_grad)]
+            heads.append(_bare(graph, [loss], inputs, None, keep=False))
             del loss  # and its graph, before the next one is made
         rows = []
         for name, head in zip(functions, heads, strict=True):
-            by_leaves, by_trunk = head
-            below = _through(graph, trunk, by_trunk, keep=head is not heads[-1])
-            row = _chunked.plus(by_leaves, below)
+            by_trunk = zip(live, head[len(leaves) :], strict=True)
+            pairs = [(output, by) for output, by in by_trunk if by is not None]
+            outputs, cotangents = [output for output, _ in pairs], [by for _, by in pairs]
+            below = _bare(graph, outputs, leaves, cotangents, keep=head is not heads[-1])
+            row = _chunked.plus(head[: len(leaves)], below)
             options.note_missing(
                 [n for n, part in zip(point.names, row, strict=True) if part is None],
                 name,
                 len(row),
             )
-            rows.append(_reverse.densified(row, graph.leaves))
+            rows.append(_reverse.densified(row, leaves))
         return rows
-
-
-def _head(
-    graph: OutputGraph, loss: Tensor, cut: list[Tensor]
-) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-    """The gradients of one loss's own part: by the leaves that it uses itself, and by each output
-    of the trunk.
-    """
-    count = len(graph.leaves)
-    gradients = _bare(
-        graph,
-        [loss],
-        [*graph.leaves, *(tensor for tensor in cut if tensor.requires_grad)],
-        None,
-        keep=False,
-    )
-    by_live = iter(gradients[count:])
-    return gradients[:count], [next(by_live) if tensor.requires_grad else None for tensor in cut]
-
-
-def _through(
-    graph: OutputGraph, trunk: list[Tensor], by_trunk: Sequence[Tensor | None], *, keep: bool
-) -> Sequence[Tensor | None]:
-    pairs = [(output, by) for output, by in zip(trunk, by_trunk, strict=True) if by is not None]
-    return _bare(
-        graph, [output for output, _ in pairs], graph.leaves, [by for _, by in pairs], keep=keep
-    )
 
 
 def _bare(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,8 @@ from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
 from hodiff._core._modules import Selection
 from hodiff.calculus import _factors
-from hodiff.calculus._first import ChunkedOptions, agree
+from hodiff.calculus._first import ChunkedOptions, T, agree
 from hodiff.errors import InputError
-
-T = TypeVar("T")
 
 
 @overload
@@ -232,7 +230,15 @@ def _evaluation(
 
 def _checked(graph: OutputGraph, samples: Samples) -> Tensor:
     """The losses, `(N,)` or `(N, K)`."""
-    losses = _losses(graph)
+    losses = _arguments.check_output(graph.outputs)
+    if losses.ndim > 0 and losses.shape[1:].numel() == 1:
+        losses = losses.reshape(-1)
+    elif losses.ndim != 2:
+        raise InputError(
+            f"f returned shape {tuple(losses.shape)}, expected one loss per sample, (N,), or "
+            f'several, (N, K): pass reduction="none", and take the mean over all but the leading '
+            f"dimension."
+        )
     check_not_crossed(graph, samples, losses, "f")
     return losses
 
@@ -318,8 +324,9 @@ class Samples:
     def with_rows(self, rows: Sequence[Tensor], count: int) -> None:
         """Let the function see these rows of the tensors that have as many as there are samples."""
         given = iter(rows)
-        replaced = lambda leaf: next(given) if _has_rows(leaf, count) else leaf  # noqa: E731
-        self._seen = _tree.tree_map(replaced, self._whole)
+        self._seen = _tree.tree_map(
+            lambda leaf: next(given) if _has_rows(leaf, count) else leaf, self._whole
+        )
 
     def whole(self) -> None:
         """Let the function see the whole batch again."""
@@ -328,19 +335,6 @@ class Samples:
 
 def _has_rows(leaf: Any, count: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == count
-
-
-def _losses(graph: OutputGraph) -> Tensor:
-    losses = _arguments.check_output(graph.outputs)
-    if losses.ndim > 0 and losses.shape[1:].numel() == 1:
-        return losses.reshape(-1)
-    if losses.ndim != 2:
-        raise InputError(
-            f"f returned shape {tuple(losses.shape)}, expected one loss per sample, (N,), or "
-            f'several, (N, K): pass reduction="none", and take the mean over all but the leading '
-            f"dimension."
-        )
-    return losses
 
 
 def check_not_crossed(graph: OutputGraph, samples: Samples, output: Tensor, name: str) -> None:
@@ -421,11 +415,9 @@ def _gradients(graph: OutputGraph, values: Tensor, own: list[Tensor]) -> list[Te
     """The gradients of samples' losses, by the parameters of each."""
     if values.ndim == 1:
         return _reverse.vjp(graph, [values], [None], inputs=own)
-    numbers = values.shape[1]
-    each = torch.eye(numbers, dtype=values.dtype, device=values.device)
-    each = each.unsqueeze(1).expand(-1, *values.shape)
+    numbers, units = values.shape[1], _factors.units([values])
     [(*_, stacked)] = _reverse.vjps(
-        graph, [values], lambda *_: [each], numbers, chunk_size=numbers, inputs=own
+        graph, [values], lambda *_: units, numbers, chunk_size=numbers, inputs=own
     )
     return [gradients.transpose(0, 1) for gradients in stacked]
 

@@ -386,9 +386,13 @@ def cross_hvp(
         )
         if checkpoint is not False or where.layout is not None:
             gradient = _nodes.without_values(gradient)
-        inputs = graph.leaves[:split]
         products = _reverse.products(
-            graph, gradient, given.parts, given.number, chunk_size=chunk, inputs=inputs
+            graph,
+            gradient,
+            given.parts,
+            given.number,
+            chunk_size=chunk,
+            inputs=graph.leaves[:split],
         )
         if first.layout is not None:
             products = first.layout.placed(products)
@@ -690,9 +694,6 @@ def _dense(
     *,
     matrix: bool,
     batch_ndim: int,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    has_aux: bool = False,
     **options: Any,
 ) -> tuple[OutputGraph, Sequence[Tensor], Any]:
     """The evaluation of `f`, its gradient by each leaf, and its Hessian as the caller wants it."""
@@ -700,8 +701,7 @@ def _dense(
     where = Where(x)
     _arguments.check_batch(where.tensors, where.names, batch_ndim)
     _reverse.check_fits(where.tensors, where.tensors, batch_ndim, WAY_OUT)
-    both = {"batch_ndim": batch_ndim, "args": args, "kwargs": kwargs, "has_aux": has_aux}
-    with OutputGraph(call(f, where, 2, **both, **options)) as graph:
+    with OutputGraph(call(f, where, 2, batch_ndim=batch_ndim, **options)) as graph:
         gradient = _reverse.gradient(graph, differentiated=True)
         table = _reverse.blocks(graph, gradient, chunk_size=chunk)
         graph.warn_of_zeros([block for row in table for block in row])

@@ -10,6 +10,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import groupby
 from types import CodeType, ModuleType, TracebackType
 
 import torch
@@ -218,27 +219,15 @@ _HANDED_ON = handle_torch_function.__code__
 def seen(codes: Sequence[CodeType]) -> list[int]:
     """The frames of a stack, given outermost first, that are there without a watch."""
     kept: list[int] = []
-    index = 0
-    while index < len(codes):
-        end = index
-        while end < len(codes) and (
-            codes[end] is _HANDED_ON or codes[end].co_filename == _watch.__file__
-        ):
-            end += 1
-        if any(codes[each] is not _HANDED_ON for each in range(index, end)):
-            again = (
-                codes[index] is _HANDED_ON
-                and end < len(codes)
-                and kept
-                and codes[kept[-1]] is codes[end]
-            )
+    between = [code is _HANDED_ON or code.co_filename == _watch.__file__ for code in codes]
+    for is_between, group in groupby(range(len(codes)), between.__getitem__):
+        run = [*group]
+        behind = codes[run[-1] + 1 :]
+        if not is_between or all(codes[index] is _HANDED_ON for index in run):
+            kept += run
+        elif codes[run[0]] is _HANDED_ON and kept and behind and codes[kept[-1]] is behind[0]:
             # PyTorch's function, which handed its call to the watch, and was called by it
-            if again:
-                kept.pop()
-            index = end
-        else:
-            kept.append(index)
-            index += 1
+            kept.pop()
     return kept
 
 

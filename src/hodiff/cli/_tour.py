@@ -11,6 +11,7 @@ import argparse
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,19 +45,19 @@ def run(options: argparse.Namespace) -> int:
 
 def second_order(screen: Screen) -> None:
     """A copied program for "higher-order gradients", and what it should have printed."""
-    screen.heading(
-        '1  A "second-order gradient" by retain_graph, as often copied: y = x**2, z = y**2, '
+    print(
+        '\n1  A "second-order gradient" by retain_graph, as often copied: y = x**2, z = y**2, '
         "at x = 2"
     )
-    x = torch.tensor([2.0], requires_grad=True, dtype=DOUBLE)
+    x: Any = torch.tensor([2.0], requires_grad=True, dtype=DOUBLE)
     y = x**2
     z = y**2
     z.backward(retain_graph=True)
-    screen.compare("z.backward(retain_graph=True); x.grad     4 x^3", written(x).item(), 32, 0)
-    written(x).zero_()
+    screen.compare("z.backward(retain_graph=True); x.grad     4 x^3", x.grad.item(), 32, 0)
+    x.grad.zero_()
     y.backward(retain_graph=True)
     screen.compare(
-        "x.grad.zero_(); y.backward(); x.grad     2 x", written(x).item(), 4, 0, "y', not z''"
+        "x.grad.zero_(); y.backward(); x.grad     2 x", x.grad.item(), 4, 0, "y', not z''"
     )
     second: Tensor = hodiff.nth_derivative(lambda x: (x**2) ** 2, x, 2)
     screen.check("hodiff.nth_derivative(z, x, 2)           12 x^2", second.item(), 48, 1e-12)
@@ -102,7 +103,7 @@ def data() -> tuple[str, Tensor, Tensor]:
 
 def parameters(screen: Screen, source: str, model: nn.Module, loss: Loss) -> None:
     """Second and third derivatives in the parameters, and two of PyTorch's own routes to each."""
-    screen.heading(f"2  A classifier of {source}")
+    print(f"\n2  A classifier of {source}")
     print("   relative errors, against central differences of loss.backward(), in float64")
     vector = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
     length = distance(vector)
@@ -190,7 +191,7 @@ def by_hand(model: nn.Module, loss: Loss, vector: Named) -> tuple[Named, Named]:
 
 def graphs(screen: Screen, model: nn.Module, loss: Loss) -> None:
     """Bytes alive before and after a product, given the function and given its value."""
-    screen.heading("3  Who builds the graph owns it: bytes of tensors alive")
+    print("\n3  Who builds the graph owns it: bytes of tensors alive")
     vector = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
     result = sum(part.nbytes for part in vector.values())  # a product is as large as its vector
     with _settings.on(LiveBytes()) as live:
@@ -222,16 +223,9 @@ def graphs(screen: Screen, model: nn.Module, loss: Loss) -> None:
         screen.check("tensor: after that, the value alone", live.now, value.nbytes, 0, "freed")
 
 
-def gradients(model: nn.Module) -> Named:
+def gradients(model: Any) -> Named:
     """The gradients that `backward()` left in the parameters."""
-    return {name: written(parameter) for name, parameter in model.named_parameters()}
-
-
-def written(leaf: Tensor) -> Tensor:
-    """The gradient that `backward()` left in a leaf."""
-    if leaf.grad is None:
-        raise RuntimeError("backward() wrote no gradient.")
-    return leaf.grad
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def inner(a: Named, b: Named) -> Tensor:
@@ -264,10 +258,6 @@ class Screen:
 
     def __init__(self) -> None:
         self.passed = self.failed = 0
-
-    def heading(self, text: str) -> None:
-        """A line of text after an empty one."""
-        print(f"\n{text}")
 
     def check(
         self, label: str, got: float, expected: float, tolerance: float, remark: str = ""

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, final, overload
+from typing import Any, Literal, TypedDict, Unpack, final, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from hodiff._core._graph import OutputGraph
 from hodiff._core._modules import Selection
 from hodiff._core._tree import Leaves
 from hodiff._core._where import Where
+from hodiff.calculus._first import ByName, T
 from hodiff.curvature._data_operator import check_stack
 from hodiff.curvature._krylov import listed, norms
 from hodiff.curvature._links import CallSite, Chain, ImplicitSystem, told
@@ -30,8 +31,6 @@ from hodiff.errors import InputError
 
 __all__ = ["argmin", "fixed_point", "root"]
 
-V = TypeVar("V")
-ByName = dict[str, Tensor]
 AnySystem = Literal["gmres", "neumann"]
 """The methods for systems that are not symmetric."""
 Function = Callable[..., Any]
@@ -68,8 +67,8 @@ def argmin(
 
 @overload
 def argmin(
-    f: Function, x_star: V, *, method: Method = "cg", **options: Unpack[SolutionOptions]
-) -> V: ...
+    f: Function, x_star: T, *, method: Method = "cg", **options: Unpack[SolutionOptions]
+) -> T: ...
 
 
 def argmin(
@@ -202,8 +201,8 @@ def root(
 
 @overload
 def root(
-    F: Function, x_star: V, *, method: AnySystem = "gmres", **options: Unpack[SolutionOptions]
-) -> V: ...
+    F: Function, x_star: T, *, method: AnySystem = "gmres", **options: Unpack[SolutionOptions]
+) -> T: ...
 
 
 def root(
@@ -308,8 +307,8 @@ def fixed_point(
 
 @overload
 def fixed_point(
-    g: Function, x_star: V, *, method: AnySystem = "gmres", **options: Unpack[SolutionOptions]
-) -> V: ...
+    g: Function, x_star: T, *, method: AnySystem = "gmres", **options: Unpack[SolutionOptions]
+) -> T: ...
 
 
 def fixed_point(
@@ -583,8 +582,7 @@ class Problem:
         if not all(map(math.isfinite, sizes)) and not bool(r.isfinite().all()):
             lost = told(~r.isfinite().all(-1).reshape(space.batch))
             raise InputError(f"{self.kind}: {WHAT[self.kind]} is not finite at x_star{lost}.")
-        if not bool(x.all()):
-            x = torch.where(x.any(-1, keepdim=True), x, 1)
+        x = torch.where(x.any(-1, keepdim=True), x, 1)
         with _settings.grad_mode(False):
             image = system.operator._times(x)  # of a linear problem, the residual at zero
         scales = listed(norms(image.reshape(r.shape)))

@@ -7,7 +7,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,12 @@ from hodiff._core import _arguments, _nodes, _reverse, _settings, _tree
 from hodiff._core._call import Call, call, tag_of
 from hodiff._core._graph import OutputGraph, detached
 from hodiff._core._modules import Selection
-from hodiff._core._tree import memory_of
 from hodiff._core._where import Where
+from hodiff.calculus._first import ByName, T
 from hodiff.curvature._operator import normal
 from hodiff.errors import GraphError, InputError
 from hodiff.rules import Rule, kept, stepped, taken
 
-V = TypeVar("V")
-ByName = dict[str, Tensor]
 AnyRule = Rule | Callable[[Any, Any, Any, int], tuple[Any, Any]]
 """A rule of `hodiff.rules`, or a function with its signature."""
 Inner = Callable[..., Any]
@@ -70,25 +68,25 @@ def unroll(
 @overload
 def unroll(
     f: Inner,
-    where: V,
+    where: T,
     rule: AnyRule,
     steps: Count,
     *,
     return_state: Literal[False] = False,
     **options: Unpack[UnrollOptions],
-) -> V: ...
+) -> T: ...
 
 
 @overload
 def unroll(
     f: Inner,
-    where: V,
+    where: T,
     rule: AnyRule,
     steps: Count,
     *,
     return_state: Literal[True],
     **options: Unpack[UnrollOptions],
-) -> tuple[V, Any]: ...
+) -> tuple[T, Any]: ...
 
 
 def unroll(
@@ -207,7 +205,8 @@ def unroll(
         _nodes.mark_results(now.params)
     else:
         now = inner.run(now, batches, record=False)
-    result = parsed.result(_apart(now.params, parsed.tensors))
+    # A rule may give back what it was given: results share no memory with the user's.
+    result = parsed.result(_reverse.unaliased(now.params, parsed.tensors))
     if not return_state:
         return result
     return result, (now.step, kept(now.state, rules, parsed.tree) if rules else now.state)
@@ -252,7 +251,6 @@ def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
             f"rule: got {what}; expected a rule such as hodiff.rules.SGD(lr=0.1), or a function "
             f"(params, grads, state, step) -> (params, state)."
         )
-    tree, given = where.tree, rule
 
     def update(
         params: list[Tensor], grads: list[Tensor | None], state: Any, step: int
@@ -260,23 +258,15 @@ def _update(rule: Any, rules: list[Rule], where: Where) -> Update:
         whole = [
             torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)
         ]
-        updated = given(where.result(params), where.result(whole), state, step)
+        updated = rule(where.result(params), where.result(whole), state, step)
         if not isinstance(updated, tuple) or len(updated) != 2:
             raise InputError(f"rule returned {_arguments.kind(updated)}, expected (params, state).")
-        different = _tree.difference(tree, _tree.flatten(updated[0])[2], "params")
+        different = _tree.difference(where.tree, _tree.flatten(updated[0])[2], "params")
         if different:
             raise InputError(f"rule returned parameters unlike where: {different}.")
-        return _tree.leaves_like(tree, updated[0]), updated[1]
+        return _tree.leaves_like(where.tree, updated[0]), updated[1]
 
     return update
-
-
-def _apart(params: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
-    """The parameters, copied where a rule gave back what it was given,
-    so that they share no memory with the user's.
-    """
-    taken = {memory_of(tensor) for tensor in theirs}
-    return [p.clone() if memory_of(p) in taken else p for p in params]
 
 
 # --- checkpoints for `unroll`: a segment of steps keeps its start, and is taken again in the
@@ -431,11 +421,8 @@ def _tensors(state: Any) -> list[Tensor]:
 
 def _replaced(state: Any, tensors: Sequence[Tensor]) -> Any:
     """A state with other tensors in place of its own."""
-    leaves, _, tree = _tree.flatten(state)
     new = iter(tensors)
-    return _tree.rebuild(
-        tree, iter([next(new) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-    )
+    return _tree.tree_map(lambda leaf: next(new) if isinstance(leaf, Tensor) else leaf, state)
 
 
 # --- the steps of an inner optimization, on flat lists of tensors: a gradient by the road, and the
@@ -483,8 +470,7 @@ class UnrolledSteps:
             given._replace(what=_under(mode, given.what)) for given in (self._recorded, self._plain)
         )
         other._update = _under(mode, self._update)
-        if isinstance(mode, CaptureInputs):
-            other._met = mode
+        other._met = mode if isinstance(mode, CaptureInputs) else None
         return other
 
     def resume(self, state: Any) -> Progress:
@@ -625,29 +611,23 @@ class CaptureInputs(TorchFunctionMode):
         kwargs = kwargs or {}
         for value in (*args, *kwargs.values()):
             for item in _tree.flatten(value)[0]:
-                if isinstance(item, Tensor):
-                    self._look(item)
+                known = id(item) in self._inside or id(item) in self.tensors
+                if isinstance(item, Tensor) and item.requires_grad and not known:
+                    self.tensors[id(item)] = item
+                    self._new.append(item)
         result = func(*args, **kwargs)
         for item in _tree.flatten(result)[0]:
             if isinstance(item, Tensor) and id(item) not in self.tensors:
                 self._inside[id(item)] = item
         return result
 
-    def _look(self, tensor: Tensor) -> None:
-        key = id(tensor)
-        if key not in self._inside and key not in self.tensors and tensor.requires_grad:
-            self.tensors[key] = tensor
-            self._new.append(tensor)
-
 
 class SubstituteInputs(TorchFunctionMode):
-    """A context in which operations get stand-ins for some tensors."""
+    """A context in which operations get stand-ins for some tensors, which live longer than it."""
 
     def __init__(self, tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> None:
         super().__init__()
-        self._pairs = {
-            id(tensor): (tensor, other) for tensor, other in zip(tensors, stand_ins, strict=True)
-        }
+        self._stand_ins = dict(zip(map(id, tensors), stand_ins, strict=True))
         self._made: dict[int, weakref.ref[Tensor]] = {}
 
     def __torch_function__(
@@ -666,8 +646,7 @@ class SubstituteInputs(TorchFunctionMode):
         return result
 
     def _other(self, value: Any) -> Any:
-        pair = self._pairs.get(id(value)) if isinstance(value, Tensor) else None
-        return value if pair is None else pair[1]
+        return self._stand_ins.get(id(value), value)
 
     def made(self, tensor: Tensor) -> bool:
         """Whether a tensor without a graph was made inside."""

@@ -127,7 +127,11 @@ def _shard_again(met: dict[Any, Any], before: BaseException | None) -> None:
         and error is not None
         and _messages.kind_of(error) == "storage freed"
     ):
-        raise freed_in_loop() from error
+        raise GraphError.about(
+            "a second pass through a model under fully_shard needs parameters that the first pass "
+            "has freed. Call model.set_reshard_after_backward(False) before the model runs; "
+            "twice_differentiable() shards it again when it closes."
+        ) from error
     named = {p: name for model in reversed(met) for name, p in model.named_parameters()}
     left = [(name, p) for p, name in named.items() if type(p) in (torch.Tensor, torch.nn.Parameter)]
     parts = [part for model in met for part in model.modules() if hasattr(part, "reshard")]
@@ -148,12 +152,3 @@ def _shard_again(met: dict[Any, Any], before: BaseException | None) -> None:
             "and whatever else runs the model, before the penalty, and call backward() once, "
             "on their sum."
         )
-
-
-def freed_in_loop() -> GraphError:
-    """The error for a second pass of the user's own that needs such parameters."""
-    return GraphError.about(
-        "a second pass through a model under fully_shard needs parameters that the first pass has "
-        "freed. Call model.set_reshard_after_backward(False) before the model runs; "
-        "twice_differentiable() shards it again when it closes."
-    )

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, final
 
@@ -76,6 +76,19 @@ class AttentionForm:
         # PyTorch's kernel multiplies the -inf of a causal mask by the scale, too: NaN if negative.
         fused = q.device.type == CPU and q.shape[3] == v.shape[3] and factor > 0
         return cls(factor, causal, fused, mask_varies)
+
+    def curvature(self, *given: Any) -> Tensors:
+        """The gradients of the first ones by plain operations, in one piece."""
+        q, k, v, mask, g, _, *cotangents = given
+        every, rows = slice(None), slice(0, q.shape[2])
+        piece = Piece(self, every, every, rows, k.shape[2], _vectors.sum_dtype(q.dtype))
+        by_q, by_k, by_v, by_mask, by_g = _second(piece, (q, k, v, mask, g, None), cotangents)
+        by_q, by_g = (piece.apart(x).flatten(1, 2).to(q.dtype) for x in (by_q, by_g))
+        if not self.mask_varies:
+            return by_q, by_k.to(q.dtype), by_v.to(q.dtype), None, by_g
+        part = piece.apart(by_mask)
+        by_mask = part.sum_to_size(piece.of_mask(mask, k.shape[1]).shape).reshape(mask.shape)
+        return by_q, by_k.to(q.dtype), by_v.to(q.dtype), by_mask.to(q.dtype), by_g
 
 
 @final
@@ -277,12 +290,9 @@ class Attention(Chunked):
                 scale=form.scale,
             )
         if q.device.type != CPU:
-            options: Any = {
-                "is_causal": form.causal,
-                "scale": form.scale,
-                "enable_gqa": q.shape[1] != k.shape[1],
-            }
-            return F.scaled_dot_product_attention(q, k, v, mask, **options), q.new_empty(0)
+            grouped = q.shape[1] != k.shape[1]
+            rest = {"is_causal": form.causal, "scale": form.scale, "enable_gqa": grouped}
+            return F.scaled_dot_product_attention(q, k, v, mask, **rest), q.new_empty(0)
 
         def rows(piece: Piece) -> Tensors:
             K, V = (piece.of_keys(x).to(piece.dtype) for x in (k, v))
@@ -305,8 +315,6 @@ class Attention(Chunked):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The first derivative, from what was kept."""
-        if cotangents[0] is None:
-            return (None,) * 5
         q, k, v, mask, out, rows = ctx.saved_tensors
         return (
             *AttentionGradient.apply(q, k, v, mask, cotangents[0], out.detach(), rows, ctx.form),
@@ -331,8 +339,8 @@ class AttentionGradient(Chunked):
         (`_versions.rounds_rows`) or none.
         """
         q, k, v, mask, g, out, rows, form = given
-        if form.fused and not form.mask_varies and not bool((rows.abs() > _versions.LARGEST).any()):
-            bias = _additive(mask, q, k)
+        fused = form.fused and not form.mask_varies
+        if fused and rows is not None and not bool((rows.abs() > _versions.LARGEST).any()):
             made = _chunked.fused_attention_backward(
                 g,
                 *_laid_out(q, k, v),
@@ -340,7 +348,7 @@ class AttentionGradient(Chunked):
                 rows,
                 0.0,
                 form.causal,
-                attn_mask=bias,
+                attn_mask=_additive(mask, q, k),
                 scale=form.scale,
             )
             return *made, None
@@ -379,31 +387,13 @@ class AttentionCurvature(Chunked):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The gradient by plain operations, so that every further derivative is right."""
         with _settings.autocast(ctx.saved_tensors[0].device.type):
-            return (*_chunked.pulled_back(_whole(ctx.form), ctx.saved_tensors, cotangents), None)
+            return (*_chunked.pulled_back(ctx.form.curvature, ctx.saved_tensors, cotangents), None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """The tangent by plain operations, too."""
         with _settings.autocast(ctx.saved_tensors[0].device.type):
-            return _chunked.pushed(_whole(ctx.form), ctx.saved_tensors, tangents)
-
-
-def _whole(form: AttentionForm) -> Callable[..., Tensors]:
-    """The gradients of the first ones by plain operations, in one piece."""
-
-    def gradients(*given: Any) -> Tensors:
-        q, k, v, mask, g, _, *cotangents = given
-        every, rows = slice(None), slice(0, q.shape[2])
-        piece = Piece(form, every, every, rows, k.shape[2], _vectors.sum_dtype(q.dtype))
-        by_q, by_k, by_v, by_mask, by_g = _second(piece, (q, k, v, mask, g, None), cotangents)
-        by_q, by_g = (piece.apart(x).flatten(1, 2).to(q.dtype) for x in (by_q, by_g))
-        if not form.mask_varies:
-            return by_q, by_k.to(q.dtype), by_v.to(q.dtype), None, by_g
-        part = piece.apart(by_mask)
-        by_mask = part.sum_to_size(piece.of_mask(mask, k.shape[1]).shape).reshape(mask.shape)
-        return by_q, by_k.to(q.dtype), by_v.to(q.dtype), by_mask.to(q.dtype), by_g
-
-    return gradients
+            return _chunked.pushed(ctx.form.curvature, ctx.saved_tensors, tangents)
 
 
 @final
@@ -426,11 +416,9 @@ class AttentionTangent(Chunked):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The gradient: by the arguments the second derivative again; linear in the tangents."""
         q, k, v, mask, out, *tangents = ctx.saved_tensors
-        if cotangents[0] is None:
-            return (None,) * 10
-        form = replace(ctx.form, fused=False)
-        made = AttentionCurvature.apply(q, k, v, mask, cotangents[0], out, *tangents, form)[:4]
-        along = AttentionGradient.apply(q, k, v, mask, cotangents[0], out, None, form)
+        given = q, k, v, mask, cotangents[0], out
+        made = AttentionCurvature.apply(*given, *tangents, ctx.form)[:4]
+        along = AttentionGradient.apply(*given, None, ctx.form)
         pairs = zip(along, tangents, strict=True)
         return *made, None, *(None if t is None else by for by, t in pairs), None
 
@@ -479,9 +467,9 @@ def attention(
         wrong = attn_mask is not None and attn_mask.ndim < 2  # PyTorch's matrix products take it
         if not any(map(_chunked.varies, given)) or traced or wrong or _first_is_enough(query):
             return F.scaled_dot_product_attention(*given, dropout_p, is_causal, **rest)
-        prepared = None
-        if _chunked.served(*given) and not dropout_p and not (is_causal and attn_mask is not None):
-            prepared = _prepared(_cast(given), enable_gqa)
+        usual = not dropout_p and not (is_causal and attn_mask is not None)
+        ours = usual and _chunked.served(*given)
+        prepared = _prepared(_cast(given), enable_gqa) if ours else None
         if prepared is None:
             return _plainly(*given, dropout_p, is_causal, **rest)
         *arguments, lead = prepared
@@ -499,7 +487,8 @@ def attention_along(
     enable_gqa: bool = False,
 ) -> Any:
     """The result and its tangent; NotImplemented where plain operations are as good."""
-    if dropout_p or (is_causal and given[3] is not None) or not _chunked.served(*given, *tangents):
+    unusual = dropout_p or (is_causal and given[3] is not None) or _call.tangents()
+    if unusual or not _chunked.served(*given, *tangents):
         return NotImplemented
     prepared = _prepared(given, enable_gqa)
     if prepared is None:

@@ -172,8 +172,6 @@ class BlockFunction(_chunked.Chunked):
         """The gradient, by a block."""
         tensors = ctx.saved_tensors
         given = [number for number, u in enumerate(cotangents) if u is not None]
-        if not given:
-            return (None,) * (len(tensors) + 1)
         form = Pullback(ctx.form, len(tensors), given)
         return (*BlockFunction.apply(*tensors, *(cotangents[n] for n in given), form), None)
 
@@ -482,7 +480,7 @@ class Blocks:
         items, _, tree = _tree.flatten(value)
         theirs = dict(zip(map(id, views), arguments, strict=True))
         items = [theirs.get(id(x), x) for x in items]
-        value = items[0] if tree is None else _tree.rebuild(tree, iter(items))
+        value = _tree.rebuild(tree, iter(items))
         outputs = run.returns(items, arguments)
         plain = all(type(x) in _chunked.PLAIN for x in [*arguments, *outputs])
         if not outputs or not plain or _call.is_followed():  # by forward mode, say
@@ -497,8 +495,7 @@ class Blocks:
         told = _refusals.of_a_block(graph, tensors, context)  # by one look at the graph
         form = BlockForm(again, len(arguments), [outputs], *told, context.call.order)
         made = dict(zip(map(id, outputs), BlockFunction.apply(*tensors, form), strict=True))
-        results = [made.get(id(x), x) for x in items]
-        return results[0] if tree is None else _tree.rebuild(tree, iter(results))
+        return _tree.rebuild(tree, iter([made.get(id(x), x) for x in items]))
 
 
 def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
@@ -523,9 +520,8 @@ def in_blocks(f: Any, where: Where, checkpoint: Any) -> Any:
             f'checkpoint: got {kind(checkpoint)}, expected True, False, or names: "layers.*".'
         )
     f = as_called(f)
-    roots = [each.module for each in where.module_slices]
+    roots = [as_called(each.module) for each in where.module_slices]
     roots += [f] if isinstance(f, nn.Module) else []
-    roots = [*map(as_called, roots)]
     modules = {name: part for root in roots for name, part in root.named_modules() if name}
     named = {part: name for name, part in modules.items() if fnmatchcase(name, checkpoint)}
     lists = [part for part in named if isinstance(part, (nn.ModuleList, nn.ModuleDict))]
@@ -607,16 +603,11 @@ class Tangents:
                 if _messages.kind_of(error) != "no forward mode":
                     raise
                 self._forward = False
-        at = [n for n, v in enumerate(vectors) if v is not None]
-        cotangents = [torch.ones_like(output, requires_grad=True) for output in outputs]
-        pulled = _reverse.transposed_product(self._graph, [*outputs], cotangents)
-        chosen, given = [pulled[n] for n in at], [v for v in vectors if v is not None]
-        return _reverse.products(
-            self._graph, chosen, given, None, chunk_size=None, inputs=cotangents
-        )
+        pairs = zip(self._graph.leaves, vectors, strict=True)
+        whole = [torch.zeros_like(leaf) if v is None else v for leaf, v in pairs]
+        return _reverse.jvp(self._graph, [*outputs], whole, None, chunk_size=None)
 
     def _pushed(self, vectors: Sequence[Tensor | None], first: Tensors) -> list[Tensor]:
-        leaves = self._graph.leaves
         # Checkpoints, which forward mode needs none of (and re-entrant ones do not know), are
         # entered as they are.
         with (
@@ -625,10 +616,9 @@ class Tangents:
             _settings.on(_NoTangents()),
             Scope(partial(_within, _INSIDE)),
         ):
-            call = context.call
-            context.call = call._replace(what=call.what.inside())
+            context.call = context.call._replace(what=context.call.what.inside())
             with self._random.replayed(), Scope(_level):
-                given = zip((leaf.detach() for leaf in leaves), vectors, strict=True)
+                given = zip((leaf.detach() for leaf in self._graph.leaves), vectors, strict=True)
                 duals = [x if v is None else forward_ad.make_dual(x, v) for x, v in given]
                 outputs = _tree.flatten(context.at(duals))[0]
                 pairs = [forward_ad.unpack_dual(output) for output in outputs]

@@ -103,13 +103,15 @@ def _stacked(
 
 
 def _by_sample(derivative: Callable[..., Any]) -> Callable[..., Any]:
-    """A derivative that runs by sample below `is_grads_batched`, which has few rules.
+    """A derivative of something; below `is_grads_batched`, which has few rules, it runs by sample.
 
     The level is looked for: the thread of a pass does not know it. A tensor that is not of a level
     gets an expanded dimension there, of the size that is asked for: 0.
     """
 
     def call(ctx: Any, *given: Any) -> Any:
+        if all(x is None for x in given):
+            return (None,) * len(ctx.needs_input_grad)
         batched = next(filter(is_in_a_batch_of_passes, given), None)
         if batched is None:
             return derivative(ctx, *given)

@@ -8,14 +8,15 @@ by *z* and \(a\, p^\top u - t^\top u\) by *g*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from hodiff._core import _kernels, _versions
+from hodiff._core import _call, _kernels, _versions
 from hodiff.memory import _chunked
 from hodiff.memory._chunked import Chunked, Tensors
 
@@ -35,6 +36,13 @@ class CrossEntropyForm:
 
     smoothing: float
     ignored: int
+
+    def curvature(self, z: Tensor, target: Tensor, weight: Any, _: Any, g: Any, u: Any) -> Tensors:
+        """The gradients of the first one by plain operations, in one piece."""
+        targets = Targets(self, target, weight, z.dtype)
+        p = targets.counted(z).softmax(1)
+        inner, total = (p * u).sum(1, keepdim=True), targets.total(z.shape[1])
+        return total * targets.counted(g) * p * (u - inner), total * inner - targets.along(u)
 
 
 class Targets(NamedTuple):
@@ -121,28 +129,14 @@ def _pieces(z: Tensor) -> Iterator[_Piece]:
             yield slice(first, first + n), slice(None), slice(start, start + length)
 
 
-class _Rows(NamedTuple):
+def _taken(
+    piece: _Piece, form: CrossEntropyForm, z: Tensor, target: Tensor, weight: Any, *rest: Tensor
+) -> tuple[Tensor, Targets, list[Tensor]]:
     """Logits of some rows, with what belongs to them."""
-
-    logits: Tensor
-    targets: Targets
-    rest: list[Any]
-
-    @classmethod
-    def of(
-        cls,
-        piece: _Piece,
-        form: CrossEntropyForm,
-        z: Tensor,
-        target: Tensor,
-        weight: Any,
-        *rest: Any,
-    ) -> _Rows:
-        wide = torch.promote_types(z.dtype, torch.float32)
-        at = piece if target.is_floating_point() else (piece[0], piece[2])
-        taken = [None if x is None else x[piece].to(wide) for x in rest]
-        targets = Targets(form, target[at], weight, wide)
-        return cls(targets.counted(z[piece].to(wide)), targets, taken)
+    wide = torch.promote_types(z.dtype, torch.float32)
+    at = piece if target.is_floating_point() else (piece[0], piece[2])
+    targets = Targets(form, target[at], weight, wide)
+    return targets.counted(z[piece].to(wide)), targets, [x[piece].to(wide) for x in rest]
 
 
 @final
@@ -159,7 +153,7 @@ class CrossEntropy(Chunked):
         wide = torch.promote_types(z.dtype, torch.float32)
         sums = z.new_empty(z.shape[0], 2, z.shape[2], dtype=wide)
         for piece in _pieces(z):
-            logits, targets, _ = _Rows.of(piece, form, z, target, weight)
+            logits, targets, _ = _taken(piece, form, z, target, weight)
             largest = logits.amax(1, keepdim=True)
             logits = logits - largest
             total = logits.exp().sum(1, keepdim=True)
@@ -176,8 +170,6 @@ class CrossEntropy(Chunked):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The first derivative, from what was kept."""
-        if cotangents[0] is None:
-            return (None,) * 4
         return (
             CrossEntropyGradient.apply(*ctx.saved_tensors, cotangents[0], ctx.form),
             None,
@@ -203,7 +195,7 @@ class CrossEntropyTangent(Chunked):
         *arguments, along, form = given
         result = arguments[0].new_empty(arguments[3][:, :1].shape)
         for piece in _pieces(arguments[0]):
-            logits, targets, (each, u) = _Rows.of(piece, form, *arguments, along)
+            logits, targets, (each, u) = _taken(piece, form, *arguments, along)
             largest, normal = each.split(1, 1)
             inner = (torch.sub(logits, largest).exp_() * u).sum(1, keepdim=True) / normal
             result[piece] = targets.total(logits.shape[1]) * inner - targets.along(u)
@@ -212,17 +204,10 @@ class CrossEntropyTangent(Chunked):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The gradient: by the logits the second derivative; linear in the tangent."""
-        if cotangents[0] is None:
-            return (None,) * 6
         *arguments, along = ctx.saved_tensors
         given = (*arguments, cotangents[0])
         by_z = CrossEntropyCurvature.apply(*given, along, ctx.form)[0]
         return by_z, None, None, None, CrossEntropyGradient.apply(*given, ctx.form), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        """The tangents of this one, by plain operations."""
-        return _chunked.pushed(_along_whole(ctx.form), ctx.saved_tensors, tangents)[0]
 
 
 @final
@@ -235,7 +220,7 @@ class CrossEntropyGradient(Chunked):
         z, target, weight, sums, g, form = given
         result = torch.empty_like(z)
         for piece in _pieces(z):
-            logits, targets, (each, part) = _Rows.of(piece, form, z, target, weight, sums, g)
+            logits, targets, (each, part) = _taken(piece, form, z, target, weight, sums, g)
             part = targets.counted(part)
             largest, total = each.split(1, 1)
             p = torch.sub(logits, largest).exp_().mul_(targets.total(z.shape[1]) * part / total)
@@ -245,8 +230,6 @@ class CrossEntropyGradient(Chunked):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The second derivative, from what was kept."""
-        if cotangents[0] is None:
-            return (None,) * 6
         by_z, by_g = CrossEntropyCurvature.apply(*ctx.saved_tensors, cotangents[0], ctx.form)
         return by_z, None, None, None, by_g, None
 
@@ -256,13 +239,12 @@ class CrossEntropyGradient(Chunked):
         linear in the cotangent.
         """
         *arguments, g = ctx.saved_tensors
-        made: Any = None
+        parts: list[Any] = []
         if tangents[0] is not None:
-            made = CrossEntropyCurvature.apply(*arguments, g, tangents[0], ctx.form)[0]
+            parts += CrossEntropyCurvature.apply(*arguments, g, tangents[0], ctx.form)[:1]
         if tangents[4] is not None:
-            moved = CrossEntropyGradient.apply(*arguments, tangents[4], ctx.form)
-            made = moved if made is None else made + moved
-        return made
+            parts += [CrossEntropyGradient.apply(*arguments, tangents[4], ctx.form)]
+        return reduce(torch.add, parts)
 
 
 @final
@@ -275,7 +257,7 @@ class CrossEntropyCurvature(Chunked):
         z, target, weight, sums, g, u, form = given
         by_z, by_g = torch.empty_like(z), torch.empty_like(g)
         for piece in _pieces(z):
-            rows = _Rows.of(piece, form, z, target, weight, sums, g, u)
+            rows = _taken(piece, form, z, target, weight, sums, g, u)
             logits, targets, (each, part, along) = rows
             largest, normal = each.split(1, 1)
             p = torch.sub(logits, largest).exp_()
@@ -287,35 +269,12 @@ class CrossEntropyCurvature(Chunked):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """The gradient by plain operations, so that every further derivative is right."""
-        return (*_chunked.pulled_back(_whole(ctx.form), ctx.saved_tensors, cotangents), None)
+        return (*_chunked.pulled_back(ctx.form.curvature, ctx.saved_tensors, cotangents), None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """The tangent by plain operations, too."""
-        return _chunked.pushed(_whole(ctx.form), ctx.saved_tensors, tangents)
-
-
-def _along_whole(form: CrossEntropyForm) -> Callable[..., Tensors]:
-    """The derivative along a tangent by plain operations, in one piece."""
-
-    def tangent(z: Tensor, target: Tensor, weight: Any, _: Any, u: Any) -> Tensors:
-        targets = Targets(form, target, weight, z.dtype)
-        inner = (targets.counted(z).softmax(1) * u).sum(1, keepdim=True)
-        return (targets.total(z.shape[1]) * inner - targets.along(u),)
-
-    return tangent
-
-
-def _whole(form: CrossEntropyForm) -> Callable[..., Tensors]:
-    """The gradients of the first one by plain operations, in one piece."""
-
-    def gradients(z: Tensor, target: Tensor, weight: Any, _: Any, g: Any, u: Any) -> Tensors:
-        targets = Targets(form, target, weight, z.dtype)
-        p = targets.counted(z).softmax(1)
-        inner, total = (p * u).sum(1, keepdim=True), targets.total(z.shape[1])
-        return total * targets.counted(g) * p * (u - inner), total * inner - targets.along(u)
-
-    return gradients
+        return _chunked.pushed(ctx.form.curvature, ctx.saved_tensors, tangents)
 
 
 @final
@@ -436,7 +395,7 @@ def cross_entropy_along(
     label_smoothing: float = 0.0,
 ) -> Any:
     """The result and its tangent; NotImplemented where plain operations are as good."""
-    if not _is_ours(logits, target, weight, ignore_index):
+    if _call.tangents() or not _is_ours(logits, target, weight, ignore_index):
         return NotImplemented
     (z, t), along = _three(logits, target), tangent.reshape(_three(logits, target)[0].shape)
     form = CrossEntropyForm(label_smoothing, ignore_index)

@@ -260,6 +260,19 @@ def test_jet_takes_the_statistics_of_a_batch():
         hodiff.divergence(f, x)
 
 
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("name", ["attention, causal", "cross_entropy"])
+def test_forward_mode_goes_through_it(name):
+    f, shapes = CASES[name]
+    points = given(shapes)
+    loss = lambda x: loss_of(f)(*(x.squeeze() * point for point in points)).view(1, 1)
+    slope = lambda x: hodiff.divergence(loss, x)
+    x, one = torch.tensor([[0.7]], dtype=D), torch.ones(1, 1, dtype=D)
+    _, found = torch.func.jvp(slope, (x,), (one,))
+    expected = first_difference(lambda h: slope(x + h), 1e-3)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
 def test_a_layer_that_is_called_twice(monkeypatch):
     monkeypatch.setattr(_attention, "LEAST", 0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).double()

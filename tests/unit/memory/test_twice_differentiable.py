@@ -847,3 +847,31 @@ def test_autocast_leaves_float64_alone(closed: None) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = hodiff.hvp(f, q, torch.ones_like(q))
     assert found.dtype == D and relative_error(found, expected) <= 1e-12
+
+
+class Stopped(torch.autograd.Function):
+    """A Function whose backward has nothing to give."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize("f", [block, lambda x: F.cross_entropy(x[0, 0], torch.arange(6) % 4)])
+def test_a_pass_that_stops_behind_it(f: Callable[[Tensor], Tensor]) -> None:
+    """Behind the value, and behind the gradient: nothing reaches it, by a pass and in a transform."""
+    x = given().requires_grad_()
+    beside = lambda x: Stopped.apply(f(x)).sum() + x.square().sum()
+    with hodiff.twice_differentiable():
+        (slope,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+        for value in (beside(x), Stopped.apply(slope).sum() + x.square().sum()):
+            (got,) = torch.autograd.grad(value, x)
+            assert torch.equal(got, 2 * x)
+        assert torch.equal(torch.func.grad(beside)(x.detach()), 2 * x)
