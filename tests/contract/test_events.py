@@ -553,6 +553,8 @@ ENTERED: dict[str, Call] = {
     "sparse/_tracer.py: Counted(_watch)": CALLS["sparse_hessian, module in f"],
     "sparse/_tracer.py: Scope(enter)": CALLS["sparse_hessian, module in f"],
     "verify/_trace.py: altered": _checked(_hooked),
+    "verify/__init__.py: Scope(partial(_values.ignore, CustomFunctionWarning))": _checked(torch.sin),
+    "verify/__init__.py: Scope(partial(_values.ignore, Warning))": _checked(lambda z: _Wrong.apply(z).sum()),
     "verify/__init__.py: _watched": _checked(lambda z: _Wrong.apply(z).sum()),
     "verify/_trace.py: _Counting": _checked(_cube),
 }  # fmt: skip
@@ -587,7 +589,7 @@ def contexts() -> dict[str, tuple[str, list[str]]]:
                 case ast.Call(
                     func=ast.Name(id="Scope" | "Counted" as kind) | ast.Attribute(attr="Scope" as kind), args=[argument]
                 ):
-                    made = re.findall(r"\w+", ast.unparse(argument))
+                    made = re.findall(r"\w+", ast.unparse(argument).removeprefix("partial("))
                     # A function of another module runs there.
                     at = f"_core/{made[0]}.py" if (ROOT / f"src/hodiff/_core/{made[0]}.py").exists() else file
                     found[f"{file}: {kind}({ast.unparse(argument)})"] = at, [*made, *(f"_{part}" for part in made)]

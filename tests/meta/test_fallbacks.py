@@ -109,6 +109,7 @@ def test_who_asks_what_a_failure_is():
         ("calculus._first", "tall_jacobian"),
         ("calculus._per_sample", "check_not_crossed"),
         ("calculus._per_sample", "_by_samples"),
+        ("curvature._memory", "_number"),
         ("fields._expansions", "_by_samples"),
         ("graph._explain", "note"),
         ("jets._dispatch", "_applied"),

@@ -364,6 +364,4 @@ def loss_recorded(create_graph: bool | None) -> bool:
     """Whether a loss (a penalty, a field) keeps its graph: by default,
     where the caller's grad mode is on.
     """
-    if create_graph is True or create_graph is False:
-        return create_graph
     return torch.is_grad_enabled() if create_graph is None else is_set(create_graph, "create_graph")

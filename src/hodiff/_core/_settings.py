@@ -13,7 +13,6 @@ without need: an interrupt (Ctrl-C) at any moment finds what is to be undone.
 from __future__ import annotations
 
 import gc
-import re
 import sys
 import threading
 import warnings
@@ -223,18 +222,6 @@ def _say_unused(name: str) -> None:
         HodiffWarning,
         stacklevel=3,
     )
-
-
-def ignore(category: type[Warning], undo: Undo, *, module: str = "") -> None:
-    """Leave out a category of warnings.
-
-    `warnings.catch_warnings` would put back what other threads have set meanwhile, and stay where
-    it is interrupted as it ends.
-    """
-    filters: Any = warnings.filters
-    own = ("ignore", None, category, re.compile(module), 0)
-    undo += [lambda: filters.__setitem__(slice(None), [e for e in filters if e is not own])]
-    filters.insert(0, own)
 
 
 def without_collections(undo: Undo) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from hodiff._core import _settings
 from hodiff._core._arguments import is_number, shown
+from hodiff._core._faults import is_fault
 from hodiff._core._settings import DispatchMode
 from hodiff.errors import InputError
 
@@ -40,7 +40,12 @@ def free_bytes(device: torch.device) -> int:
 
 def _number(file: Path, behind: str = "") -> int | None:
     """A number in a file of the system, behind a word; None where it has none."""
-    text = file.read_text("ascii") if os.access(file, os.R_OK) else ""
+    try:
+        text = file.read_text("ascii") if file.exists() else ""
+    except OSError as error:
+        if not is_fault(error):
+            raise
+        text = ""
     number = re.search(rf"{behind}\s*(\d+)", text)
     return None if number is None else int(number[1])
 

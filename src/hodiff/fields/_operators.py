@@ -505,12 +505,9 @@ def second_order_operator(
 
 
 def _factor(c: Any, shape: torch.Size) -> Any:
-    if _arguments.is_number(c):
-        return c
     if not isinstance(c, Tensor):
-        raise InputError(
-            f"c: got {c!r}, expected a finite number, or a tensor that broadcasts to f(x)."
-        )
+        _arguments.check_number(c, "c", more=", or a tensor that broadcasts to f(x)")
+        return c
     _arguments.check_real_tensor(c, "c")
     if c.ndim > len(shape) or any(
         a not in (1, b) for a, b in zip(c.shape[::-1], shape[::-1], strict=False)

@@ -183,7 +183,7 @@ _nodes.HIDING.append(BlockFunction._backward_cls)  # pyright: ignore[reportAttri
 
 
 class _Met(threading.local):
-    """Whose blocks are met in this thread: the last's, each in a list of its own."""
+    """The blocks that are met in this thread: the last ones, each in a list of its own."""
 
     def __init__(self) -> None:
         self.open: list[list[Any]] = [[None]]
@@ -637,7 +637,7 @@ def _level(undo: Undo) -> None:
 
 def _leave_level() -> None:
     # an interrupt may have come before PyTorch counted it, or between its two counts
-    _versions.forward[_versions.LEVEL] = 0
+    setattr(forward_ad, _versions.LEVEL, 0)
     with suppress(RuntimeError):
         forward_ad.exit_dual_level(level=0)
-    _versions.forward[_versions.LEVEL] = -1
+    setattr(forward_ad, _versions.LEVEL, -1)

@@ -27,7 +27,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import eval_frame, exc
 
 import hodiff
-from hodiff._core import _hooks, _settings
+from hodiff._core import _hooks, _settings, _values
 from hodiff._core._faults import interrupts
 from hodiff._core._modules import Selection
 from hodiff._core._settings import Scope, Undo, assign
@@ -81,7 +81,7 @@ def _enter(undo: Undo) -> None:
         assign(undo, logging.getLogger(f"torch.{name}"), {"disabled": True})
     undo += [partial(sys.setrecursionlimit, sys.getrecursionlimit())]  # inductor raises it
     # PyTorch's own calls of what it deprecates, which end a compilation where warnings are errors
-    _settings.ignore(Warning, undo, module=r"torch\b")
+    _values.ignore(Warning, undo, module=r"torch\b")
 
 
 _LOGGERS = (

@@ -196,7 +196,7 @@ def _run(
         ) as context,
         torch.random.fork_rng(),
         _settings.autocast(device),
-        _settings.Scope(partial(_settings.ignore, CustomFunctionWarning)),
+        _settings.Scope(partial(_values.ignore, CustomFunctionWarning)),
     ):
         evaluation = _trace.ScalarEvaluation(context, generator)
         try:
@@ -561,7 +561,7 @@ def _first_wrong(
             [(part * w).sum() for part, w in zip(run(leaves), weights, strict=True)]
         ).sum()
 
-    with _settings.Scope(partial(_settings.ignore, Warning)):
+    with _settings.Scope(partial(_values.ignore, Warning)):
         try:
             generator = torch.Generator().manual_seed(0)
             weights = [draw(each.shape, each, "gaussian", generator) for each in run(point)]
