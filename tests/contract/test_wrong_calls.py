@@ -1219,11 +1219,11 @@ for solution in ("argmin", "root", "fixed_point"):
         r"gradient_tol: got .*, expected a number of at least 0, or None",
     )
 for c, words in (
-    ("word", "c: got 'word', expected a finite number"),
-    ([1.0], r"c: got \[1.0\]"),
+    ("word", "c: got 'word', expected a number, or a tensor"),
+    ([1.0], "c: got a list of 1"),
     (BIG, f"c: got {BIG}"),
     (float("nan"), "c: got nan"),
-    (np.ones(5), "c: got array"),
+    (np.ones(5), "c: got a NumPy array"),
     (torch.ones(2, dtype=D), r"c has shape \(2,\), which does not broadcast to the shape of f\(x\), \(5,\)"),
     (torch.ones(1, 5, dtype=D), r"c has shape \(1, 5\)"),
     (torch.ones(5, dtype=D, device="meta"), "c is on the meta device"),
