@@ -553,8 +553,8 @@ ENTERED: dict[str, Call] = {
     "sparse/_tracer.py: Counted(_watch)": CALLS["sparse_hessian, module in f"],
     "sparse/_tracer.py: Scope(enter)": CALLS["sparse_hessian, module in f"],
     "verify/_trace.py: altered": _checked(_hooked),
-    "verify/__init__.py: Scope(partial(_values.ignore, CustomFunctionWarning))": _checked(torch.sin),
-    "verify/__init__.py: Scope(partial(_values.ignore, Warning))": _checked(lambda z: _Wrong.apply(z).sum()),
+    "verify/__init__.py: Scope(partial(_ignore, CustomFunctionWarning))": _checked(torch.sin),
+    "verify/__init__.py: Scope(partial(_ignore, Warning))": _checked(lambda z: _Wrong.apply(z).sum()),
     "verify/__init__.py: _watched": _checked(lambda z: _Wrong.apply(z).sum()),
     "verify/_trace.py: _Counting": _checked(_cube),
 }  # fmt: skip

@@ -1,5 +1,5 @@
 """Looks at values: derivatives that do not exist, are all zero, or have lost their digits; and the
-warnings that say so, or are left out.
+warnings that say so.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from torch import Tensor
 from hodiff._core import _call, _nodes, _versions
 from hodiff._core._arguments import outside
 from hodiff._core._messages import SMOOTH, STEPS, plain_name
-from hodiff._core._settings import Undo
 from hodiff.errors import HodiffWarning
 
-__all__ = ["ignore", "said", "warn_of_non_finite", "warn_of_zeros"]
+__all__ = ["said", "warn_of_non_finite", "warn_of_zeros"]
 
 
 class Spectrum:
@@ -206,15 +205,3 @@ def _all_zero(tensors: Iterable[Any]) -> bool:
     """Whether plain tensors are; None is."""
     with _versions.without_modes():
         return all(x is None or (type(x) is Tensor and not bool(x.detach().any())) for x in tensors)
-
-
-def ignore(category: type[Warning], undo: Undo, *, module: str = "") -> None:
-    """Leave out a category of warnings.
-
-    `warnings.catch_warnings` would put back what other threads have set meanwhile, and stay where
-    it is interrupted as it ends.
-    """
-    filters: Any = warnings.filters
-    own = ("ignore", None, category, re.compile(module), 0)
-    undo += [lambda: filters.__setitem__(slice(None), [e for e in filters if e is not own])]
-    filters.insert(0, own)

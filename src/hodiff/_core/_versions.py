@@ -39,6 +39,7 @@ from hodiff.errors import HodiffError
 
 __all__ = [
     "LARGEST",
+    "LEVEL",
     "count_below",
     "forward_mode_on",
     "fsdp_groups",

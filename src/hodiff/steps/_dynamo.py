@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import eval_frame, exc
 
 import hodiff
-from hodiff._core import _hooks, _settings, _values
+from hodiff._core import _hooks, _settings
 from hodiff._core._faults import interrupts
 from hodiff._core._modules import Selection
 from hodiff._core._settings import Scope, Undo, assign
@@ -81,7 +82,10 @@ def _enter(undo: Undo) -> None:
         assign(undo, logging.getLogger(f"torch.{name}"), {"disabled": True})
     undo += [partial(sys.setrecursionlimit, sys.getrecursionlimit())]  # inductor raises it
     # PyTorch's own calls of what it deprecates, which end a compilation where warnings are errors
-    _values.ignore(Warning, undo, module=r"torch\b")
+    warned: Any = warnings.filters
+    own = ("ignore", None, Warning, re.compile(r"torch\b"), 0)
+    undo += [lambda: warned.__setitem__(slice(None), [each for each in warned if each is not own])]
+    warned.insert(0, own)
 
 
 _LOGGERS = (

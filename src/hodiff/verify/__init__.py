@@ -196,7 +196,7 @@ def _run(
         ) as context,
         torch.random.fork_rng(),
         _settings.autocast(device),
-        _settings.Scope(partial(_values.ignore, CustomFunctionWarning)),
+        _settings.Scope(partial(_ignore, CustomFunctionWarning)),
     ):
         evaluation = _trace.ScalarEvaluation(context, generator)
         try:
@@ -227,6 +227,18 @@ def _run(
         finally:
             evaluation.attributes.restore()
         return DerivativeReport(dtype, tuple(checks), tuple(causes), tuple(remarks))
+
+
+def _ignore(category: type[Warning], undo: _settings.Undo) -> None:
+    """Leave out a category of warnings.
+
+    `warnings.catch_warnings` would put back what other threads have set meanwhile, and stay where
+    it is interrupted as it ends.
+    """
+    filters: Any = warnings.filters
+    own = ("ignore", None, category, None, 0)
+    undo += [lambda: filters.__setitem__(slice(None), [e for e in filters if e is not own])]
+    filters.insert(0, own)
 
 
 def _warn_of_zeros(evaluation: Any) -> None:
@@ -561,7 +573,7 @@ def _first_wrong(
             [(part * w).sum() for part, w in zip(run(leaves), weights, strict=True)]
         ).sum()
 
-    with _settings.Scope(partial(_values.ignore, Warning)):
+    with _settings.Scope(partial(_ignore, Warning)):
         try:
             generator = torch.Generator().manual_seed(0)
             weights = [draw(each.shape, each, "gaussian", generator) for each in run(point)]
