@@ -504,7 +504,6 @@ def loaded() -> None:
 
 
 ENTERED: dict[str, Call] = {
-    "_core/_locks.py: ThreadClaim": CALLS["LevenbergMarquardt"],
     "_core/_graph.py: OutputGraph": CALLS["hvp, module as point"],
     "_core/_hooks.py: Counted(_watch_hooks)": CALLS["hvp, module as point"],
     "_core/_kernels.py: Counted(_plain_attention)": _entered(lambda: _settings.Scope(_kernels.plain_attention.enter)),
@@ -909,7 +908,7 @@ def test_threads_that_wait_for_each_other_are_told() -> None:
 
 def test_a_claim_that_is_lost_ends_with_its_object() -> None:
     what = object()
-    held = _locks.ThreadClaim(what)
+    held = _settings.owned(what)
     held.__enter__()  # and an interrupt keeps it from its end
     assert what in _locks._claims
     del held

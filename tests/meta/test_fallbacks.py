@@ -112,7 +112,7 @@ def test_who_asks_what_a_failure_is():
         ("curvature._memory", "_number"),
         ("fields._expansions", "_by_samples"),
         ("graph._explain", "note"),
-        ("jets._dispatch", "_applied"),
+        ("jets._dispatch", "_run"),
         ("jets.rules.fallback", "_along"),
         ("sparse._tracer", "Tracer._decomposed"),
         ("steps", "CompiledStep._run"),

@@ -88,7 +88,7 @@ DISCIPLINE = {
     "sparse._tracer._watched": LOCKED,
     "sparse._tracer.decompositions": CACHE,
 }
-"""Every module's state. (That of objects: see `GraphCache`, `LinearOperator._taken`, `ThreadClaim`, `LiveBytes`.)"""
+"""Every module's state. (That of objects: see `GraphCache`, `LinearOperator._taken`, `LiveBytes`.)"""
 
 _MADE = {"RLock", "Lock", "Condition", "Counted", "count", "deque", "defaultdict", "Counter", "ContextVar", "set",
          "WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -236,7 +237,7 @@ def _refused(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 DEFINITIONS: dict[str, Callable[..., Any]] = {
-    **{name: functools.partial(_refused, name) for name in _messages.CONTROL_FLOW},
+    **{name: partial(_refused, name) for name in _messages.CONTROL_FLOW},
     "flex_attention": _versions.plain_flex_attention,
 }
 """What is done in the place of each operator, by its name."""
@@ -263,7 +264,7 @@ def _instead(
 WHILE_CALLS: list[tuple[dict[str, Any], str, Any, Any]] = [
     _versions.telling_where_forward_mode_begins(_call.note_forward_mode),
     *(
-        (vars(each), "dispatch", functools.partial(_instead, each.dispatch, DEFINITIONS[n]), None)
+        (vars(each), "dispatch", partial(_instead, each.dispatch, DEFINITIONS[n]), None)
         for n, each in operators()
     ),
 ]
@@ -406,9 +407,9 @@ def lend_module(module: nn.Module, args: Any) -> None:
 
 
 @functools.lru_cache(1)
-def _hooked(register: Hook, full: Hook, other: Hook) -> tuple[Hook, Hook, Hook, Callable[[], None]]:
-    """The stand-ins for PyTorch's way to give a tensor a hook, and its two for those of modules;
-    the way back.
+def _hooked(register: Hook, full: Hook, other: Hook) -> tuple[Undo, Undo]:
+    """The steps that put stand-ins for PyTorch's way to give a tensor a hook, and for its two of
+    modules; and those back.
     """
 
     def watched(hook: Hook) -> Hook:
@@ -424,11 +425,15 @@ def _hooked(register: Hook, full: Hook, other: Hook) -> tuple[Hook, Hook, Hook, 
     def wrapped(hook: Hook, *module: nn.Module) -> Any:
         return other(watched(hook), *module)
 
-    def restore() -> None:
-        Tensor.register_hook = register
-        modules["BackwardHook"], modules[WRAPPED] = full, other
-
-    return register_hook, of_module, wrapped, restore
+    ways = (register_hook, of_module, wrapped), (register, full, other)
+    ours, theirs = (
+        [
+            partial(setattr, Tensor, "register_hook", of_tensor),
+            partial(modules.update, {"BackwardHook": both, WRAPPED: single}),
+        ]
+        for of_tensor, both, single in ways
+    )
+    return ours, theirs
 
 
 def _watch_hooks(undo: Undo) -> None:
@@ -437,12 +442,10 @@ def _watch_hooks(undo: Undo) -> None:
     A module has gathered its hooks before anybody is told that it is called; then it looks up, by
     name, what runs them.
     """
-    register, full, other, restore = _hooked(
-        Tensor.register_hook, modules["BackwardHook"], modules[WRAPPED]
-    )
-    undo += [restore]
-    Tensor.register_hook = register
-    modules["BackwardHook"], modules[WRAPPED] = full, other
+    ours, theirs = _hooked(Tensor.register_hook, modules["BackwardHook"], modules[WRAPPED])
+    undo += theirs
+    for step in ours:
+        step()
 
 
 watch_modules = Counted(_watch_modules)

@@ -27,7 +27,7 @@ from torch import nn
 from hodiff._core import _faults, _versions
 from hodiff.errors import GraphError
 
-__all__ = ["ThreadClaim", "claimed", "here", "lock"]
+__all__ = ["claimed", "here", "lock"]
 
 # the only one: the collector may close what was lost at any moment, so two could cross
 lock = threading.RLock()
@@ -111,28 +111,6 @@ def release(modules: Iterable[Any], loan: Any) -> None:
                     del _claims[module]
         if _waiting:
             _changed.notify_all()
-
-
-class ThreadClaim:
-    """`with Held(something):` it is this thread's.
-
-    What an interrupt keeps from its end goes with the object.
-    """
-
-    __slots__ = ("_loan", "_what")
-
-    def __init__(self, what: object) -> None:
-        self._what, self._loan = (what,), object()
-
-    def __enter__(self) -> None:
-        claim(self._what, self._loan)
-
-    def __exit__(self, *exc: object) -> None:
-        release(self._what, self._loan)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_loan"):
-            release(self._what, self._loan)
 
 
 def wait_for(root: nn.Module) -> None:

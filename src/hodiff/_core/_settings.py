@@ -34,6 +34,7 @@ from hodiff.errors import HodiffWarning
 __all__ = [
     "Counted",
     "DispatchMode",
+    "InTime",
     "Offered",
     "RandomState",
     "Scope",
@@ -41,10 +42,10 @@ __all__ = [
     "assign",
     "autocast",
     "autocast_now",
-    "carry_tangents",
     "eager",
     "grad_mode",
     "on",
+    "owned",
     "record",
     "recording",
     "records",
@@ -233,6 +234,17 @@ def without_collections(undo: Undo) -> None:
         gc.disable()
 
 
+def owned(what: object) -> Scope[None]:
+    """A block in which something is this thread's: others that would have it wait."""
+    loan = object()
+
+    def enter(undo: Undo) -> None:
+        undo += [partial(_locks.release, (what,), loan)]
+        _locks.claim((what,), loan)
+
+    return Scope(enter)
+
+
 class Counted:
     """A process-wide switch: on while anyone is inside, restored by the last one out.
 
@@ -385,12 +397,6 @@ def grad_mode(on: bool) -> Context:
         guard.__exit__(None, None, None)
         raise
     return guard
-
-
-def carry_tangents(undo: Undo) -> None:
-    """Let tangents be carried until it is undone."""
-    undo += [InTime(_versions.set_forward_mode, _versions.forward_mode_on())]
-    _versions.set_forward_mode(True)
 
 
 def autocast(device: str, dtype: torch.dtype | None = None, *, enabled: bool = False) -> Context:

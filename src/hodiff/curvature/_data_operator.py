@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _call, _locks, _messages, _nodes, _reverse, _settings
+from hodiff._core import _arguments, _call, _messages, _nodes, _reverse, _settings
 from hodiff._core._arguments import Checkpoint, ChunkSize
 from hodiff._core._graph import OutputGraph
 from hodiff._core._tree import Leaves
@@ -235,7 +235,7 @@ class GraphCache(Generic[G, B]):
             on_all_ranks = (
                 nullcontext if self.group_sum is None else self.group_sum.raise_on_all_ranks
             )
-            with _locks.ThreadClaim(self.batches), on_all_ranks():
+            with _settings.owned(self.batches), on_all_ranks():
                 return self.first or self._evaluate(take)
         first = self.first
         self._modules.check()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _locks, _reverse, _settings, _versions
+from hodiff._core import _arguments, _reverse, _settings, _versions
 from hodiff._core._call import call, refuse_stand_ins
 from hodiff._core._faults import is_fault
 from hodiff._core._graph import OutputGraph
@@ -253,7 +253,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
                 names, given = ("where",), "in step()"
             _data.check_signature(function, f"residuals[{number}]", names, given=given)
         refuse_stand_ins()
-        with _locks.ThreadClaim(self):  # of several threads one steps
+        with _settings.owned(self):  # of several threads one steps
             return self._stepped(batches)
 
     def _stepped(self, batches: Sequence[Any]) -> Tensor:

@@ -89,12 +89,11 @@ class FieldCall(NamedTuple):
             refuse_columns(self.x, self.name)
         _arguments.check_real_tensor(self.x, "x")
         _arguments.check_batch([self.x], ["x"], self.batch_ndim)
-        event = self.event
-        if not torch.Size(event).numel():
+        event = self.x.shape[self.batch_ndim :]
+        if not event.numel():
             raise InputError(
-                f"x: points of shape {event} have no coordinates to differentiate with respect to."
+                f"x: points of shape {tuple(event)} have no coordinates to differentiate by."
             )
-        _arguments.check_arguments(self.args, self.kwargs)
         _arguments.check_chunk_size(self.chunk_size)
         check_option(self.method, Method, "method")
         if isinstance(self.f, Tensor) and self.method == "jets":
@@ -106,7 +105,8 @@ class FieldCall(NamedTuple):
                 f"f: got {_arguments.kind(self.f)}, expected a function of x, "
                 "or a tensor computed from it."
             )
-        if is_set(self.has_aux, "has_aux") and isinstance(self.f, Tensor):
+        aux = self.has_aux is not False and is_set(self.has_aux, "has_aux")
+        if aux and isinstance(self.f, Tensor):
             raise InputError(_call.COMPUTED)
         # One point of D coordinates looks like D points of one: a vector field of the first mixes
         # the second.
@@ -123,7 +123,7 @@ class FieldCall(NamedTuple):
                 kwargs=self.kwargs,
                 has_aux=self.has_aux,
             )
-        f = WithExtra(self.f, self.x) if self.has_aux else self.f
+        f = WithExtra(self.f, self.x) if aux else self.f
         return self._replace(f=f, record=_call.loss_recorded(self.create_graph))
 
     @property
@@ -215,14 +215,10 @@ def choose(
         made: Any = result.values() if isinstance(result, dict) else result
         met = [*map(_jet.value_of, filter(torch.is_tensor, (call.x, *made)))]
         finite = (math.isfinite(part.detach().sum()) for part in met[2:])
-        if all(map(_is_seen, met)) and not all(finite):
+        # on other devices to look is to wait
+        if all(part.is_cpu and not is_hidden(part) for part in met) and not all(finite):
             _warn_if_not_finite(met[2:], met[:2], ())
     return call.finish(result)
-
-
-def _is_seen(part: Tensor) -> bool:
-    """Whether its numbers can be looked at; on other devices to look is to wait."""
-    return part.is_cpu and not is_hidden(part)
 
 
 def _warn_if_not_finite(
@@ -268,7 +264,7 @@ def push(call: FieldCall, seeds: Sequence[Any], order: int, **options: Any) -> t
 
 def released(graph: OutputGraph, results: list[Tensor]) -> list[Tensor]:
     """Results without their graph, where it leads to nothing but the leaf that hodiff made."""
-    if seen := [part for part in results if _is_seen(part)]:
+    if seen := [part for part in results if part.is_cpu and not is_hidden(part)]:
         _warn_if_not_finite(seen, [*graph.leaves, *graph.tensors()], graph.kinds)
     ours = {id(leaf) for leaf in graph.leaves} if graph.call.builds_graph else set()
     if not _nodes.survey(results).leaf_ids() - ours:

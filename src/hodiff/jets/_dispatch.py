@@ -7,7 +7,7 @@ import time
 import types
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -145,19 +145,25 @@ def perform(name: str, args: Any, kwargs: Any, func: Any) -> Any:
 
 
 def _run(rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any) -> Any:
-    if rule.kind == "composite":  # made of operations on jets, which are counted themselves
-        return _with_shares(_applied(rule, name, func, expansion, args, kwargs), args, kwargs)
-    expansion.operations += [name]
+    # else made of operations on jets, which are counted themselves
+    plain = rule.kind != "composite"
+    expansion.operations += [name] if plain else []
     start = time.perf_counter() if expansion.counter is not None else 0.0
     recording = torch.is_grad_enabled()
-    inside.rules += 1
+    inside.rules += plain
     try:
-        if not expansion.record:
+        if plain and not expansion.record:
             _versions.set_grad_enabled(False)
-        result = _applied(rule, name, func, expansion, args, kwargs)
+        result = rule.apply(expansion, func, args, kwargs)
+    except Exception as error:
+        if isinstance(error, HodiffError) or not is_fault(error):
+            raise
+        _refuse_arguments(error, name, func, args, kwargs)
     finally:
-        inside.rules -= 1
+        inside.rules -= plain
         _versions.set_grad_enabled(recording)
+    if not plain:
+        return _with_shares(result, args, kwargs)
     if expansion.counter is not None and result is not NotImplemented:
         expansion.counter(name, rule.kind, time.perf_counter() - start)
     if rule.kind in _FRESH and name != "einsum":  # of one operand it may be a view
@@ -191,20 +197,14 @@ def _memory(value: Any) -> int:
     return _tree.memory_of(_versions.unwrapped(value) if _versions.is_wrapped(value) else value)
 
 
-def _applied(
-    rule: JetRule, name: str, func: Any, expansion: Expansion, args: Any, kwargs: Any
-) -> Any:
-    """The rule's result.
-
-    Where it fails, either the operation does, in the shapes that f knows, or it has no rule.
+def _refuse_arguments(failed: Exception, name: str, func: Any, args: Any, kwargs: Any) -> NoReturn:
+    """Raise where a rule has failed: the operation's own error, in the shapes that f knows;
+    or that it has no rule.
     """
     try:
-        return rule.apply(expansion, func, args, kwargs)
+        func(*replaced(args, value_of), **replaced(kwargs, value_of))
     except Exception as error:
-        if isinstance(error, HodiffError) or not is_fault(error):
-            raise
-        failed = error
-    func(*replaced(args, value_of), **replaced(kwargs, value_of))
+        raise error from None
     raise NoRule(name, f"with these arguments ({type(failed).__name__}: {failed})") from failed
 
 

@@ -256,25 +256,10 @@ class Jet(Tensor):
 
     series: Series
     expansion: Expansion
-    shared: bool
+    shared = False
     """Whether another tensor has the memory of the value:
     an operation in place would have to reach it as well.
     """
-
-    @staticmethod
-    def __new__(cls, series: Series, expansion: Expansion) -> Jet:
-        """Wrap a series; the metadata are those of its value, but for the device: it has no data.
-
-        It requires grad, so that an `autograd.Function` which is given it, and hands on something
-        else, leads to it.
-        """
-        value = series[0]
-        floats = value.dtype.is_floating_point or value.dtype.is_complex
-        jet = without_data(cls, value, device=NOWHERE, requires_grad=floats)
-        jet.series = series
-        jet.expansion = expansion
-        jet.shared = False
-        return jet
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -344,15 +329,25 @@ _ANSWERS = (int, bool, torch.Size, torch.dtype, torch.device, torch.UntypedStora
 
 
 def wrap(series: Series, expansion: Expansion) -> Any:
-    """A jet of the kind that the moment needs; the plain value where every coefficient is zero."""
+    """A jet, whose metadata are its value's, but for the device: it has no data; the plain value
+    where every coefficient is zero.
+
+    It requires grad, so that an `autograd.Function` which is given it, and hands on something
+    else, leads to it.
+    """
+    value = series[0]
     for coefficient in series[1:]:
         if coefficient is not None:
             break
     else:
-        return series[0]
+        return value
     if expansion.max_bytes is not None:
-        expansion.check_width(series[0])
-    return Jet(series, expansion)
+        expansion.check_width(value)
+    floats = value.dtype.is_floating_point or value.dtype.is_complex
+    jet = without_data(Jet, value, device=NOWHERE, requires_grad=floats)
+    jet.series = series
+    jet.expansion = expansion
+    return jet
 
 
 def is_jet(value: Any) -> bool:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _versions
-from hodiff._core._settings import Undo, carry_tangents
+from hodiff._core._settings import InTime, Undo
 
 Series = list[Any]
 """Coefficients: tensors (or jets of an outer expansion), numbers among derivatives,
@@ -97,7 +97,8 @@ def begin(undo: Undo) -> int:
     if not numbers:
         # An interrupt may have kept them from being counted out.
         inside.rules, inside.bodies = 0, []
-        carry_tangents(undo)
+        undo += [InTime(_versions.set_forward_mode, _versions.forward_mode_on())]
+        _versions.set_forward_mode(True)
     numbers.add(number)
     return number
 
@@ -203,25 +204,6 @@ class Expansion:
             return product.sum(0, keepdim=True)
         return product.reshape(self.groups, len(product) // self.groups, *product.shape[1:]).sum(1)
 
-    def collapsed(self, a: Any, b: Any, multiply: Callable[[Any, Any], Any] = torch.mul) -> Any:
-        """`collapse` of a product, which is made a few directions at a time where nothing records
-        it: as many as stay in the cache.
-        """
-        plain = not self.record and self.groups == 1 and self.weights is None
-        if (
-            not plain
-            or not type(a) is type(b) is Tensor
-            or a.device.type != "cpu"
-            or not len(a) == len(b) == self.directions
-        ):
-            return self.collapse(multiply(a, b))
-        size = max(a.numel(), b.numel()) * a.element_size()
-        step = max(1, TILE_BYTES * self.directions // max(1, size))
-        parts = zip(a.split(step), b.split(step), strict=True)
-        return functools.reduce(
-            Tensor.add_, (multiply(left, right).sum(0, keepdim=True) for left, right in parts)
-        )
-
     def plus(
         self,
         sum_so_far: Any,
@@ -234,7 +216,16 @@ class Expansion:
         if a is None or b is None:
             return sum_so_far
         if k == self.top:
-            return total(sum_so_far, self.collapsed(a, b, multiply))
+            tiles = (
+                not self.record
+                and self.groups == 1
+                and self.weights is None
+                and type(a) is type(b) is Tensor
+                and a.device.type == "cpu"
+                and len(a) == len(b) == self.directions
+            )
+            top = _summed_in_tiles(a, b, multiply) if tiles else self.collapse(multiply(a, b))
+            return total(sum_so_far, top)
         if multiply is torch.mul:
             return added(sum_so_far, a, b)
         return total(sum_so_far, multiply(a, b))
@@ -242,6 +233,16 @@ class Expansion:
     def constant(self, value: Any) -> Series:
         """The series of something that does not depend on the variable."""
         return [value, *[None] * self.order]
+
+
+def _summed_in_tiles(a: Tensor, b: Tensor, multiply: Callable[[Any, Any], Any]) -> Tensor:
+    """A product summed over directions, a few of them at a time: as many as stay in the cache."""
+    size = max(a.numel(), b.numel()) * a.element_size()
+    step = max(1, TILE_BYTES * len(a) // max(1, size))
+    parts = zip(a.split(step), b.split(step), strict=True)
+    return functools.reduce(
+        Tensor.add_, (multiply(left, right).sum(0, keepdim=True) for left, right in parts)
+    )
 
 
 def aligned(coefficient: Any, ndim: int) -> Any:
@@ -256,8 +257,9 @@ def aligned(coefficient: Any, ndim: int) -> Any:
 def full(coefficient: Any, shape: Sequence[int]) -> Any:
     """A coefficient expanded (without a copy) to its leading dimension and `shape`."""
     wanted = (coefficient.shape[0], *shape)
-    coefficient = aligned(coefficient, len(shape))
-    return coefficient if tuple(coefficient.shape) == wanted else coefficient.expand(wanted)
+    if tuple(coefficient.shape) == wanted:
+        return coefficient
+    return aligned(coefficient, len(shape)).expand(wanted)
 
 
 def entry(series: Series, k: int, rows: int) -> Any:
@@ -386,11 +388,15 @@ def composed(expansion: Expansion, s: Series, x: Series) -> Series:
     summed over directions before they are multiplied.
     """
     y: Series = [s[0], *map(scaled, x[1:], repeat(s[1]))]
-    power: list[Any] = x  # [(x - x_0)^m]_k
+    power: Series = []  # [(x - x_0)^m]_k
     for m in range(2, expansion.order + 1):
         if all(later is None for later in s[m:]):
             break
-        power = _next_power(expansion, power, x, m)
+        power = (
+            _next_power(expansion, power, x, m)
+            if power
+            else [_square(expansion, x, k) for k in range(expansion.order + 1)]
+        )
         for k in range(m, expansion.order + 1):
             y[k] = added(y[k], power[k], s[m])
     return y
@@ -402,9 +408,6 @@ def _next_power(expansion: Expansion, power: Series, x: Series, m: int) -> Serie
     """
     out: Series = [None] * (expansion.order + 1)
     for k in range(m, expansion.order + 1):
-        if m == 2:
-            out[k] = _square(expansion, x, k)
-        else:
-            for j in range(1, k - m + 2):
-                out[k] = expansion.plus(out[k], x[j], power[k - j], k)
+        for j in range(1, k - m + 2):
+            out[k] = expansion.plus(out[k], x[j], power[k - j], k)
     return out

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hodiff._core import _arguments, _locks, _messages, _nodes, _settings, _tree, _values
+from hodiff._core import _arguments, _messages, _nodes, _settings, _tree, _values
 from hodiff._core._call import call, refuse_stand_ins
 from hodiff._core._faults import interrupts
 from hodiff._core._lending import EvaluationContext
@@ -453,7 +453,7 @@ def functions(evaluation: ScalarEvaluation, order: int, allow: _arguments.Allowe
     for kind in dict.fromkeys(kind for kind, _ in _nodes.survey([output]).functions()):
         if kind.__module__.startswith(("torch.", "hodiff.")):
             continue
-        with _locks.ThreadClaim(kind), _watched(kind) as uses, _settings.grad_mode(True):
+        with _settings.owned(kind), _watched(kind) as uses, _settings.grad_mode(True):
             evaluation.run(leaves)
         for args, line in uses[:3]:
             wrong = _first_wrong(kind.apply, args, {}, order, (kind,))  # type: ignore[attr-defined]
