@@ -27,7 +27,7 @@ from torch import nn
 from hodiff._core import _faults, _versions
 from hodiff.errors import GraphError
 
-__all__ = ["claimed", "here", "lock"]
+__all__ = ["claimed", "here", "lock", "wait_for"]
 
 # the only one: the collector may close what was lost at any moment, so two could cross
 lock = threading.RLock()

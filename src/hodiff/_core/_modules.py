@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from hodiff._core import _arguments, _locks, _tree, _vectors, _versions
 from hodiff.errors import InputError
 
-__all__ = ["Selection", "modules_below", "select"]
+__all__ = ["Selection", "select"]
 
 
 class ModuleSlice(NamedTuple):
@@ -320,14 +320,6 @@ def unrecorded(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
     if is_trainable(parameter):  # to calls inside `f` it still is
         setattr(value, TRAINABLE, True)
     return value
-
-
-def modules_below(roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """Every module at or below `roots`, once, in the order of `named_modules`."""
-    modules: dict[nn.Module, None] = {}
-    for root in roots:
-        modules.update(Assembly.of(root).modules)
-    return list(modules)
 
 
 # --- models that processes share ------------------------------------------------------------------

@@ -508,7 +508,7 @@ else nothing compiles any more.
 
 
 def _push_operations(mode: M, undo: Undo) -> M:
-    _flagged.enter(undo)
+    enter((_flagged,), undo)
     depth, flags = _versions.count_below(), _flags()
 
     def leave() -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from hodiff._core import _arguments, _locks
-from hodiff._core._modules import modules_below
 from hodiff._core._where import Where
 from hodiff.errors import GraphError, HodiffWarning, RandomnessWarning
 
@@ -23,10 +22,10 @@ class Modules:
     """The modules of a point, each by its mode, its hooks, and its parameters and parts."""
 
     def __init__(self, where: Where) -> None:
-        roots = [module_slice.module for module_slice in where.module_slices]
-        # `modules_below` waits for other threads; after it none of them puts leaves in
         with _locks.lock:
-            self._assemblies = {module: _assembly(module) for module in modules_below(roots)}
+            for each in where.module_slices:  # after it no other thread puts leaves in
+                _locks.wait_for(each.module)
+            self._assemblies = {module: _assembly(module) for module in _modules_of(where)}
 
     def check(self) -> None:
         """Raise where a module is put together otherwise than it was."""
@@ -40,6 +39,11 @@ class Modules:
             "forward was replaced, a hook was added or removed, or train() or eval() was called. "
             "H.refresh() evaluates it again."
         )
+
+
+def _modules_of(where: Where) -> set[nn.Module]:
+    """The modules at or below those of a point."""
+    return {module for each in where.module_slices for module in each.assembly.modules}
 
 
 def _assembly(module: nn.Module) -> tuple[Any, ...]:
@@ -167,13 +171,13 @@ class ClosedOver:
             for name, value in values
             for p in (value if isinstance(value, tuple) else (value,))
         ]
-        points = modules_below([module_slice.module for module_slice in where.module_slices])
+        points = _modules_of(where)
         roots = [(name, root) for name, root in parts if isinstance(root, nn.Module)]
         below = {
             module: name
             for name, root in roots
             for module in root.modules()
-            if module not in {*points}
+            if module not in points
         }
         if _locks.claimed(below):  # by an enclosing call, whose leaves stand there now
             below = {}
