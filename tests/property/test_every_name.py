@@ -59,6 +59,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.names
 def test_published_table_is_fresh() -> None:
     if os.environ.get("HODIFF_WRITE_TABLES") == "1":
         TABLE.write_text(table(), encoding="utf-8")

@@ -203,10 +203,9 @@ def choose(
         if call.method == "jets" or _jet.is_jet(call.x):
             raise
         warnings.warn(
-            f"{call.name}: Taylor mode has no rule for "
-            f"{error.operation}{': ' + error.why if error.why else ''}. Nested reverse mode is "
-            f"used for the whole call; the result is the same, but slower. To silence this "
-            f'warning, pass method="reverse".',
+            f"{call.name}: {error.said} Nested reverse mode is used for the whole call; the "
+            f"result is the same, but slower. To silence this warning, pass "
+            f'method="reverse".',
             HodiffWarning,
             stacklevel=_arguments.outside(),
         )

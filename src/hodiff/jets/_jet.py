@@ -33,13 +33,12 @@ class NoRule(GraphError):
     """An operation that Taylor mode cannot pass; the operators catch it to fall back as a whole."""
 
     def __init__(self, operation: str, why: str = "", way_out: str = OTHER_ROUTE) -> None:
-        super().__init__(
-            f"Taylor mode has no rule for {operation}{': ' + why.rstrip('.') if why else ''}. "
-            f"{way_out}"
+        self.said = (
+            f"Taylor mode has no rule for {operation}{': ' + why.rstrip('.') if why else ''}."
         )
+        super().__init__(f"{self.said} {way_out}")
         self.operation = operation
         self.why = why
-        self.way_out = way_out
 
 
 class ByNoRoute(NoRule):
