@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hodiff
 from tests.support.operators import LABELS, D, X, draw, network, plain_jacobian, predict, split, sum_of_cross_entropy
 from tests.support.properties import agree, right_or_refused
+from tests.support.releases import CHECKPOINTS
 
 OPERATORS: dict[str, Callable[[nn.Module, float], hodiff.LinearOperator]] = {
     "Hessian": lambda m, budget: hodiff.HessianOperator(
@@ -187,7 +188,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option", [pytest.param(name, marks=CHECKPOINTS if "checkpoint" in given else ()) for name, given in OPTIONS.items()]
+)
 @pytest.mark.parametrize("name", MADE)
 def test_a_refreshed_operator_is_one_made_anew_with_its_options(name: str, option: str) -> None:
     """Also after a second refresh, and of a block: numbers, value and gradient."""
