@@ -189,7 +189,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "option", [pytest.param(name, marks=CHECKPOINTS if "checkpoint" in given else ()) for name, given in OPTIONS.items()]
+    "option", [pytest.param(name, marks=CHECKPOINTS if "checkpoint" in each else ()) for name, each in OPTIONS.items()]
 )
 @pytest.mark.parametrize("name", MADE)
 def test_a_refreshed_operator_is_one_made_anew_with_its_options(name: str, option: str) -> None:
