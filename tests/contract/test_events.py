@@ -906,6 +906,19 @@ def test_threads_that_wait_for_each_other_are_told() -> None:
     torch.testing.assert_close(H @ v, hodiff.HessianOperator(squares, model, data=BATCHES[:1]) @ v)
 
 
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_while_frames_are_read(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, seen = sys._current_frames, list[bool]()
+    monkeypatch.setattr(sys, "_current_frames", lambda: (seen.append(gc.isenabled()), read())[1])
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        assert not _locks._ends_after_this(threading.get_ident()) and seen == [False]
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
 def test_a_claim_that_is_lost_ends_with_its_object() -> None:
     what = object()
     held = _settings.owned(what)

@@ -35,7 +35,6 @@ __all__ = [
     "check_output",
     "check_real_tensor",
     "check_rows",
-    "is_number",
     "is_set",
     "kind",
     "outside",

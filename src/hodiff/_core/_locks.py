@@ -15,6 +15,7 @@ threads of its own, and their nodes may evaluate `f` once more while that one wa
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -170,12 +171,27 @@ def _owners(modules: Iterable[Any], me: int) -> set[int]:
     return {_claims[module][0] for module in modules if module in _claims} - {me}
 
 
+def _frames() -> dict[int, Any]:
+    """The frame that each thread is in.
+
+    No collection meanwhile: Python 3.11 may run one then, which may let another thread run; and
+    where that one starts a third, all of them wait for ever (CPython's issue 106883).
+    """
+    collects = gc.isenabled()
+    try:
+        gc.disable()
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _ends_after_this(thread: int) -> bool:
     """Whether a thread stands in a `join` of this one, or waits for the `result` of what runs here.
 
     Only where it waits without a limit. What else it may wait for is not known.
     """
-    awaited, frame = list[Any](), sys._current_frames().get(thread)
+    awaited, frame = list[Any](), _frames().get(thread)
     while frame is not None and frame.f_globals.get("__name__") in WAITS:
         if frame.f_code.co_name in ("join", "result") and frame.f_locals.get("timeout") is None:
             awaited += [frame.f_locals["self"]]

@@ -51,6 +51,7 @@ __all__ = [
     "pass_at_hand",
     "reduction",
     "schema_of",
+    "set_forward_mode",
     "set_grad_enabled",
     "transforms",
     "uncompiled",

@@ -311,7 +311,7 @@ class GraphCache(Generic[G, B]):
                 with graph.ready():
                     take(graph, number)
             del graph, terms
-        point.closed_over.settle()
+        point.settle()
         if random:
             warn_random(self.where)
         nothing = torch.zeros((), device="cpu")

@@ -47,12 +47,10 @@ class HessianBuilder(Builder[BatchGraph]):
 
     @property
     def functions(self) -> Sequence[Any]:
-        """The function, with its further arguments."""
-        return (
-            ()
-            if isinstance(self.f, Tensor)
-            else [partial(self.f, *self.options["args"], **(self.options["kwargs"] or {}))]
-        )
+        """The function, and what holds its further arguments."""
+        if isinstance(self.f, Tensor):
+            return ()
+        return self.f, partial(tuple, *self.options["args"], **(self.options["kwargs"] or {}))
 
     def build(self, where: Where, batch: Any, number: int) -> BatchGraph:
         """The graph of one batch."""
@@ -174,9 +172,8 @@ class HessianOperator(SummedOperator[BatchGraph]):
             and eval(), or a variable that `f` reads has changed (call `H.refresh()`); two passes
             over the data disagree; an operation has no second derivative. Values of parameters are
             compared too, because PyTorch does not record some changes (`p.data.mul_(2)`, NumPy):
-            all entries of a tensor of up to 1024, and of a larger one some 64 and a bitwise sum of
-            all, so that an exchange of other entries is not detected. The documentation of
-            operators lists what `f` may read unseen.
+            all entries of a tensor of up to 1024, and of a larger one some 64 and 1021 sums of
+            bits. The documentation of operators lists what `f` may read unseen.
 
     Warns:
         RandomnessWarning: `f` draws random numbers (dropout). The operator is that of one draw.

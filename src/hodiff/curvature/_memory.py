@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hodiff._core import _settings
-from hodiff._core._arguments import is_number, shown
+from hodiff._core._arguments import shown
 from hodiff._core._faults import is_fault
 from hodiff._core._settings import DispatchMode
 from hodiff.errors import InputError
@@ -68,7 +69,8 @@ def budget(value: float, device: torch.device) -> int:
 
 def check_budget(value: Any) -> None:
     """Raise unless `memory_budget=` is a number of bytes or a fraction."""
-    if not is_number(value) or value < 0 or (isinstance(value, float) and value > 1):
+    most = 1 if isinstance(value, float) else math.inf
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
         raise InputError(
             f"memory_budget: got {shown(value)}, expected bytes (an int, 0 to keep nothing), or a "
             f"fraction of the free memory (a float from 0.0 to 1.0)."

@@ -596,10 +596,9 @@ def _method(
     method: Method, operator: LinearOperator, restart: int | None, scale: float
 ) -> tuple[Callable[..., Block], int]:
     """The method, and how many vectors GMRES keeps."""
-    if not _arguments.is_number(scale) or scale <= 0 or (scale != 1 and method != "neumann"):
-        raise InputError(
-            f"scale: got {scale!r}, expected a positive number, with method='neumann' alone."
-        )
+    _arguments.check_number(scale, "scale", positive=True)
+    if scale != 1 and method != "neumann":
+        raise InputError(f"scale is an option of method='neumann', not of {method!r}.")
     if restart is not None and method != "gmres":
         raise InputError(f"restart is an option of method='gmres', not of {method!r}.")
     size = operator.shape[-1]

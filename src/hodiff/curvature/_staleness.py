@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import numbers
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from types import CellType, CodeType
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hodiff._core import _arguments, _locks
+from hodiff._core import _arguments, _locks, _versions
 from hodiff._core._where import Where
 from hodiff.errors import GraphError, HodiffWarning, RandomnessWarning
 
@@ -35,9 +35,9 @@ class Modules:
             if _locks.claimed(known) or known == {m: _assembly(m) for m in known}:
                 return
         raise GraphError(
-            "the model has changed since the operator was made: a parameter, a submodule or its "
-            "forward was replaced, a hook was added or removed, or train() or eval() was called. "
-            "H.refresh() evaluates it again."
+            "the model has changed since the operator was made: a parameter, a buffer, a "
+            "submodule or its forward was replaced, a hook was added or removed, or train() or "
+            "eval() was called. H.refresh() evaluates it again."
         )
 
 
@@ -55,38 +55,8 @@ def _assembly(module: nn.Module) -> tuple[Any, ...]:
         *module._forward_hooks,
         *map(id, module._parameters.values()),
         *map(id, module._modules.values()),
+        *map(id, module._buffers.values() if module._buffers and _uses_buffers(module) else ()),
     )
-
-
-class Values:
-    """The values of a point's tensors, as they were,
-    and what `functions` read besides their arguments.
-    """
-
-    def __init__(self, where: Where, functions: Sequence[Any] = ()) -> None:
-        self._names, self._tensors = where.names, where.tensors
-        self.closed_over = ClosedOver(functions, where)
-        self._versions, self._fingerprint = self._now(), Fingerprint(where.tensors)
-
-    def check(self) -> None:
-        """Raise where PyTorch has seen a tensor change, or it has other values, however they came
-        there.
-        """
-        versions = self._now()
-        if versions != self._versions:
-            pairs = zip(versions, self._versions, self._names, strict=True)
-            _refuse([name for now, before, name in pairs if now != before])
-        _refuse([self._names[number] for number in self._fingerprint.changed()])
-        self.closed_over.check()
-
-    def _now(self) -> list[tuple[int, int]]:
-        """The number of changes of each tensor that PyTorch has seen,
-        and the place of its memory.
-        """
-        return [
-            (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
-            for tensor in self._tensors
-        ]
 
 
 def _refuse(changed: list[str], what: str = "parameters have") -> None:
@@ -112,17 +82,21 @@ def variables(f: Any, *, assigned: bool = False) -> dict[str, tuple[Any, str, An
     `functools.partial` holds; what it assigns itself only if `assigned`.
     """
     held: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     if isinstance(f, partial):
-        held, f = {f"argument {n}": value for n, value in enumerate(f.args, 1)} | f.keywords, f.func
+        held, given = {f"argument {n}": value for n, value in enumerate(f.args, 1)}, f.keywords
+        f = f.func
+    f = f.forward if isinstance(f, nn.Module) else f
     f = f if hasattr(f, "__code__") else f.__call__  # of an object
     owner, code = getattr(f, "__self__", None), getattr(f, "__code__", None)
     held["self"] = owner
-    if code is None:
-        return {name: (held, name, value) for name, value in held.items()}
-    names = _names(code, assigned=assigned)
-    own = getattr(owner, "__dict__", {})
-    spaces = ("", held, held), ("self.", own, names["ATTR"]), ("", f.__globals__, names["GLOBAL"])
-    cells = zip(code.co_freevars, f.__closure__ or (), strict=True)
+    spaces = [("", held, held), ("", given, given)]
+    cells: Iterable[tuple[str, Any]] = ()
+    names: dict[str, Any] = {}
+    if code is not None:
+        names, own = _names(code, assigned=assigned), getattr(owner, "__dict__", {})
+        spaces += [("self.", own, names["ATTR"]), ("", f.__globals__, names["GLOBAL"])]
+        cells = zip(code.co_freevars, f.__closure__ or (), strict=True)
     return {
         prefix + name: (space, name, space[name])
         for prefix, space, read in spaces
@@ -155,17 +129,18 @@ def _names(code: CodeType, *, assigned: bool) -> dict[str, set[str]]:
     return read if assigned else {kind: names - stored for kind, names in read.items()}
 
 
-class ClosedOver:
-    """The values that functions read besides their arguments: their identity, and how often each
-    tensor had been written into.
+class Values:
+    """The values of a point's tensors, as they were; and what functions read besides: variables by
+    their identity, tensors as those of the point.
 
-    A module counts with its parameters and buffers, unless it belongs to the point.
+    A module counts with its parameters and buffers; one of the point with those that are no part
+    of the point.
     """
 
-    def __init__(self, functions: Sequence[Any], where: Where) -> None:
+    def __init__(self, where: Where, functions: Sequence[Any] = ()) -> None:
         self._own: dict[Any, str] = {}
-        self._places = {name: place for f in functions for name, place in variables(f).items()}
-        values = [(name, value) for name, (_, _, value) in self._places.items()]
+        self._places = [place for f in functions for place in variables(f).items()]
+        values = [(name, value) for name, (_, _, value) in self._places]
         parts = [
             (name, p)
             for name, value in values
@@ -179,46 +154,54 @@ class ClosedOver:
             for module in root.modules()
             if module not in points
         }
-        if _locks.claimed(below):  # by an enclosing call, whose leaves stand there now
-            below = {}
+        # parts of sharded models come and go
+        inner = dict.fromkeys(points, "the model's state") if where.layout is None else {}
+        # an enclosing call's leaves stand in what is claimed now
+        below, inner = ({} if _locks.claimed(modules) else modules for modules in (below, inner))
         self._modules = {module: (name, _assembly(module)) for module, name in below.items()}
-        held = [(name, tensor) for module, name in below.items() for tensor in _state(module)]
-        known = {*map(id, where.tensors)}
-        self._versions = [
-            (name, tensor, tensor._version)
-            for name, tensor in parts + held
-            if isinstance(tensor, Tensor) and id(tensor) not in known and not tensor.is_inference()
+        state = [(name, x) for module, name in (inner | below).items() for x in _state(module)]
+        self._point = dict(zip(map(id, where.tensors), where.names, strict=True))
+        devices: dict[torch.device, dict[int, tuple[str, Tensor]]] = {}
+        for name, x in [*zip(where.names, where.tensors, strict=True), *parts, *state]:
+            if isinstance(x, Tensor):
+                devices.setdefault(x.device, {}).setdefault(id(x), (name, x))
+        self._tensors = [
+            ([*known.items()], Fingerprint([x for _, x in known.values()]))
+            for known in devices.values()
         ]
 
     def settle(self) -> None:
-        """Leave out what has changed since: the functions did that themselves, as they ran."""
-        self._own = self._changed()
+        """Leave out what has changed since besides the point: the functions did that themselves,
+        as they ran.
+        """
+        self._own = {key: n for key, n in self._changed().items() if key not in self._point}
 
     def check(self) -> None:
-        """Raise where something is another now."""
-        names = [name for key, name in self._changed().items() if key not in self._own]
-        # else an enclosing call's leaves stand there
-        if names and not _locks.claimed(self._modules):
-            _refuse([*dict.fromkeys(names)], "what the function reads besides its arguments has")
+        """Raise where PyTorch has seen a tensor change, or it has other values, however they came
+        there; or where something is another now.
+        """
+        changed = {key: n for key, n in self._changed().items() if key not in self._own}
+        if changed:
+            _refuse([self._point[key] for key in changed if key in self._point])
+            if not _locks.claimed(self._modules):  # else an enclosing call's leaves stand there
+                names = [*dict.fromkeys(changed.values())]
+                _refuse(names, "what the function reads besides its arguments has")
 
     def _changed(self) -> dict[Any, str]:
         """The values that are others now, with the names of variables;
         one that was deleted is as it was.
         """
         changed: dict[Any, str] = {}
-        for name, (holder, key, value) in self._places.items():
+        for pairs, fingerprint in self._tensors:
+            changed |= {pairs[n][0]: pairs[n][1][0] for n in fingerprint.changed()}
+        for name, (holder, key, value) in self._places:
             now = value
             if key:
                 now = holder.get(key, value)
             elif holder != _EMPTY:
                 now = holder.cell_contents
             if now is not value and not same(now, value):
-                changed[name] = name
-        changed |= {
-            id(tensor): name
-            for name, tensor, version in self._versions
-            if tensor._version != version
-        }
+                changed[id(holder), key] = name
         return changed | {
             m: name for m, (name, assembly) in self._modules.items() if _assembly(m) != assembly
         }
@@ -304,53 +287,68 @@ def warn_buffers(odd: Sequence[int]) -> None:
 
 # --- a fingerprint of tensors' values -------------------------------------------------------------
 # Of a small tensor it is the bits of all entries; of a large one those of some entries, spread
-# evenly, and the sum of all bits as integers: exact, the same with any number of threads, and one
-# that NaN does not confuse.
+# evenly, and sums of all bits as integers, by columns of a table: exact, the same with any number
+# of threads, and such that NaN does not confuse. A change that cancels in one sum (signs of two
+# entries, a doubled and a halved one) is seen unless its entries lie a multiple of the table's
+# width apart.
 
 
 SMALL = 1024
 """Up to so many entries all of them are compared."""
 _SAMPLED = 64
+_WIDTH = 1021  # a prime, so that rows and blocks of a matrix do not meet in one column
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprint:
-    """The values of some tensors as they were; `changed` looks again, through views made once.
+    """Some tensors as they were; `changed` looks again, through views made once.
 
     Reading all entries costs about what copying the tensors would, less than any product with a
     vector.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors: list[tuple[Tensor, Callable[[], int]]] = []
         self._entries: list[Tensor] = []
         self._summed: list[Tensor] = []
         self._owners: list[int] = []  # of each entry, then of each sum
         summed: list[int] = []
         for number, tensor in enumerate(tensors):
             bits = _bits(tensor)
+            self._tensors.append((tensor, int if bits is None else tensor.data_ptr))
             if bits is None:
                 continue
-            large = bits.numel() > SMALL
-            entries = bits[:: bits.numel() // _SAMPLED] if large else bits
-            self._entries.append(entries)
-            self._owners += [number] * len(entries)
-            if large:
-                self._summed.append(bits)
-                summed.append(number)
+            entries = [bits]
+            if len(bits) > SMALL:
+                whole = len(bits) // _WIDTH * _WIDTH
+                self._summed.append(bits[:whole].view(-1, _WIDTH))
+                summed += [number] * _WIDTH
+                entries = [bits[:: len(bits) // _SAMPLED | 1], bits[whole:]]
+            self._entries += entries
+            self._owners += [number] * sum(map(len, entries))
         self._owners += summed
         self._before = self._now()
 
-    def _now(self) -> Tensor:
+    def _now(self) -> tuple[list[tuple[int, int]], Tensor]:
+        """The number of changes of each tensor that PyTorch has seen, and the place of its memory;
+        and the bits of all.
+        """
+        places = [
+            (0 if tensor.is_inference() else tensor._version, place())
+            for tensor, place in self._tensors
+        ]
         # In their own width, where the sum wraps around: a wider one is thirty times slower.
-        sums = [bits.sum(dtype=bits.dtype).reshape(1) for bits in self._summed]
-        return torch.cat(self._entries + sums) if self._entries else torch.empty(0, device="cpu")
+        bits = self._entries + [table.sum(0, dtype=table.dtype) for table in self._summed]
+        return places, torch.cat(bits) if bits else torch.empty(0, device="cpu")
 
     def changed(self) -> list[int]:
-        """The numbers of the tensors whose values differ from those that were."""
-        now = self._now()
-        if torch.equal(now, self._before):
+        """The numbers of the tensors that differ from those that were."""
+        (places, bits), (known, before) = self._now(), self._before
+        if places != known:
+            return [n for n, place in enumerate(places) if place != known[n]]
+        if torch.equal(bits, before):
             return []
-        differing = (now != self._before).nonzero().flatten().tolist()
+        differing = (bits != before).nonzero().flatten().tolist()
         return sorted({self._owners[place] for place in differing})
 
 
@@ -358,9 +356,14 @@ def _bits(tensor: Tensor) -> Tensor | None:
     """The memory of a tensor as a line of integers, a view; None where there is none,
     as of a negated view.
     """
-    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel() or tensor.is_neg():
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not plain or tensor.is_nested or tensor.is_meta or tensor.is_neg() or tensor.is_conj():
         return None
-    bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
+    if not tensor.numel() or _versions.is_wrapped(tensor):
+        return None
+    tensor = tensor.detach()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = tensor.view(_INTEGERS[tensor.element_size()])
     if bits.is_contiguous():
         return bits.view(-1)
     # a transposed, or channels-last one

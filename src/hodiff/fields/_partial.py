@@ -430,7 +430,8 @@ def jet(
         return _pushforward.connected(
             (value, rows), (*points, *(c for each in given for c in each))
         )
-    return (detached(value), [detached(row) for row in rows])
+    theirs = {*map(_tree.memory_of, [*points, *(c for each in given for c in each)])}
+    return detached((value, rows), theirs)
 
 
 def _check_series(points: Sequence[Any], given: Sequence[Any]) -> int:

@@ -47,6 +47,10 @@ _FLAGS = {
 }
 
 
+_LAYOUT = frozenset(("stride", "storage_offset", "is_contiguous"))
+"""What a jet, which has no memory, answers as its value does."""
+
+
 _PLACES = frozenset(
     str.split("device is_cpu is_cuda is_meta is_mps is_xpu is_xla is_mtia is_maia is_vulkan is_ipu")
 )
@@ -60,6 +64,8 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     name = operation(func)
     if name in METADATA:
         return _metadata(func, args, kwargs)
+    if name in _LAYOUT:
+        return func(*replaced(args, value_of), **kwargs)
     if name.startswith("__") and ":" in name:
         return _attribute(func, name, args)
     return perform(name, args, kwargs, func)

@@ -115,8 +115,8 @@ ALIASES = {
 
 METADATA = frozenset(
     str.split(
-        "size dim ndimension numel nelement stride storage_offset is_floating_point is_complex "
-        "is_contiguous element_size is_signed __hash__ is_inference is_conj is_neg is_shared "
+        "size dim ndimension numel nelement is_floating_point is_complex "
+        "element_size is_signed __hash__ is_inference is_conj is_neg is_shared "
         "is_sparse is_tensor"
     )
 )
@@ -265,15 +265,19 @@ class Jet(Tensor):
         """Every operation in Python comes through here."""
         if Zeros in types:
             args, kwargs = settled(args), settled(kwargs)
-        return RULES.dispatch(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        try:
+            return RULES.dispatch(func, args, kwargs)
+        except NoRule as error:
+            _note(error, (args, kwargs))
+            raise
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Whatever reaches a kernel has slipped past the rules."""
-        name = str(func).removeprefix("aten.")
-        for jet in jets_among((args, kwargs or {})):
-            jet.expansion.refused = name
-        raise NoRule(name, BELOW_PYTHON)
+        error = NoRule(str(func).removeprefix("aten."), BELOW_PYTHON)
+        _note(error, (args, kwargs or {}))
+        raise error
 
     def __repr__(self, **kwargs: Any) -> str:
         return (
@@ -289,6 +293,12 @@ class Jet(Tensor):
             "copy.deepcopy",
             "it makes a leaf constant; use .clone(), or .detach() if a constant is meant",
         )
+
+
+def _note(error: NoRule, given: Any) -> None:
+    """Let expansions know what is refused: `f` may catch it, and another error take its place."""
+    for jet in jets_among(given):
+        jet.expansion.refused = error
 
 
 class Zeros(Tensor):

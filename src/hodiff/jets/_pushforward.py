@@ -92,9 +92,13 @@ def push(
         seen = filterfalse(Tensor.is_inference, map(_jet.value_of, points))
         try:
             output = _jet.settled(context.run(jets, [*seen]))
+            if expansion.refused is not None:  # which f has caught, to go another way
+                raise expansion.refused
         except Exception as error:
             _refuse_in_other_words(error, expansion, context)
             raise
+        finally:
+            expansion.refused = None  # it has frames with jets
         _refuse_bypass(points, bases, output, expansion)
         if record and context.packs_blocks:
             raise _jet.NoRule(
@@ -116,7 +120,7 @@ def _refuse_in_other_words(
     if isinstance(error, (HodiffError, CoefficientTooLarge)):
         return
     if expansion.refused is not None:
-        raise _jet.NoRule(expansion.refused, _jet.BELOW_PYTHON) from error
+        raise expansion.refused from error
     if context.has_loaded_dynamo:
         raise _jet.NoRule(
             "torch.compile, or an operator that it runs (torch.cond, ...), inside f"

@@ -122,8 +122,7 @@ class Expansion:
         constants: Tensors with a graph that met its jets, by identity: none may lead to the point.
         operations: The names of those that met its jets, in their order.
         surroundings: The transform and the tracer that it began in.
-        refused: The operation that was last refused below Python, where another error may take the
-            place of ours.
+        refused: The refusal of an operation that was met last.
         top: The order at which products are summed over directions: K, or -1 where they all are
             kept.
     """
@@ -173,7 +172,7 @@ class Expansion:
         self.nests = False
         self.mixes = mixes
         self.constants: dict[int, Tensor] = {}
-        self.refused: str | None = None
+        self.refused: Exception | None = None
         self.operations: list[str] = []
         self.surroundings = surroundings()
 

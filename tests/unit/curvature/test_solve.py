@@ -527,7 +527,7 @@ def test_a_neumann_series_that_diverges_says_so() -> None:
 
 NEUMANN = {
     "method='neumann' sums a fixed number of terms": {"method": "neumann"},
-    "scale: got 2.0, expected a positive number, with method='neumann' alone": {"scale": 2.0},
+    "scale is an option of method='neumann', not of 'cg'": {"scale": 2.0},
     "scale: got 0": {"method": "neumann", "iterations": 1, "scale": 0},
     "iterations: got 0, expected an integer of at least 1": {"iterations": 0},
 }

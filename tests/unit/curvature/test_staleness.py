@@ -1,6 +1,7 @@
 """What an operator has computed belongs to one point and one evaluation: nothing of another is left behind."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,124 @@ def test_no_false_alarm(layout: str) -> None:
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(first[0].nan_to_num(), again[0].nan_to_num())
+
+
+def written(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(2)
+
+
+def retrained(model: nn.Module) -> None:
+    """New running statistics, as of other data."""
+    model.train()
+    with torch.no_grad():
+        model(draw(9, 3) * 5)
+    model.eval()
+
+
+class Scaled(nn.Module):
+    """A function of the point that is a module itself, with a number and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = 3
+        self.register_buffer("scale", torch.ones((), dtype=D))
+
+    def forward(self, model: nn.Module) -> Tensor:
+        return (model(INPUTS) * self.scale).pow(self.power).mean()
+
+
+def powered(model: nn.Module, *, power: int) -> Tensor:
+    return model(INPUTS).pow(power).mean()
+
+
+INPUTS = torch.linspace(-2, 2, 12, dtype=D).view(4, 3)
+FROZEN = nn.Linear(3, 2, dtype=D).requires_grad_(False)
+TARGETS = torch.ones(4, 2, dtype=D)
+SCALED = Scaled()
+POWERED = partial(powered, power=3)
+
+
+def with_norm() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).to(D).eval()
+    model[0].requires_grad_(False)
+    return model
+
+
+PLAIN = partial(powered, power=2)
+BESIDE: dict[str, tuple[Callable[[nn.Module], Tensor], Callable[[nn.Module], object]]] = {
+    "statistics": (PLAIN, retrained),
+    "statistics, unrecorded": (PLAIN, lambda m: m[1].running_var.data.mul_(4)),
+    "statistics, replaced": (PLAIN, lambda m: setattr(m[1], "running_mean", torch.ones(4, dtype=D))),
+    "a frozen weight": (PLAIN, lambda m: written(m[0].weight)),
+    "a frozen weight, unrecorded": (PLAIN, lambda m: m[0].weight.data.mul_(2)),
+    "a frozen weight, elsewhere": (PLAIN, lambda m: setattr(m[0].weight, "data", 2 * m[0].weight.data)),
+    "another model": (lambda m: (m(INPUTS) - FROZEN(INPUTS)).pow(4).mean(), lambda m: written(FROZEN.weight)),
+    "another model, unrecorded": (
+        lambda m: (m(INPUTS) - FROZEN(INPUTS)).pow(4).mean(), lambda m: FROZEN.weight.data.mul_(2)
+    ),
+    "targets": (lambda m: (m(INPUTS) - TARGETS).pow(4).mean(), lambda m: TARGETS.data.mul_(2)),
+    "targets, by NumPy": (
+        lambda m: (m(INPUTS) - TARGETS).pow(4).mean(), lambda m: np.multiply(TARGETS, 2, TARGETS.numpy())
+    ),
+    "a number of a module": (SCALED, lambda m: setattr(SCALED, "power", SCALED.power + 1)),
+    "a buffer of a module": (SCALED, lambda m: setattr(SCALED, "scale", 2 * SCALED.scale)),
+    "a keyword of a partial": (POWERED, lambda m: POWERED.keywords.update(power=POWERED.keywords["power"] + 1)),
+}  # fmt: skip
+"""What a function reads beside the point, and a change of it."""
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_is_read_beside_the_point_is_compared(name: str) -> None:
+    f, change = BESIDE[name]
+    model = with_norm()
+    H = hodiff.HessianOperator(f, model)
+    v = draw(H.shape[1])
+    before = H @ v
+    agree(H @ v, before)
+    change(model)
+    with pytest.raises(hodiff.GraphError, match=r"changed since the operator was|has changed since"):
+        H @ v
+    assert not torch.allclose(H.refresh() @ v, before, rtol=1e-6)
+
+
+TURNS: dict[str, Callable[[Tensor], object]] = {
+    "signs of a row": lambda w: w[3].neg_(),
+    "signs of a column": lambda w: w[:, 3].neg_(),
+    "signs of every second row": lambda w: w[1::2].neg_(),
+    "all signs": lambda w: w.neg_(),
+    "one row doubled, one halved": lambda w: (w[3].mul_(2), w[7].div_(2)),
+    "entries doubled and halved in turn": lambda w: (w[5, ::2].mul_(2), w[5, 1::2].div_(2)),
+    "two rows exchanged": lambda w: w.copy_(w[torch.arange(128).roll(64)]),
+    "transposed": lambda w: w.copy_(w.T.clone()),
+}
+"""Changes whose differences of bits cancel in one sum over all."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", TURNS)
+def test_changes_that_cancel_in_a_sum(name: str, dtype: torch.dtype) -> None:
+    w = draw(128, 128).to(dtype)
+    H, v = hodiff.HessianOperator(lambda w: w.pow(3).sum(), w), torch.ones(128, 128, dtype=dtype)
+    H @ v
+    TURNS[name](w.data)
+    with pytest.raises(hodiff.GraphError, match=r"parameters have changed since the operator was evaluated \(x\)"):
+        H @ v
+
+
+def test_what_has_no_bits_to_compare_is_compared_by_its_writes() -> None:
+    """Sparse, complex, boolean, expanded, conjugate, empty and integer tensors beside the point; on several devices."""
+    z = torch.complex(draw(3), draw(3))
+    beside = [
+        torch.eye(3, dtype=D).to_sparse(), z, z.conj(), z.to(torch.complex64), torch.ones(3) > 0,
+        torch.ones(3).expand(2, 3), torch.ones(0), torch.arange(3), torch.ones(3, device="meta"),
+    ]  # fmt: skip
+    H = hodiff.HessianOperator(lambda x, *_: x.pow(3).sum(), draw(3), args=tuple(beside))
+    v = torch.ones(3, dtype=D)
+    agree(H @ v, H @ v)
+    z.data.mul_(2)
+    with pytest.raises(hodiff.GraphError, match="what the function reads besides its arguments has changed"):
+        H @ v
 
 
 def test_a_batch_changed_in_place_raises() -> None:

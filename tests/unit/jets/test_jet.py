@@ -491,3 +491,45 @@ def test_rules_that_few_functions_need_are_read_when_an_operation_asks_for_them(
     assert first == "[4.0] [] True"
     assert interrupted == "False True False"
     assert second == "[4.0] ['bilinear', 'composite', 'fallback', 'special'] True"
+
+
+def way_around(x):
+    try:
+        return set_item(x)
+    except Exception:
+        return x.sum(-1)
+
+
+def by_vmap_or_not(x):
+    try:
+        return torch.vmap(lambda row: row.pow(3).sum())(x)
+    except Exception:
+        return x.sum(-1)
+
+
+@pytest.mark.parametrize("f", [way_around, by_vmap_or_not])
+def test_a_refusal_that_f_catches_is_not_lost(f, x):
+    with pytest.warns(hodiff.HodiffWarning, match="Nested reverse mode is used for the whole call") as told:
+        found = hodiff.laplacian(f, x)
+    assert ".. " not in str(told[0].message)
+    agree(found, hodiff.laplacian(f, x, method="reverse"))
+    assert found.abs().max() > 0.1
+    with pytest.raises(hodiff.GraphError, match="Taylor mode has no rule for"):
+        jets_only(f, x)
+
+
+def test_a_jet_lies_in_memory_as_its_value_does(x):
+    def f(z):
+        turned = z.T
+        assert turned.stride() == (1, 3) and not turned.is_contiguous() and z[:, 1].storage_offset() == 1
+        assert z.stride(0) == 3 and z.is_contiguous()
+        return turned.pow(3).sum()
+
+    agree(jets_only(f, x, batch_ndim=0), 6 * x.sum())
+
+
+def test_a_detached_jet_shares_no_memory_with_what_was_given(x):
+    kept, path = x.clone(), torch.ones_like(x)
+    value, (first,) = hodiff.jet(lambda z: z, x, [path], create_graph=False)
+    value.zero_(), first.zero_()
+    assert torch.equal(x, kept) and torch.equal(path, torch.ones_like(x))
