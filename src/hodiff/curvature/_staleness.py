@@ -356,10 +356,11 @@ def _bits(tensor: Tensor) -> Tensor | None:
     """The memory of a tensor as a line of integers, a view; None where there is none,
     as of a negated view.
     """
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    if not plain or tensor.is_nested or tensor.is_meta or tensor.is_neg() or tensor.is_conj():
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return None
-    if not tensor.numel() or _versions.is_wrapped(tensor):
+    odd = tensor.is_nested or tensor.is_quantized or any(getattr(tensor, "names", ()))
+    odd = odd or tensor.is_neg() or tensor.is_conj() or _versions.is_wrapped(tensor)
+    if odd or not tensor.numel() or not tensor.data_ptr():  # freed, of zeros, or without data
         return None
     tensor = tensor.detach()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor

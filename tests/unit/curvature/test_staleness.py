@@ -214,12 +214,27 @@ def test_changes_that_cancel_in_a_sum(name: str, dtype: torch.dtype) -> None:
         H @ v
 
 
+def test_all_signs_of_a_table_without_a_rest() -> None:
+    """Each sum has two of them."""
+    w = draw(2 * 1021)
+    H, v = hodiff.HessianOperator(lambda w: w.pow(3).sum(), w), torch.ones_like(w)
+    H @ v
+    w.data.neg_()
+    with pytest.raises(hodiff.GraphError, match=r"parameters have changed since the operator was evaluated \(x\)"):
+        H @ v
+
+
+@pytest.mark.filterwarnings(
+    "ignore:torch.quantize_per_tensor:UserWarning", "ignore:The PyTorch API of nested:UserWarning"
+)
 def test_what_has_no_bits_to_compare_is_compared_by_its_writes() -> None:
     """Sparse, complex, boolean, expanded, conjugate, empty and integer tensors beside the point; on several devices."""
     z = torch.complex(draw(3), draw(3))
     beside = [
         torch.eye(3, dtype=D).to_sparse(), z, z.conj(), z.to(torch.complex64), torch.ones(3) > 0,
-        torch.ones(3).expand(2, 3), torch.ones(0), torch.arange(3), torch.ones(3, device="meta"),
+        torch.ones(3).expand(2, 3), torch.ones(0), torch.arange(3), torch.ones(3, device="meta"), draw(4, 5)[::2, ::3],
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), torch._efficientzerotensor((3,)),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), torch.ones(3).to(torch.float8_e4m3fn),
     ]  # fmt: skip
     H = hodiff.HessianOperator(lambda x, *_: x.pow(3).sum(), draw(3), args=tuple(beside))
     v = torch.ones(3, dtype=D)
