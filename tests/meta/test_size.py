@@ -48,9 +48,9 @@ MODULES = 123
 # by parts, passes that all agree about), copies of an entry that differ are refused.
 # 6: the error of a diagonal whose squares have no place in its dtype, a step of nothing is refused.
 # 11: matrices of a stack whose systems have converged are not read: a tenth of the time where few are hard.
-# 34: operators compare buffers, frozen parameters and what functions close over by value; sums that signs do not
+# 37: operators compare buffers, frozen parameters and what functions close over by value; sums that signs do not
 # cancel; a refusal that f catches; no collection while frames of other threads are read, where Python 3.11 may hang.
-STATEMENTS = 22785
+STATEMENTS = 22788
 # What `grad`, `jacobian`, `hessian`, `hvp` and `laplacian` import.
 # 3: a function that runs again finds no hooks of its own on the point.
 MODULES_OF_FIVE_CALLS = 35

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import numbers
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import lru_cache, partial
 from types import CellType, CodeType
 from typing import Any
@@ -166,7 +166,7 @@ class Values:
             if isinstance(x, Tensor):
                 devices.setdefault(x.device, {}).setdefault(id(x), (name, x))
         self._tensors = [
-            ([*known.items()], Fingerprint([x for _, x in known.values()]))
+            ([*known.items()], Fingerprint([x for _, x in known.values()], self._point))
             for known in devices.values()
         ]
 
@@ -297,6 +297,7 @@ SMALL = 1024
 """Up to so many entries all of them are compared."""
 _SAMPLED = 64
 _WIDTH = 1021  # a prime, so that rows and blocks of a matrix do not meet in one column
+_ROWS = 1024  # at most, of what is read beside the point: data may be large, a product is not
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -307,7 +308,7 @@ class Fingerprint:
     vector.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], point: Container[int]) -> None:
         self._tensors: list[tuple[Tensor, Callable[[], int]]] = []
         self._entries: list[Tensor] = []
         self._summed: list[Tensor] = []
@@ -321,7 +322,9 @@ class Fingerprint:
             entries = [bits]
             if len(bits) > SMALL:
                 whole = len(bits) // _WIDTH * _WIDTH
-                self._summed.append(bits[:whole].view(-1, _WIDTH))
+                table = bits[:whole].view(-1, _WIDTH)
+                step = 1 if id(tensor) in point else len(table) // _ROWS + 1
+                self._summed.append(table[::step])
                 summed += [number] * _WIDTH
                 entries = [bits[:: len(bits) // _SAMPLED | 1], bits[whole:]]
             self._entries += entries

@@ -214,6 +214,20 @@ def test_changes_that_cancel_in_a_sum(name: str, dtype: torch.dtype) -> None:
         H @ v
 
 
+def test_large_tensors_of_the_point_are_read_whole_and_others_in_part() -> None:
+    size = 3 * 1024 * 1021
+    w, data = torch.ones(size), torch.ones(size)
+    H = hodiff.HessianOperator(lambda w: (w * data).pow(3).mean(), w)
+    H @ w
+    w.data[1537 * 1021 + 5] = 2
+    with pytest.raises(hodiff.GraphError, match=r"parameters have changed since the operator was evaluated \(x\)"):
+        H @ w
+    H.refresh() @ w
+    data.data[size // 2 :] *= 2
+    with pytest.raises(hodiff.GraphError, match=r"what the function reads besides its arguments has .*\(data\)"):
+        H @ w
+
+
 def test_all_signs_of_a_table_without_a_rest() -> None:
     """Each sum has two of them."""
     w = draw(2 * 1021)
