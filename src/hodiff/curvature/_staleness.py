@@ -305,7 +305,8 @@ class Fingerprint:
     """Some tensors as they were; `changed` looks again, through views made once.
 
     Reading all entries costs about what copying the tensors would, less than any product with a
-    vector.
+    vector. So tensors of the `point` (by their identities) are read whole; others may be much
+    larger, and of those some rows are.
     """
 
     def __init__(self, tensors: Sequence[Tensor], point: Container[int]) -> None:

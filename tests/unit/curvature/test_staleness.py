@@ -190,6 +190,33 @@ def test_what_is_read_beside_the_point_is_compared(name: str) -> None:
     assert not torch.allclose(H.refresh() @ v, before, rtol=1e-6)
 
 
+def test_parameters_that_are_not_selected_are_compared() -> None:
+    model = with_norm()
+    H = hodiff.HessianOperator(lambda part: PLAIN(part.module), hodiff.select(model, "3.*"))
+    H @ draw(H.shape[1])
+    written(model[1].weight)
+    with pytest.raises(hodiff.GraphError, match=r"what the function reads besides its arguments has .*\(the model's"):
+        H @ draw(H.shape[1])
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_two_functions_that_read_variables_of_one_name(which: int) -> None:
+    factors = torch.ones(2, 1, dtype=D).unbind()
+
+    def network_of(factor: Tensor) -> Callable[..., Tensor]:
+        return lambda m, batch: m(batch[0]) * factor
+
+    def loss_of(factor: Tensor) -> Callable[..., Any]:
+        return lambda z, batch: ((z * factor).pow(4).sum(), len(z))
+
+    H = hodiff.GaussNewtonOperator(network_of(factors[0]), loss_of(factors[1]), with_norm(), data=[(INPUTS,)])
+    v = draw(H.shape[1])
+    H @ v
+    factors[which].data.mul_(2)
+    with pytest.raises(hodiff.GraphError, match=r"what the function reads besides its arguments has .*\(factor\)"):
+        H @ v
+
+
 TURNS: dict[str, Callable[[Tensor], object]] = {
     "signs of a row": lambda w: w[3].neg_(),
     "signs of a column": lambda w: w[:, 3].neg_(),
